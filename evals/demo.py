@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import reference_paragraphs
-from razor_dist.frontend.guard import guarded
+from razor_dist.evals.serving import Answer, ServingError, ask, connect, serve
 
 MODEL = "smollm2"
 DOCUMENT_TOKENS = 7000
@@ -42,30 +40,6 @@ MAX_ANSWER_TOKENS = 48
 SETTINGS = {"device": "cpu", "chunked-prefill-size": "1024", "window-ratio": "none"}
 # Between two lines of progress where there is no terminal to draw a bar on.
 _LINE_SECONDS = 3.0
-# Until its ranks are ready, and for its orderly end.
-_START_SECONDS, _STOP_SECONDS = 600.0, 20.0
-_SERVING = re.compile(r"Serving .* on (http://\S+)")
-
-
-class ServingError(Exception):
-    """The server cannot be used; the message says why."""
-
-
-@dataclass(frozen=True)
-class DemoAnswer:
-    """An answer over HTTP: tokens as the server counts them, seconds since it was asked."""
-
-    text: str
-    prompt_tokens: int
-    completion_tokens: int
-    first_token_seconds: float
-    total_seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decode speed; the first token belongs to the prompt."""
-        seconds = self.total_seconds - self.first_token_seconds
-        return (self.completion_tokens - 1) / seconds if seconds > 0 else 0.0
 
 
 def main(world_size: int, serve_flags: Sequence[str]) -> int:
@@ -77,7 +51,7 @@ def main(world_size: int, serve_flags: Sequence[str]) -> int:
     except KeyboardInterrupt:
         console.print("\ninterrupted; the server has been ended")
         return 130
-    except (RazorError, ServingError, httpx.HTTPError) as error:
+    except (RazorError, httpx.HTTPError) as error:
         Console(stderr=True).print(f"demo: {error}", style="red", markup=False)
         return 1
 
@@ -100,12 +74,9 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         with _activity(f"starting {world_size} ranks", console):
-            url = stack.enter_context(server(*flags, *serve_flags))
-            client = stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60.0))
-            while client.get("/health").status_code != 200:
-                if time.monotonic() - began > _START_SECONDS:
-                    raise ServingError("the server does not become healthy")
-                time.sleep(0.2)
+            process = stack.enter_context(serve(*flags, *serve_flags, stderr=None))
+            url = process.url()
+            client = stack.enter_context(connect(url))
         console.print(f"   ready on {url} after {time.monotonic() - began:.0f} s")
         console.print(
             f"[bold]2.[/] sending {len(document):,} characters of Python's language reference, "
@@ -113,7 +84,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
             f"   and at the end a question: [italic]{QUESTION}[/]"
         )
         before = client.get("/stats").raise_for_status().json()
-        answer = ask(client, f"{document}\n\n{QUESTION}", console)
+        answer = ask_aloud(client, f"{document}\n\n{QUESTION}", console)
         after = client.get("/stats").raise_for_status().json()
     saved = Savings.between(
         before,
@@ -156,31 +127,6 @@ def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]
 
 
 @contextlib.contextmanager
-def server(*flags: str) -> Iterator[str]:
-    """Run ``razor-dist serve`` on a free port during a ``with`` block; yields its address."""
-    process = subprocess.Popen(
-        guarded("razor_dist", "serve", "--port=0", "--log-level=warning", *flags),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is ours: it ends the server below, in order
-    )
-    assert process.stdout is not None
-    try:
-        found = next(filter(None, map(_SERVING.search, process.stdout)), None)
-        if found is None:
-            raise ServingError(f"the server ended with code {process.wait()}; see above")
-        yield found[1]
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextlib.contextmanager
 def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
     """Show progress, a bar or else lines; yields what takes the tokens done and their total."""
     columns = (
@@ -207,53 +153,26 @@ def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None
         yield tell
 
 
-def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
+def ask_aloud(client: httpx.Client, content: str, console: Console) -> Answer:
     """Ask one question; the answer is printed as it comes."""
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": MAX_ANSWER_TOKENS,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_progress": True,
-    }
-    begin, first = time.monotonic(), 0.0
-    pieces: list[str] = []
-    usage: dict[str, int] = {}
-    with (
-        contextlib.ExitStack() as reading,
-        client.stream("POST", "/v1/chat/completions", json=body, timeout=600.0) as response,
-    ):
-        if response.status_code != 200:
-            raise ServingError(f"the server answered {response.status_code}: {response.read()!r}")
+    with contextlib.ExitStack() as reading:
         progress = reading.enter_context(_activity("reading", console))
-        for event in events(response.iter_lines()):
-            if "error" in event:
-                raise ServingError(f"the server failed: {event['error']['message']}")
-            usage = event.get("usage") or usage
-            if shown := event.get("prompt_progress"):
-                progress(shown["processed"], shown["total"])
-            for piece in filter(None, (c["delta"].get("content") for c in event["choices"])):
-                if not pieces:
-                    first = time.monotonic() - begin
-                    reading.close()
-                    console.print("   [bold]answer:[/] ", end="")
-                pieces.append(piece)
-                console.print(piece, end="", style="cyan", markup=False, soft_wrap=True)
-    total = time.monotonic() - begin
+        said = 0
+
+        def say(piece: str) -> None:
+            nonlocal said
+            if not said:
+                reading.close()
+                console.print("   [bold]answer:[/] ", end="")
+            said += len(piece)
+            console.print(piece, end="", style="cyan", markup=False, soft_wrap=True)
+
+        messages = [{"role": "user", "content": content}]
+        answer = ask(client, MODEL, messages, MAX_ANSWER_TOKENS, on_text=say, on_progress=progress)
     console.print()
-    if not pieces:
+    if not answer.text:
         raise ServingError("the answer is empty")
-    counted = usage["prompt_tokens"], usage["completion_tokens"]
-    return DemoAnswer("".join(pieces), *counted, first, total)
-
-
-def events(lines: Iterable[str]) -> Iterator[Any]:
-    """Yield the data of server-sent events up to ``[DONE]``; comments are skipped."""
-    for line in itertools.takewhile(lambda line: line != "data: [DONE]", lines):
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
+    return answer
 
 
 @dataclass(frozen=True)

@@ -13,68 +13,30 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
-from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place, streaming_settings
-from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
+from razor_dist.evals.methods import FULL, FULL_METHOD, Method, shape_of
+from razor_dist.evals.needle.config import GridConfig, Place
+from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.replay import (
-    FULL_METHOD,
-    Method,
-    MethodEngine,
-    ReplayConfig,
-    ReplayModel,
-)
-from razor_dist.evals.needle.results import FULL, NeedleResults
-from razor_dist.evals.needle.task import ask, run_here, same_haystack
-from razor_dist.heads.head_map import Fidelity, HeadMap, Verification, shipped_head_map
+from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.needle.task import ask, run_here
+from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel, dropped_tokens
+from razor_dist.evals.settings import STREAMING_SETTINGS, streaming_settings
+from razor_dist.evals.texts import Haystack, Prompter, same_haystack
+from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.models.adapters import is_alibi
-from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.models.registry import config_folder, display_name, resolve_model
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.registry import display_name
 
 KIND = "grid"  # of task, in a folder's settings
 PRESET = PRESETS["number"]
 
-_SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
-_LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
-_CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
-_14: Mapping[str, Any] = {"head_map": "smollm2-14-1"}
-_28: Mapping[str, Any] = {"head_map": "smollm2"}
-
 _LEAST_TOKENS = 2500
 # Of the context, for the chat template, the question and the answer.
 _ROOM = 100 + PRESET.answer_tokens
-
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"attention": "full"},
-    "exact-256": {"prefill": "exact", **_14, **_SMALL},
-    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_14, **_SMALL},
-    "local-512c-28": {"prefill": "local", **_28, **_CONSTANT},
-    "local-512-28": {"prefill": "local", **_28, **_LARGE},
-    "local-256-28": {"prefill": "local", **_28, **_SMALL},
-    "local-512c": {"prefill": "local", **_14, **_CONSTANT},
-    "local-512": {"prefill": "local", **_14, **_LARGE},
-    "local-256": {"prefill": "local", **_14, **_SMALL},
-    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
-}
-"""Settings of the embedded model by name: 14 % + 1 % of the heads unless the name ends in 28 (28 %
-+ 2 %); a window of a fixed length has a c. Head maps are named as `shipped_head_map` names them."""
-
-
-def named_method(name: str) -> Method:
-    """Return one of `METHODS`, with its head map's decision."""
-    if name not in METHODS:
-        raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
-    own = METHODS[name]
-    if "head_map" not in own:
-        return Method(name, own)
-    return Method(name, own, HeadMap.load(shipped_head_map(own["head_map"])).retrieval)
 
 
 def place_seed(place: Place, seed: int) -> int:
@@ -89,7 +51,8 @@ def grid_reading(prompter: Prompter, haystack: Haystack, place: Place, seed: int
     """Make the document at a place, and its question; the same for every method."""
     length, depth, needle = place
     spots, own = [Spot(depth, needle)], place_seed(place, seed)
-    [made] = readings(PRESET, "after", prompter, haystack, length, spots, own, document_alone=True)
+    test = NeedleTest(PRESET, "after", prompter, haystack)
+    [made] = test.readings(length, spots, own, document_alone=True)
     return made
 
 
@@ -111,9 +74,7 @@ class GridTask:
         cls, grid: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap] = ()
     ) -> GridTask:
         """Settle the haystack by what is installed, and see that head maps fit the model."""
-        model = read_config(config_folder(grid.model), trust_remote_code=grid.trust_remote_code)
-        for head_map in head_maps:
-            head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
+        shape_of(grid, *head_maps)
         name, paragraphs = haystack_paragraphs(grid.haystack)
         own = grid.model_dump(include=set(EngineConfig.model_fields))
         # Attention is the methods', and so are the windows.
@@ -184,9 +145,9 @@ class Check:
         A document must fit the model but not the window (an ALiBi model's are its map's, which
         `settle` looks at), so that something is tested, and the model must have a tokenizer.
         """
-        path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-        model_config = read_config(path, trust_remote_code=config.trust_remote_code)
-        context = ModelShape.from_config(model_config).max_positions
+        Prompter.of(config)
+        shape = shape_of(config)
+        context = shape.max_positions
         check = cls(config, tokens, context - _ROOM, haystack, seed)
         length = check._length(config.window_min)
         if not 0 < length <= check.most:
@@ -194,11 +155,8 @@ class Check:
                 f"--verify-tokens is {length}, but the model's context of {context} tokens holds "
                 f"documents of 1 to {check.most} with a question and its answer"
             )
-        if not is_alibi(model_config):
-            check._refuse_nothing(
-                length, StreamingPolicy.of(config), "give a smaller --verify-window"
-            )
-        Prompter.of_model(path, trust_remote_code=config.trust_remote_code)
+        if not shape.alibi:
+            check._refuse_nothing(length, None, "give a smaller --verify-window")
         return check
 
     def _length(self, window: int) -> int:
@@ -207,16 +165,16 @@ class Check:
             return self.tokens
         return min(self.most, max(_LEAST_TOKENS, 2 * window))
 
-    def _refuse_nothing(self, length: int, policy: StreamingPolicy, *remedies: str) -> None:
-        """Refuse documents of which a streaming head that sees ``policy`` drops nothing."""
-        if policy.dropped(length - 1):
+    def _refuse_nothing(self, length: int, window: int | None, *remedies: str) -> None:
+        """Refuse documents of which a streaming head, with its own window if any, drops nothing."""
+        if dropped_tokens(self.config, window, length):
             return
         if length < self.most:
             remedies += (f"give more --verify-tokens, up to {self.most}",)
         advice = "; " + ", or ".join(remedies) if remedies else ", the longest that fits"
         raise ConfigError(
             f"--verify would test nothing: a streaming head's window of at least "
-            f"{policy.window_min} tokens holds a document of {length} whole{advice}"
+            f"{window or self.config.window_min} tokens holds a document of {length} whole{advice}"
         )
 
     def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
@@ -231,7 +189,7 @@ class Check:
         if not windows:
             raise ConfigError("--verify would test nothing: every head keeps the whole context")
         length = self._length(min(windows))
-        self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)))
+        self._refuse_nothing(length, min(windows))
         return length, {name: settings[name] for name in ("prefill", "block")}
 
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:

@@ -1,22 +1,289 @@
-"""An engine of one rank in this process, for evaluations that look at each of its steps."""
+"""The engine in this process, one rank of it: the one door of evaluations to what is below `llm`.
+
+An evaluation that looks at each step, or gives an engine keys and values that were computed before,
+cannot ask an `LLM`, whose ranks are other processes.
+
+**Replays.** With exact prefill the keys and values of a document are those of full attention: the
+heads' decision is only about what is kept of them. So a `ReplayModel` prefills a document once,
+with full attention, and every other method with exact prefill gets its keys and values layer by
+layer, as if its own model had just computed them (`Replay`). That saves most of a grid's time. With
+local prefill every method has to read a document by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from razor_dist.attention.sources import TOP as TOP
+from razor_dist.attention.sources import Sources as Sources
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine, build_engine
+from razor_dist.engine.build import RankEngine as RankEngine
+from razor_dist.engine.build import build_engine, check_model, load, make_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.device import torch_device
+from razor_dist.engine.device import torch_device as torch_device
+from razor_dist.engine.device import torch_dtype as torch_dtype
+from razor_dist.engine.runner import ModelRunner
+from razor_dist.evals.methods import FULL_METHOD, Method
+from razor_dist.evals.texts import Prompter
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.heads.head_map import head_map_of
+from razor_dist.jobs.task import ExternalEngineConfig
+from razor_dist.kernels.quantized import Codes, KeysOrValues
+from razor_dist.kernels.query import Query
+from razor_dist.models.loader import dtype_name, model_fingerprint
+from razor_dist.models.longrope import plain_positions
+from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import AboutRequest
+from razor_dist.parallel.ring import ring_attention
+from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.messages import AboutRequest, Token
+from razor_dist.protocol.sampling_params import SamplingParams
+
+Layers = Sequence[tuple[Tensor, ...]]  # of each layer, keys and values [K, T, D]
+
+
+_GREEDY = SamplingParams(temperature=0, max_tokens=1)
+
+
+# Takes positions [T] and logits [T, V], and returns the logits to go on with.
+Observer = Callable[[Tensor, Tensor], Tensor]
+
+
+class Replay:
+    """A model, loaded with our attention, that can also give keys and values computed before."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.observer: Observer | None = None  # of every forward pass, if there is one
+        self._shape = ModelShape.from_config(model.config)
+        self._layers: Layers | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    @contextmanager
+    def giving(self, layers: Layers) -> Iterator[None]:
+        """Give these keys and values instead of running the model."""
+        self._layers = layers
+        try:
+            yield
+        finally:
+            self._layers = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
+        positions = plain_positions(inputs["position_ids"][0])
+        if self._layers is None:
+            output = self.model(**inputs)
+            if self.observer is not None:
+                keep = inputs["logits_to_keep"]
+                kept = positions[keep] if isinstance(keep, Tensor) else positions  # 0 keeps all
+                output.logits = self.observer(kept, output.logits[0]).unsqueeze(0)
+            return output
+        # A view of one zero: nothing is computed from it.
+        zero = self._layers[0][0].new_zeros(1, 1, 1)
+        q = zero.expand(self._shape.query_heads, len(positions), self._shape.head_dim)
+        query = Query.grouped(q, 1.0, None, self._shape.kv_heads)
+        for layer, (k, v) in enumerate(self._layers):
+            inputs["attention_context"].attend(layer, query, k[:, positions], v[:, positions])
+        logits = zero.new_zeros(1, len(inputs["logits_to_keep"]), self._shape.vocab_size)
+        return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
+
+    def ring(self, comm: Communicator, chunk: Chunk, query: Query, *others: Any) -> Tensor:
+        """`ring_attention`, left out in a replay."""
+        return ring_attention(comm, chunk, query, *others) if self._layers is None else query.q
+
+
+class InProcess:
+    """A model in this process, in an engine's place in a job."""
+
+    failed = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.pids = config, [os.getpid()]
+        self.prompter = Prompter.of(config)
+        torch.set_num_threads(config.threads_per_rank(1))
+
+    def close(self) -> None:
+        """Free what was read."""
+
+
+class TracedConfig(ExternalEngineConfig):
+    """Settings of a one-rank engine in this process of which every step's trace is seen."""
+
+    def open(self) -> TracedModel:
+        return TracedModel(self)
+
+
+class TracedModel(InProcess):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._engine = one_rank_engine(config)
+
+    def answer(self, ids: Sequence[int], most: int) -> tuple[list[int], list[Sources]]:
+        """Return up to ``most`` tokens and, of each but the first, its sources head by head."""
+        # Greedy, so that the answer is the prompt's and the settings' alone.
+        params = SamplingParams(temperature=0, max_tokens=most, return_sources=1)
+        self._engine.core.add("question", ids, params)
+        tokens: list[int] = []
+        traced: list[Sources] = []
+        for message in messages(self._engine.core):
+            if isinstance(message, Token):
+                tokens.append(message.token)
+                traced += self._engine.runner.sources.values()
+        return tokens, traced
+
+
+class ReplayConfig(ExternalEngineConfig):
+    """Settings that all methods of a grid share, of one rank in this process; frozen."""
+
+    def open(self) -> ReplayModel:
+        return ReplayModel(self)
+
+
+class ReplayModel(InProcess):
+    """One model that is asked by many methods, which share the prefill of a document."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        whole = {"attention": "full", "head_map": None, "weights": "replicated"}
+        device = torch_device(config, 0)
+        loaded = load(config.model_copy(update=whole), Communicator(None), device)
+        check_model(loaded.model, config.model)
+        self.replay, self._eos = Replay(loaded.model), loaded.eos_token_ids
+        self.shape = ModelShape.from_config(loaded.model.config)
+        self.fingerprint = model_fingerprint(loaded.model.config)
+        self.dtype = dtype_name(self.replay.dtype)
+        # The document that was read last with full attention, and the engine with its caches.
+        self._read: tuple[list[int], RankEngine] | None = None
+
+    def close(self) -> None:
+        self._read = None
+
+    def engine(self, method: Method, tokens: int) -> RankEngine:
+        own = {name: value for name, value in method.settings.items() if name != "head_map"}
+        shared = self.config.model_dump(include=set(EngineConfig.model_fields))
+        shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
+        shared |= {"prefix_cache": False}  # of another method's, or a replay's, keys
+        config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
+        retrieval, windows = method.retrieval, method.windows
+        if retrieval is None:
+            head_map = head_map_of(config, self.shape, self.fingerprint)
+            retrieval, windows = head_map.retrieval, head_map.windows
+        return make_engine(
+            cast("PreTrainedModel", self.replay),
+            config,
+            retrieval,
+            Communicator(None),
+            eos_token_ids=self._eos,
+            windows=windows,
+            ring=self.replay.ring,
+        )
+
+    def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
+        """Return an engine of a method that has read a document; see the module."""
+        given: AbstractContextManager[None] = nullcontext()
+        if method.shares_prefill:
+            if self._read is None or self._read[0] != document:
+                self._read = None  # frees its caches before there are others
+                full = self.engine(FULL_METHOD, tokens)
+                prefill(full.core, document)
+                self._read = document, full
+            if method.is_full:
+                return self._read[1]
+            given = self.replay.giving(kept_layers(self._read[1].runner))
+        engine = self.engine(method, tokens)
+        with given:
+            prefill(engine.core, document)
+        return engine
+
+
+@dataclass
+class MethodEngine:
+    """A method's engine, with the methods of `LLM` that `ask` calls."""
+
+    model: ReplayModel
+    method: Method
+    tokens: int  # of a document, its question and answer
+    _core: EngineCore | None = None
+
+    def stats(self) -> Mapping[str, Any]:
+        kv = [0] if self._core is None else self._core.stats()["kv_bytes_per_rank"]
+        return {"kv_bytes_per_rank": kv}
+
+    @contextmanager
+    def prefill(self, ids: list[int]) -> Iterator[str]:
+        """Read a document; yields what `generate` knows it by."""
+        self._core = self.model.read(self.method, self.tokens, ids).core
+        try:
+            yield "document"
+        finally:
+            self._core = None
+
+    def generate(
+        self, prompts: Sequence[Mapping[str, list[int]]], params: SamplingParams, prefix: str
+    ) -> list[RequestOutput]:
+        """Answer prompts of token ids that continue the document."""
+        assert self._core is not None
+        outputs = []
+        for number, prompt in enumerate(prompts):
+            ids = prompt["prompt_token_ids"]
+            self._core.add(f"question-{number}", ids, params, prefix_id=prefix)
+            said = run_core(self._core)
+            answer = CompletionOutput(text=self.model.prompter.decode(said), token_ids=said)
+            outputs.append(RequestOutput(str(number), None, ids, outputs=[answer]))
+        return outputs
 
 
 def one_rank_engine(config: EngineConfig) -> RankEngine:
     return build_engine(config, Communicator(None), torch_device(config, 0))
 
 
+def dropped_tokens(config: EngineConfig, window: int | None, tokens: int) -> int:
+    """Count what a streaming head drops of a document, with a window of its own if it has one."""
+    return StreamingPolicy.of(config).with_window(window).dropped(tokens - 1)
+
+
 def messages(core: EngineCore) -> Iterator[AboutRequest]:
     """Step until nothing is left to do; yield what each step says."""
     while core.has_work:
         yield from core.step()
+
+
+def run_core(core: EngineCore) -> list[int]:
+    """Step until nothing is left to do; return the generated tokens."""
+    return [message.token for message in messages(core) if isinstance(message, Token)]
+
+
+def prefill(core: EngineCore, document: list[int]) -> None:
+    core.add("document", document, _GREEDY, pin=True)
+    run_core(core)
+
+
+def kept_layers(runner: ModelRunner) -> Layers:
+    """Return what an engine of one rank whose heads all keep all holds of its one sequence.
+
+    Keys and values of 8 bits are read back: in 8 bits again, they are the same.
+    """
+    (sequence,) = runner.sequences.values()
+    pages, layout = runner.caches.pages, runner.caches.layout
+    assert not layout.streaming_rows, "only full attention keeps every head's keys"
+    spans = pages.spans(sequence.table, 0, sequence.table.tokens)
+    found = [pages.segments(layer.retrieval_rows, spans) for layer in layout.layers]
+    dtype = runner.model.dtype
+
+    def whole(parts: Sequence[KeysOrValues]) -> Tensor:
+        tensors = [x.to(dtype) if isinstance(x, Codes) else x for x in parts]
+        return tensors[0] if len(parts) == 1 else torch.cat(tensors, dim=1)
+
+    return [tuple(map(whole, zip(*segments, strict=True))) for segments in found]

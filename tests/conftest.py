@@ -17,6 +17,7 @@ import torch
 from tests import preloaded
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
+from tests.tokenizer import write_letters
 
 preloaded.install()
 # Ranks of modules in this folder are started without the working directory on their path.
@@ -59,3 +60,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama that knows letters."""
+    folder = make_tiny("llama", tmp_path_factory.mktemp("letters") / "tiny-llama")
+    write_letters(folder)
+    return folder

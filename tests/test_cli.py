@@ -163,6 +163,12 @@ def test_the_options_of_bench_serve_are_frozen() -> None:
     assert found == set(BENCH_SERVE_OPTIONS.split())
 
 
+def test_the_benches_are_frozen() -> None:
+    group: Any = typer.main.get_command(bench)
+    wanted = {"engine", "busy", "shape", "probe", "serve", "prefix", "sources", "gpu"}
+    assert group.commands.keys() == wanted
+
+
 SUMMARIZE_OPTIONS = {
     *("--out", "--words", "--language", "--template", "--max-tokens", "--temperature"),
     *("--markdown", "--encoding", "--sources"),

@@ -22,13 +22,10 @@ import razor_dist
 from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
 from razor_dist.frontend import grammar_process
-from razor_dist.frontend.client import RequestStream
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
 from razor_dist.llm.loop_thread import LoopThread
-from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
-from razor_dist.protocol.messages import as_tokens
 from razor_dist.protocol.repetition import LOOPS
 from tests import fake_engine
 from tests.hostile_grammars import CRASHES, doubling_terminals
@@ -333,13 +330,12 @@ def test_a_dead_engine_is_an_error_and_comes_back() -> None:
 
 def test_a_closed_llm_has_no_ranks() -> None:
     llm = FakeLLM(world_size=2)
-    pids = llm._engine.pids
+    pids = llm.pids
     llm.close()
     llm.close()
-    assert llm._engine.client.status.reason == "the LLM was closed"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     dropped = FakeLLM()
-    pids = dropped._engine.pids
+    pids = dropped.pids
     del dropped
     gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -348,9 +344,7 @@ def test_a_closed_llm_has_no_ranks() -> None:
 @pytest.mark.filterwarnings("error")  # a coroutine that nobody runs is one
 def test_a_closed_llm_says_so() -> None:
     llm = FakeLLM()
-    prefix = Prefix(
-        RequestStream("a", print), llm._engine.client, as_tokens([5], 9), llm.loop._loop
-    )
+    prefix = llm.prefill([5])
     endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
     begun, left = llm.stream(*endless), llm.stream(*endless)
     assert next(begun) and next(left)
@@ -411,12 +405,7 @@ with FakeLLM() as llm:
 
 
 def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
-    code = (
-        "from tests.test_llm import FakeLLM\n"
-        "llm = FakeLLM()\n"
-        "print(*llm._engine.pids, flush=True)\n"
-        "{}"
-    )
+    code = "from tests.test_llm import FakeLLM\nllm = FakeLLM()\nprint(*llm.pids, flush=True)\n{}"
     for end, status in (("", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)):
         done = subprocess.run(
             [sys.executable, "-c", code.format(end)], capture_output=True, text=True, timeout=60

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
+from razor_dist.evals.one_rank import torch_device, torch_dtype
 from razor_dist.heads.head_map import default_head_map
 from razor_dist.models.loader import eos_token_ids, no_progress_bars
 from razor_dist.models.registry import resolve_model

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationInfo, WrapValidator
+from pydantic import Field
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
-from razor_dist.config.validation import SettingError
+from razor_dist.evals.settings import refuse_attention
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class ComparingConfig(JobConfig):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        if "attention" in self.model_fields_set:
-            raise ConfigError("attention is what methods differ in: set methods instead")
+        refuse_attention(self)
         if self.kv_budget is not None and not self.presses:
             raise ConfigError("kv_budget is for kvpress's methods, of which there is none")
         self._check()
@@ -127,23 +126,6 @@ class ComparingConfig(JobConfig):
             )
         shape = ModelShape.from_config(model)
         return shape, min(self.max_model_len or shape.max_positions, shape.max_positions)
-
-
-def _listed(value: Any, read: Callable[[Any], Any], info: ValidationInfo) -> Any:
-    """Read a list, also from a text such as 1000,2000 or a single number; refuse repeats."""
-    if isinstance(value, str):
-        value = tuple(word.strip() for word in value.split(","))
-    elif isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
-        raise ValueError("true and false are not values")
-    found = read((value,) if isinstance(value, int | float) else value)
-    if found is not None and not 0 < len(found) == len(set(found)):
-        name = str(info.field_name)
-        raise SettingError(f"{name} must be a list without repeats, got {list(found)}", name)
-    return found
-
-
-LISTED = WrapValidator(_listed)
-"""Marks a setting that is a list without repeats, on the command line with commas."""
 
 
 def check_installed(methods: Collection[str]) -> None:

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine
-from razor_dist.engine.device import torch_device
 from razor_dist.evals.baselines.model import load_stock
 from razor_dist.evals.bench.floor import Floor, Rates, floor, measure_rates
 from razor_dist.evals.bench.measure import (
@@ -37,7 +35,7 @@ from razor_dist.evals.bench.measure import (
 )
 from razor_dist.evals.bench.peers import open_peers
 from razor_dist.evals.bench.settings import Decode, EngineBenchSettings
-from razor_dist.evals.one_rank import messages, one_rank_engine
+from razor_dist.evals.one_rank import RankEngine, messages, one_rank_engine, torch_device
 from razor_dist.llm.llm import LLM
 from razor_dist.models.shape import ModelShape
 from razor_dist.plan.deployment import Deployment

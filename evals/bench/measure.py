@@ -23,7 +23,7 @@ from torch.utils.benchmark import Timer
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.memory import resident_bytes
 from razor_dist.evals.bench.settings import BenchSettings
-from razor_dist.evals.run_notes import Align, machine, markdown
+from razor_dist.evals.report import Align, machine, markdown
 from razor_dist.kernels.linear import linear
 
 log = logging.getLogger(__name__)

@@ -1,36 +1,30 @@
-"""Measurements of the prefix cache: questions and turns over HTTP, and hits under load.
+"""What the prefix cache saves: questions and turns over HTTP, after kills, and hits under load.
 
-``python -m razor_dist.evals.bench.prefix [--world-size P]`` starts a server of the embedded model,
-asks with the official client, and prints Markdown (docs/benchmarks/prefix.md). ``--restart`` kills
-the server and asks another one that has the same store; ``--needle N`` does that with the needle
-model and a document of N tokens; ``--zipf`` is a load on a pool that is too small.
+Four loads: ``questions`` asks a server of the embedded model about one document, goes on with a
+conversation, and sends documents that share their first half; ``kill`` ends the server by SIGKILL
+and asks another with the same store; ``needle`` does that with the needle model; ``zipf`` asks for
+ten documents with room for two, beside the best that any eviction could do.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, cast
+from typing import Any
 
 import httpx
-import openai
-import psutil
 
-from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.bench.measure import BenchRecord, Table
+from razor_dist.evals.bench.settings import PrefixBenchSettings
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
-from razor_dist.evals.one_rank import messages, one_rank_engine
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.evals.serving import Answer, ask, connect, serve
+from razor_dist.llm.llm import LLM
 from razor_dist.protocol.sampling_params import SamplingParams
 
 QUESTIONS = (
@@ -42,203 +36,170 @@ QUESTIONS = (
 )
 TURNS = ("What is this text about?", "Say it in fewer words.", "Now in one word.")
 _WORDS_PER_TOKEN = 0.68  # of that text, with the embedded model's tokenizer
+# Of the Zipf load: requests, documents and their tokens, and documents that the pool holds.
+_REQUESTS, _DOCUMENTS, _LENGTH, _ROOM = 200, 10, 240, 2
+
+Rows = list[tuple[str, Answer]]
 
 
-@dataclass
-class Asked:
-    seconds: float  # to the first token
-    prompt: int
-    cached: int
-    text: str
+class Asker:
+    """A server with its client, asked for greedy answers."""
+
+    def __init__(self, client: httpx.Client, kill: Callable[[], None], new_tokens: int) -> None:
+        self.client, self.kill, self._new_tokens = client, kill, new_tokens
+        self._model = client.get("/v1/models").json()["data"][0]["id"]
+
+    def ask(self, *texts: str) -> Answer:
+        """Continue a conversation: the user's and the model's messages by turns."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        return ask(self.client, self._model, messages, self._new_tokens)
+
+    def on_disk(self) -> dict[str, Any]:
+        """Wait until nothing is left to be saved; return the counters of the disk."""
+        while True:
+            found = self.client.get("/stats").json()["prefix_cache"]
+            if not found["saving"]:
+                return dict(found["disk"])
+            time.sleep(0.1)
 
 
 @contextmanager
-def server(*flags: str, kill: bool = False) -> Iterator[openai.OpenAI]:
-    """Start ``razor-dist serve``; yield a client of it. With ``kill`` it ends by SIGKILL."""
-    with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "razor_dist", "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            for _ in range(1200):
-                time.sleep(0.1)
-                log.seek(0)
-                found = re.findall(r"^Serving .* on (http://\S+)$", log.read(), re.MULTILINE)
-                if found or process.poll() is not None:
-                    break
-            client = openai.OpenAI(base_url=f"{found[-1]}/v1", api_key="-", timeout=7200)
-            while True:
-                try:
-                    client.models.list()
-                    ask(client, [{"role": "user", "content": "Hi"}])
-                    break
-                except openai.APIStatusError:  # the model is being loaded
-                    time.sleep(0.5)
-            yield client
-        finally:
-            if kill:
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-                process.kill()
-            process.terminate()
-            process.wait()
+def asker(settings: PrefixBenchSettings, *flags: str) -> Iterator[Asker]:
+    flags = (f"--world-size={settings.world_size}", *flags)
+    with serve(*flags) as process, connect(process.url()) as client:
+        found = Asker(client, process.kill, settings.new_tokens)
+        found.ask("Hi")  # the first request warms up
+        yield found
 
 
-def saved(client: openai.OpenAI) -> dict[str, Any]:
-    """Wait until nothing is left to be saved; return the counters of the disk."""
-    while True:
-        stats_now: Any = httpx.get(str(client.base_url.join("/stats"))).json()
-        if not stats_now["prefix_cache"]["saving"]:
-            return dict(stats_now["prefix_cache"]["disk"])
-        time.sleep(0.1)
+def run(settings: PrefixBenchSettings) -> BenchRecord:
+    load = {"questions": questions, "zipf": zipf}
+    return load.get(settings.load, after_a_kill)(settings)
 
 
-def ask(client: openai.OpenAI, messages: Sequence[dict[str, str]], tokens: int = 16) -> Asked:
-    """Ask for a greedy answer of ``tokens`` tokens."""
-    began, first, text, usage = time.perf_counter(), 0.0, "", None
-    stream: Any = client.chat.completions.create(
-        model=client.models.list().data[0].id,
-        messages=cast("Any", messages),
-        temperature=0,
-        max_tokens=tokens,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            first = first or time.perf_counter() - began
-            text += chunk.choices[0].delta.content
-        usage = chunk.usage or usage
-    assert usage is not None
-    return Asked(first, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, text)
-
-
-def conversations(document: str) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Five questions as separate conversations, each with a name."""
-    for number, question in enumerate(QUESTIONS, 1):
-        yield f"question {number}", [{"role": "user", "content": f"{document}\n\n{question}"}]
-
-
-def over_http(world_size: int, tokens: int) -> None:
-    """Print times to the first token of questions and turns, and whether answers are the same."""
+def prose(settings: PrefixBenchSettings) -> tuple[list[str], str]:
+    """Return the words of Python's reference, and a document of about the tokens asked for."""
     words = " ".join(topics[name] for name in sorted(topics)).split()
-    document = " ".join(words[: round(tokens * _WORDS_PER_TOKEN)])
+    return words, " ".join(words[: round(settings.prompt_tokens * _WORDS_PER_TOKEN)])
+
+
+def questions(settings: PrefixBenchSettings) -> BenchRecord:
+    """Time questions and turns, and compare answers with those of a server without the cache."""
+    words, document = prose(settings)
     halves = [" ".join(reversed(words[a : a + 1500])) for a in (0, 5000, 9000)]
     shared = " ".join(words[20000 : 20000 + 1500])
-    flags = ("--world-size", str(world_size), "--max-num-seqs", "8")
-    rows: list[tuple[str, Asked]] = []
-    with server(*flags) as client:
-        for name, messages in conversations(document):
-            rows.append((name, ask(client, messages)))
-        messages = []
+    flags = ("--max-num-seqs=8",)
+    rows: Rows = []
+    with asker(settings, *flags) as server:
+        for number, question in enumerate(QUESTIONS, 1):
+            rows.append((f"question {number}", server.ask(f"{document}\n\n{question}")))
+        said: list[str] = []
         for number, turn in enumerate(TURNS, 1):
-            text = f"{document}\n\n{turn}" if number == 1 else turn
-            messages.append({"role": "user", "content": text})
-            rows.append((f"turn {number}", ask(client, messages)))
-            messages.append({"role": "assistant", "content": rows[-1][1].text})
+            said.append(turn if said else f"{document}\n\n{turn}")
+            rows.append((f"turn {number}", server.ask(*said)))
+            said.append(rows[-1][1].text)
         for number, half in enumerate(halves, 1):
-            message = {"role": "user", "content": f"{shared}\n\n{half}"}
-            rows.append((f"document {number} of a shared half", ask(client, [message])))
-    plain = {}
-    with server(*flags, "--no-prefix-cache") as client:
-        for name, messages in list(conversations(document))[:2]:
-            plain[name] = ask(client, messages)
-    _table(f"P = {world_size}", rows)
-    same = all(dict(rows)[name].text == answer.text for name, answer in plain.items())
-    print(
-        f"\nAnswers without the cache are {'the same' if same else 'others'}: {len(plain)} asked; "
+            name = f"document {number} of a shared half"
+            rows.append((name, server.ask(f"{shared}\n\n{half}")))
+    with asker(settings, *flags, "--no-prefix-cache") as server:
+        plain = [server.ask(f"{document}\n\n{question}") for question in QUESTIONS[:2]]
+    same = all(row.text == answer.text for (_, row), answer in zip(rows, plain, strict=False))
+    seconds = [answer.first_token_seconds for answer in plain]
+    note = (
+        f"Answers without the cache are {'the same' if same else 'others'}: {len(plain)} asked; "
+        f"their first tokens: {', '.join(f'{second:.2f} s' for second in seconds)}."
     )
-    print(f"their first tokens: {', '.join(f'{a.seconds:.2f} s' for a in plain.values())}.\n")
+    figures = {"same_without_cache": same, "first_token_seconds_without_cache": seconds}
+    return _record(settings, rows, figures, note)
 
 
-def after_a_kill(world_size: int, tokens: int) -> None:
-    """Print times of a question to a server that is killed then, and to one after it."""
-    words = " ".join(topics[name] for name in sorted(topics)).split()
-    document = " ".join(words[: round(tokens * _WORDS_PER_TOKEN)])
-    named = list(conversations(document))
-    with tempfile.TemporaryDirectory() as store:
-        flags = ("--world-size", str(world_size), "--max-num-seqs", "8", "--prefix-store", store)
-        with server(*flags, kill=True) as client:
-            fresh = ask(client, named[0][1])
-            disk = saved(client)
-        rows = [("fresh read", fresh)]
-        with server(*flags) as client:
-            rows += [(f"after the kill, {name}", ask(client, m)) for name, m in named[:2]]
-    _table(f"P = {world_size}", rows)
-    same = "the same" if rows[1][1].text == fresh.text else "another"
-    print(f"\nAfter the kill the answer is {same}. {disk['bytes'] / 2**20:.1f} MiB on disk.\n")
-
-
-def needle(world_size: int, tokens: int) -> None:
-    """Print times of questions about a document for the needle model, then after a restart."""
+def after_a_kill(settings: PrefixBenchSettings) -> BenchRecord:
+    """Ask questions of a server that is killed then, and of another with the same store."""
+    rows: Rows = []
+    disk: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model, store = build_needle_model(Path(folder) / "needle"), Path(folder) / "store"
-        text, facts = hide_words(tokens - 64, [10, 50, 90])
-        flags = [
-            *("--world-size", str(world_size), "--model", str(model), "--max-model-len", "1100K"),
-            *("--head-map", str(model / HEAD_MAP), "--prefix-store", str(store)),
-            *("--max-num-seqs", "2", "--collective-timeout", "3600"),
-        ]
-        rows, right = [], []
-        for run in ("first server", "after a kill"):
-            with server(*flags, kill=True) as client:
-                for number, fact in enumerate(facts, 1):
-                    content = f"{text} {fact.question}"
-                    one = ask(client, [{"role": "user", "content": content}])
-                    rows.append((f"{run}, question {number}", one))
-                    right.append(fact.answer in one.text)
-                disk = saved(client)
-    _table(f"P = {world_size}, needle model", rows)
-    per_token = disk["bytes"] / rows[0][1].prompt
-    print(f"\n{sum(right)} of {len(right)} answers right. {per_token:.0f} bytes on disk a token.\n")
-
-
-def _table(title: str, rows: Sequence[tuple[str, Asked]]) -> None:
-    first = rows[0][1].seconds
-    print(f"{title}\n")
-    print("| request | prompt tokens | cached | first token, s | of the first's |")
-    print("|---|---|---|---|---|")
-    for name, one in rows:
-        numbers = f"{one.prompt} | {one.cached} | {one.seconds:.2f} | {one.seconds / first:.3f}"
-        print(f"| {name} | {numbers} |")
-
-
-def under_load(requests: int = 200, documents: int = 10, length: int = 240) -> None:
-    """Print the hit rate of a pool with room for two documents, and the best possible one."""
-    block = 16
-    folder = tempfile.TemporaryDirectory()
-    config = EngineConfig(
-        model=str(build_needle_model(Path(folder.name) / "needle")),
-        attention="full",
-        max_model_len=512,
-        page_size=block,
-        kv_tokens=3 * (length + 3 * block),  # two documents, and a request
-        max_num_seqs=1,
-        threads=2,
-        device="cpu",
-        seed=0,
+        flags, asked = _asked(settings, Path(folder))
+        for name in ("first server", "after a kill"):
+            with asker(settings, f"--prefix-store={folder}/store", *flags) as server:
+                for number, (text, _) in enumerate(asked, 1):
+                    rows.append((f"{name}, question {number}", server.ask(text)))
+                disk = server.on_disk()
+                server.kill()
+    answers = [answer.text for _, answer in rows]
+    same = answers[: len(asked)] == answers[len(asked) :]
+    right = sum(wanted in text for (_, wanted), text in zip(2 * asked, answers, strict=True))
+    note = (
+        f"After the kill the answers are {'the same' if same else 'others'}; {right} of "
+        f"{len(answers)} say what was hidden. {disk['bytes'] / 2**20:.1f} MiB on disk, "
+        f"{disk['bytes'] / rows[0][1].prompt_tokens:.0f} bytes a token."
     )
-    core = one_rank_engine(config).core
+    return _record(
+        settings, rows, {"same_after_the_kill": same, "right": right, "disk": disk}, note
+    )
+
+
+def _asked(settings: PrefixBenchSettings, folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return a server's flags, and questions about one document with what is hidden in it."""
+    if settings.load == "kill":
+        _, document = prose(settings)
+        return ["--max-num-seqs=8"], [(f"{document}\n\n{one}", "") for one in QUESTIONS[:2]]
+    model = build_needle_model(folder / "needle")
+    text, facts = hide_words(settings.prompt_tokens - 64, [10, 50, 90])
+    flags = [f"--model={model}", f"--head-map={model / HEAD_MAP}", "--max-model-len=1100K"]
+    flags += ["--max-num-seqs=2", "--collective-timeout=3600"]
+    return flags, [(f"{text} {fact.question}", fact.answer) for fact in facts]
+
+
+def _record(
+    settings: PrefixBenchSettings, rows: Rows, figures: Mapping[str, Any], note: str
+) -> BenchRecord:
+    first = rows[0][1].first_token_seconds
+    table = [["request", "prompt tokens", "cached", "first token, s", "of the first's"]]
+    for name, answer in rows:
+        seconds = answer.first_token_seconds
+        counts = (str(answer.prompt_tokens), str(answer.cached_tokens))
+        table.append([name, *counts, f"{seconds:.2f}", f"{seconds / first:.3f}"])
+    answers = [{"request": name, **vars(answer)} for name, answer in rows]
+    return BenchRecord(
+        "prefix", settings, {"answers": answers, **figures}, [Table("", table)], [note]
+    )
+
+
+def zipf(settings: PrefixBenchSettings) -> BenchRecord:
+    """Count the hits of a pool with room for two documents, and the most possible."""
     draw = random.Random(0)
-    weights = [1 / (rank + 1) for rank in range(documents)]
-    trace = draw.choices(range(documents), weights, k=requests)
-    texts = [[draw.randrange(20, 1900) for _ in range(length)] for _ in range(documents)]
-    found = []
-    for number, document in enumerate(trace):
-        question = [draw.randrange(20, 1900) for _ in range(8)]
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        core.add(str(number), texts[document] + question, params)
-        cached = answered = 0
-        for message in messages(core):
-            cached = message.cached if isinstance(message, Progress) else cached
-            answered += isinstance(message, Token)
-        assert answered == 4
-        found.append(cached >= length)
-    stats = core.stats()
-    best = belady(trace, 2)
-    print(f"{requests} requests over {documents} documents in Zipf order, room for two of them:")
-    print(f"hits {sum(found)}, the optimum (Belady) {best}, {sum(found) / best:.2f} of it.")
-    used, resident = stats["kv_bytes_per_rank"], stats["rss_per_rank"]
-    print(f"KV bytes in use at the end {used}, resident {resident}, {stats['prefix_cache']}\n")
+    weights = [1 / (rank + 1) for rank in range(_DOCUMENTS)]
+    trace = draw.choices(range(_DOCUMENTS), weights, k=_REQUESTS)
+    texts = [[draw.randrange(20, 1900) for _ in range(_LENGTH)] for _ in range(_DOCUMENTS)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    page = 16
+    hits = 0
+    with tempfile.TemporaryDirectory() as folder:
+        pool = {"page_size": page, "kv_tokens": (_ROOM + 1) * (_LENGTH + 3 * page)}
+        with LLM(
+            str(build_needle_model(Path(folder) / "needle")),
+            attention="full",
+            max_model_len=512,
+            max_num_seqs=1,
+            threads=2,
+            device="cpu",
+            world_size=settings.world_size,
+            **pool,
+        ) as llm:
+            for document in trace:
+                question = [draw.randrange(20, 1900) for _ in range(8)]
+                [output] = llm.generate(texts[document] + question, params)
+                hits += output.num_cached_tokens >= _LENGTH
+            stats = llm.stats()
+    best = belady(trace, _ROOM)
+    kept = {"KV bytes in use at the end": stats["kv_bytes_per_rank"]}
+    kept |= {"resident bytes": stats["rss_per_rank"], "prefix cache": stats["prefix_cache"]}
+    rows = [["requests", "documents", "room for", "hits", "optimum (Belady)", "of it"]]
+    rows.append([*map(str, (_REQUESTS, _DOCUMENTS, _ROOM, hits, best)), f"{hits / best:.2f}"])
+    notes = [f"{name}: {value}" for name, value in kept.items()]
+    figures = {"hits": hits, "optimum": best, **kept}
+    return BenchRecord("prefix", settings, figures, [Table("", rows)], notes)
 
 
 def belady(trace: Sequence[int], room: int) -> int:
@@ -252,25 +213,3 @@ def belady(trace: Sequence[int], room: int) -> int:
             rest = list(trace[at + 1 :])
             held.remove(max(held, key=lambda one: rest.index(one) if one in rest else len(rest)))
     return hits
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=7000)
-    parser.add_argument("--restart", action="store_true", help="kill it, and ask another instead")
-    parser.add_argument("--needle", type=int, metavar="N", help="the same with the needle model")
-    parser.add_argument("--zipf", action="store_true", help="the load on a small pool instead")
-    arguments = parser.parse_args()
-    if arguments.zipf:
-        under_load()
-    elif arguments.needle:
-        needle(arguments.world_size, arguments.needle)
-    elif arguments.restart:
-        after_a_kill(arguments.world_size, arguments.tokens)
-    else:
-        over_http(arguments.world_size, arguments.tokens)
-
-
-if __name__ == "__main__":
-    main()

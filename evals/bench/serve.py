@@ -25,6 +25,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import ServeBenchSettings
 from razor_dist.evals.needle.model import needle_words
+from razor_dist.evals.report import save_picture
 from razor_dist.files import read_lines
 
 log = logging.getLogger(__name__)
@@ -283,5 +284,5 @@ def ttft_over_time(groups: dict[str, list[LoadRequest]]) -> bytes:
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axis.legend()
-    figure.savefig(file, format="png", metadata={"Software": None})
+    save_picture(figure, file)
     return file.getvalue()

@@ -38,6 +38,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where it runs.")
 NewTokens = Annotated[int, Option(min=2, help="Tokens generated after it.")]
 Repeats = Annotated[int, Option(min=1, help="Timed runs of each engine.")]
 Seed = Annotated[int, Option(min=0, help="Of the prompt's random token ids.")]
+WorldSize = Annotated[int, Option(min=1, help="Number of ranks.")]
 OwnThreads = Annotated[int | None, Option(min=1, help="Default: torch's own number.")]
 Folder = Annotated[
     str | None,
@@ -88,28 +89,62 @@ class FileBenchSettings(BenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineBenchSettings(FileBenchSettings):
-    model: Annotated[str, Option(help="smollm2 (embedded), a local folder or hub id.")] = "smollm2"
+class PromptBenchSettings(FileBenchSettings):
+    """Settings of benches that read prompts of some lengths."""
+
+    one_length: ClassVar[bool] = True
     tokens: Annotated[str, Option(help="Tokens of the prompt: 8K is 8192, 8k is 8000.")] = "7000"
     new_tokens: NewTokens = 32
-    repeats: Repeats = 3
-    threads: Annotated[
-        int, Option(min=1, help="Threads of one rank; several ranks share them.")
-    ] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.one_length and len(self.lengths) > 1:
+            raise ConfigError(f"tokens is {self.tokens!r}; this bench takes one length")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return _sizes("tokens", self.tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The one length, or the longest."""
+        return max(self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBenchSettings(PromptBenchSettings):
+    """Settings of benches that compare engines of one model, alone and as ranks."""
+
+    model: Annotated[str, Option(help="smollm2 (embedded), a local folder or hub id.")] = "smollm2"
     world_sizes: Annotated[
         str, Option(help="Numbers of ranks, compared with the first; none: this process alone.")
     ] = "1,8"
+    repeats: Repeats = 3
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return () if self.world_sizes == "none" else _sizes("world_sizes", self.world_sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBenchSettings(ModelBenchSettings):
+    threads: Annotated[
+        int, Option(min=1, help="Threads of one rank; several ranks share them.")
+    ] = 2
     int8: Annotated[
         bool, Option("--int8", help="Also razor with weights, keys and values of 8 bits.")
     ] = False
     peers: Annotated[
         str | None, Option(help="Other engines beside ours: openvino,llama-cpp (extra: peers).")
     ] = None
-    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.prompt_tokens, self.ranks
         if unknown := [name for name in self.peer_names if name not in PEERS]:
             raise ConfigError(f"peers has {unknown[0]!r}; there are {', '.join(PEERS)}")
         if self.peers and self.model != "smollm2":
@@ -117,17 +152,6 @@ class EngineBenchSettings(FileBenchSettings):
                 f"peers read the embedded model's GGUF file, but model is {self.model!r}; leave "
                 "one of them out"
             )
-
-    @property
-    def prompt_tokens(self) -> int:
-        length, *others = _sizes("tokens", self.tokens)
-        if others:
-            raise ConfigError(f"tokens is {self.tokens!r}; `bench engine` takes one length")
-        return length
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return () if self.world_sizes == "none" else _sizes("world_sizes", self.world_sizes)
 
     @property
     def peer_names(self) -> list[str]:
@@ -154,41 +178,51 @@ class EngineBenchSettings(FileBenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BusyBenchSettings(FileBenchSettings):
-    model: Annotated[str, Option(help="smollm2 (embedded), a local folder or hub id.")] = "smollm2"
+class BusyBenchSettings(ModelBenchSettings):
+    one_length: ClassVar[bool] = False
     tokens: Annotated[str, Option(help="Tokens of the prompts, such as 3000,7000.")] = "3000"
-    new_tokens: NewTokens = 32
     repeats: Repeats = 1
     busy: Annotated[str, Option(help="Numbers of processes that compute beside it.")] = "1,2,4"
     world_sizes: Annotated[str, Option(help="Numbers of our ranks.")] = "1,2,8"
-    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.lengths, self.busy_processes, self.ranks
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return _sizes("tokens", self.tokens)
+        _ = self.busy_processes
 
     @property
     def busy_processes(self) -> tuple[int, ...]:
         """Numbers of busy processes: none first, which the others are compared with."""
         return (0, *_sizes("busy", self.busy))
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return _sizes("world_sizes", self.world_sizes)
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixBenchSettings(PromptBenchSettings):
+    load: Annotated[
+        Literal["questions", "kill", "needle", "zipf"],
+        Option(
+            help="Questions and turns; the same store after a kill -9; that with the needle model; "
+            "a pool that is too small."
+        ),
+    ] = "questions"
+    world_size: WorldSize = 1
+    new_tokens: NewTokens = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeBenchSettings(FileBenchSettings):
+class SourcesBenchSettings(PromptBenchSettings):
+    world_size: WorldSize = 1
+    new_tokens: NewTokens = 48
+    repeats: Annotated[int, Option(min=1, help="Answers with sources, and as many without.")] = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeBenchSettings(PromptBenchSettings):
     argument: ClassVar[str | None] = "shape"
+    one_length: ClassVar[bool] = False
     shape: Annotated[str, Argument(metavar="FOLDER", help="With a config.json.")]
     kept: Annotated[float, Option(help="Fraction of KV heads that are retrieval heads.")] = 0.3
     window_max: Annotated[str, Option(help="Longest window of a streaming head.")] = "8K"
     tokens: Annotated[str, Option(help="Lengths of the prompt, such as 128K,1M.")] = "32K"
-    new_tokens: NewTokens = 32
     repeats: Repeats = 3
     seed: Seed = 0
     device: Device = "auto"
@@ -198,11 +232,7 @@ class ShapeBenchSettings(FileBenchSettings):
         super().__post_init__()
         if not 0 < self.kept <= 1:
             raise ConfigError(f"kept is {self.kept}; give a fraction above 0 and at most 1")
-        _ = self.lengths, self.config(1)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return _sizes("tokens", self.tokens)
+        _ = self.config(1)
 
     def config(self, max_model_len: int) -> EngineConfig:
         """Return the engine's settings; the window is the paper's max(4000, N/5), but bounded."""
@@ -340,3 +370,22 @@ def _sizes(name: str, text: str) -> tuple[int, ...]:
         f"{name} is {text!r}; give positive numbers such as 1,8 or 8K,1M (8K is 8192, 8k is 8000), "
         "each once"
     )
+
+
+# The benches by name, which is their module's and their command's too.
+BENCHES: Mapping[str, tuple[type[BenchSettings], str]] = {
+    "engine": (EngineBenchSettings, "transformers' generate, our engine, and our ranks."),
+    "busy": (BusyBenchSettings, "The same beside processes that compute without end."),
+    "shape": (
+        ShapeBenchSettings,
+        "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
+    ),
+    "probe": (ProbeBenchSettings, "Razor's probe against one that holds attention matrices."),
+    "serve": (
+        ServeBenchSettings,
+        "Load on a server with OpenAI's API: ours, llama-server, vLLM.",
+    ),
+    "prefix": (PrefixBenchSettings, "What the prefix cache saves over HTTP, and after a kill."),
+    "sources": (SourcesBenchSettings, "Cost of asking for an answer's sources."),
+    "gpu": (GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network."),
+}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import LISTED
-from razor_dist.evals.needle.config import STREAMING_SETTINGS
+from razor_dist.evals.settings import METHOD_SETTINGS, Methods, refuse_attention, settings_by_name
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ _BUILT_IN: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"attention": "streaming"},
     "full": {"attention": "full"},
 }
-# In which a method may differ from the others: what a head sees, and in which dtype it is kept.
-SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
 
 
 class FidelityEngineConfig(ExternalEngineConfig):
@@ -40,7 +36,7 @@ class FidelityEngineConfig(ExternalEngineConfig):
 class FidelityConfig(JobConfig):
     """Settings of the texts and the methods, the job's and the engines'; frozen."""
 
-    methods: Annotated[tuple[str, ...] | dict[str, dict[str, Any]], LISTED] = Field(
+    methods: Methods = Field(
         default=("razor", "no-compensation", "streaming"),
         description="What to compare with full attention: razor, no-compensation, streaming, full "
         "(with another kv_dtype), paths of head maps (.json); in YAML a mapping of names to "
@@ -63,8 +59,7 @@ class FidelityConfig(JobConfig):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        if "attention" in self.model_fields_set:
-            raise ConfigError("attention is what methods differ in: set methods instead")
+        refuse_attention(self)
         if self.world_size != 1:
             raise ConfigError(
                 f"world_size is {self.world_size}, but eval fidelity compares in one process; "
@@ -81,24 +76,9 @@ class FidelityConfig(JobConfig):
     @property
     def engine(self) -> FidelityEngineConfig:
         """The engine that full attention and all methods run in."""
-        own = self.model_dump(include=set(EngineConfig.model_fields) - set(SETTINGS))
+        own = self.model_dump(include=set(EngineConfig.model_fields) - set(METHOD_SETTINGS))
         return FidelityEngineConfig(**own | {"attention": "full", "seed": None})
 
     @property
     def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        if isinstance(self.methods, dict):
-            return self.methods
-        given: dict[str, Mapping[str, Any]] = {}
-        for name in self.methods:
-            if name not in _BUILT_IN and not name.endswith(".json"):
-                raise ConfigError(
-                    f"methods: unknown method {name!r}; give {', '.join(_BUILT_IN)}, paths of head "
-                    "maps that end in .json, or in a YAML file a mapping of names to settings"
-                )
-            is_map = name not in _BUILT_IN
-            given[Path(name).stem if is_map else name] = (
-                {"head_map": name} if is_map else _BUILT_IN[name]
-            )
-        if len(given) < len(self.methods):
-            raise ConfigError("methods: two head maps have the same file name; rename one")
-        return given
+        return settings_by_name(self.methods, _BUILT_IN, maps=True)

@@ -7,7 +7,6 @@ same tokens, and both distributions exist for one chunk of tokens at a time.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ from torch.nn.functional import kl_div
 
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.needle.replay import FULL_METHOD, Method, Observer, ReplayModel
-from razor_dist.evals.one_rank import messages
+from razor_dist.evals.methods import FULL_METHOD, Method
+from razor_dist.evals.one_rank import Observer, ReplayModel, messages
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -88,7 +87,6 @@ class FidelityModel(ReplayModel):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.pids = [os.getpid()]
         self._head: Any = self.replay.model.get_output_embeddings()
         # The text that was read last, full attention's hidden states ``[positions, E]``, its bytes.
         self._full: tuple[Scored, Tensor, int] | None = None

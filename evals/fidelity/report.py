@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from razor_dist.config.errors import ConfigError
 from razor_dist.evals.fidelity.task import KIND
-from razor_dist.evals.run_notes import markdown, write_json, write_page
-from razor_dist.jobs.results import read_job
+from razor_dist.evals.report import (
+    Run,
+    failures,
+    markdown,
+    save_picture,
+    table,
+    write_json,
+    write_page,
+)
 
 SUMMARY, PAGE, PICTURE = "fidelity.json", "report.md", "fidelity.svg"
 Result = Mapping[str, Any]
@@ -30,33 +36,44 @@ _STEPS = {
 }
 
 
+# Columns by title, as formats of what `_row` returns.
+_HEADS = {"method": "{method}", "heads": "{heads}"}
+_COLUMNS = {
+    **_HEADS,
+    "KV, MiB": "{mib:.1f}",
+    "of full": "{part:.1%}",
+    "loss": "{change:+.4f} ± {loss_change_error:.4f}",
+    "KL": "{kl:.4f}",
+    "KL, 99 %": "{kl_99:.3f}",
+    "same": "{same:.2%}",
+}
+_MEANS = {
+    **_HEADS,
+    "KV of full": "{part:.1%}",
+    "loss": "{change:+.4f}",
+    "KL": "{kl:.4f}",
+    "same": "{same:.2%}",
+}
+
+
 def write_report(folder: Path) -> str:
     """Read a folder's results and write all that follows from them; returns the Markdown."""
-    job = read_job(folder)
-    task = job.settings["task"]
-    if task.get("kind") != KIND:
-        raise ConfigError(f"{folder} holds results of another job than eval fidelity")
-    results = [record["result"] for record in job.records if record["status"] == "done"]
-    failed = [
-        f"- `{r['id']}`: {r['error']['type']}: {' '.join(r['error']['message'].split())}"
-        for r in job.records
-        if r["status"] == "failed"
-    ]
-    untimed = [{k: v for k, v in result.items() if k != "timing"} for result in results]
-    write_json(folder / SUMMARY, {"settings": task, "results": untimed})
-    texts = _by_text(results)
-    pictures = []
-    if results:
+    run = Run(folder, KIND, "eval fidelity")
+    untimed = [{k: v for k, v in result.items() if k != "timing"} for result in run.results]
+    write_json(folder / SUMMARY, {"settings": run.settings, "results": untimed})
+    texts = _by_text(run.results)
+    picture = ""
+    if run.results:
         draw(texts, folder / PICTURE)
-        pictures = [f"![KL by position, and by the bytes of the KV cache]({PICTURE})"]
+        picture = f"![KL by position, and by the bytes of the KV cache]({PICTURE})"
     return write_page(
         folder / PAGE,
-        f"# Fidelity: {task['model']}",
-        _NOTE + f" What is compared is read {_STEPS[task['steps']]}.",
-        *([_means(texts)] if len(texts) > 1 else []),
-        *pictures,
+        f"# Fidelity: {run.settings['model']}",
+        _NOTE + f" What is compared is read {_STEPS[run.settings['steps']]}.",
+        _means(texts) if len(texts) > 1 else "",
+        picture,
         *(page for text, own in texts.items() for page in _pages(text, own)),
-        *(["## Failed", "\n".join(failed)] if failed else []),
+        failures(run.failed),
     )
 
 
@@ -70,55 +87,40 @@ def _by_text(results: Sequence[Result]) -> dict[str, list[Result]]:
     return texts
 
 
+def _row(result: Result) -> dict[str, Any]:
+    heads, all_ = result["retrieval_heads"], result["all"]
+    return {
+        "method": result["method"],
+        "heads": "-" if heads is None else heads,
+        "mib": result["kv_bytes"] / 2**20,
+        "part": result["kv_bytes"] / result["kv_bytes_full"],
+        "change": all_["loss"] - all_["loss_full"],
+        **all_,
+    }
+
+
 def _means(texts: Mapping[str, Sequence[Result]]) -> str:
     """Tabulate the methods that read every text by their means over texts, the best KL first."""
-    every: dict[str, list[Result]] = {}
-    for own in texts.values():
-        for result in own:
-            every.setdefault(result["method"], []).append(result)
-    whole = {name: own for name, own in every.items() if len(own) == len(texts)}
-    order = sorted(whole, key=lambda name: _mean(whole[name], "kl"))
-    rows = [["method", "heads", "KV of full", "loss", "KL", "same"]]
-    for name in order:
-        own = whole[name]
-        part = fmean(r["kv_bytes"] / r["kv_bytes_full"] for r in own)
-        loss = _mean(own, "loss") - _mean(own, "loss_full")
-        figures = [f"{loss:+.4f}", f"{_mean(own, 'kl'):.4f}", f"{_mean(own, 'same'):.2%}"]
-        rows.append([name, _heads(own[0]), f"{part:.1%}", *figures])
-    return f"Means over {len(texts)} texts:\n\n{markdown(rows, 'numbers')}"
-
-
-def _mean(results: Sequence[Result], key: str) -> float:
-    return fmean(result["all"][key] for result in results)
-
-
-def _heads(result: Result) -> str:
-    return "-" if result["retrieval_heads"] is None else str(result["retrieval_heads"])
+    every: dict[str, list[dict[str, Any]]] = {}
+    for result in itertools.chain.from_iterable(texts.values()):
+        every.setdefault(result["method"], []).append(_row(result))
+    keys = ("part", "change", "kl", "same")
+    rows = [
+        rows[0] | {key: fmean(row[key] for row in rows) for key in keys}
+        for rows in every.values()
+        if len(rows) == len(texts)
+    ]
+    rows.sort(key=lambda row: row["kl"])
+    return f"Means over {len(texts)} texts:\n\n{table(_MEANS, rows, 'numbers')}"
 
 
 def _pages(text: str, results: Sequence[Result]) -> Iterator[str]:
     """Yield a text's heading, its figures, and those of each range of positions."""
     yield f"## {text}"
     yield f"Full attention's loss: {results[0]['all']['loss_full']:.4f} nats per token."
-    rows = [["method", "heads", "KV, MiB", "of full", "loss", "KL", "KL, 99 %", "same"]]
-    for result in results:
-        all_, kv = result["all"], result["kv_bytes"]
-        rows.append(
-            [
-                result["method"],
-                _heads(result),
-                f"{kv / 2**20:.1f}",
-                f"{kv / result['kv_bytes_full']:.1%}",
-                f"{all_['loss'] - all_['loss_full']:+.4f} ± {all_['loss_change_error']:.4f}",
-                f"{all_['kl']:.4f}",
-                f"{all_['kl_99']:.3f}",
-                f"{all_['same']:.2%}",
-            ]
-        )
-    yield markdown(rows, "numbers")
+    yield table(_COLUMNS, map(_row, results), "numbers")
     yield "KL, and loss above full attention's, by positions:"
-    ranges = results[0]["ranges"]
-    rows = [["method", *(f"{r['begin']}-{r['end']}" for r in ranges)]]
+    rows = [["method", *(f"{r['begin']}-{r['end']}" for r in results[0]["ranges"])]]
     for result in results:
         cells = (f"{r['kl']:.4f}, {r['loss'] - r['loss_full']:+.4f}" for r in result["ranges"])
         rows.append([result["method"], *cells])
@@ -139,33 +141,22 @@ def draw(texts: Mapping[str, Sequence[Result]], path: Path) -> None:
     }
     columns = len(texts) + 1
     height = max(3.6, 0.2 * len(names) + 0.6)
-    # Fixed identifiers and no date: equal results give equal files.
-    with mpl.rc_context({"svg.hashsalt": "razor_dist", "svg.fonttype": "none"}):
-        figure = Figure((4.2 * columns + 2.4, height), layout="constrained")
-        *panels, last = figure.subplots(1, columns, squeeze=False)[0]
-        for axis, (text, results) in zip(panels, texts.items(), strict=True):
-            _by_position(axis, text, results, styles)
-            for result in results:
-                kept = 100 * result["kv_bytes"] / result["kv_bytes_full"]
-                last.plot(kept, result["all"]["kl"], linestyle="", **styles[result["method"]])
-        last.set_title("all positions", fontsize=10)
-        last.set_xlabel("KV, % of full attention's")
-        for axis in (*panels, last):
-            axis.set_ylim(bottom=0)
-            axis.grid(alpha=0.3)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-
-
-def _by_position(
-    axis: Axes, text: str, results: Sequence[Result], styles: Mapping[str, Mapping[str, Any]]
-) -> None:
-    for result in results:
-        ranges = result["ranges"]
-        middles = [(r["begin"] + r["end"]) / 2 for r in ranges]
-        name = result["method"]
-        axis.plot(middles, [r["kl"] for r in ranges], markersize=4, label=name, **styles[name])
-    axis.set_title(text, fontsize=10)
-    axis.set_xlabel("position")
-    axis.set_ylabel("KL from full attention, nats")
+    figure = Figure((4.2 * columns + 2.4, height), layout="constrained")
+    *panels, last = figure.subplots(1, columns, squeeze=False)[0]
+    for axis, (text, results) in zip(panels, texts.items(), strict=True):
+        for result in results:
+            name, ranges = result["method"], result["ranges"]
+            middles = [(r["begin"] + r["end"]) / 2 for r in ranges]
+            axis.plot(middles, [r["kl"] for r in ranges], markersize=4, label=name, **styles[name])
+            kept = 100 * result["kv_bytes"] / result["kv_bytes_full"]
+            last.plot(kept, result["all"]["kl"], linestyle="", **styles[name])
+        axis.set_title(text, fontsize=10)
+        axis.set(xlabel="position", ylabel="KL from full attention, nats")
+    last.set_title("all positions", fontsize=10)
+    last.set_xlabel("KV, % of full attention's")
+    for axis in (*panels, last):
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    save_picture(figure, path, "svg")

@@ -16,15 +16,12 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import haystack_paragraphs
 from razor_dist.documents.read import kind_of, read_document
 from razor_dist.evals.fidelity.config import FidelityConfig
-from razor_dist.evals.fidelity.methods import methods_of
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
-from razor_dist.evals.needle.replay import Method
+from razor_dist.evals.methods import Method, methods_of, shape_of
+from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
-from razor_dist.models.loader import read_config
-from razor_dist.models.registry import config_folder, display_name, resolve_model
-from razor_dist.models.shape import ModelShape
-from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.models.registry import display_name
 
 KIND = "fidelity"  # of task, in a folder's settings
 
@@ -60,9 +57,8 @@ class FidelityTask:
     @classmethod
     def plan(cls, config: FidelityConfig, files: Sequence[Path]) -> FidelityTask:
         """Read and tokenise the texts; without a file it is the haystack of the needle tests."""
-        methods = tuple(methods_of(config))
-        model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
-        context = ModelShape.from_config(model).max_positions
+        methods = tuple(methods_of(config, config.method_settings))
+        context = shape_of(config).max_positions
         most = min(config.max_model_len or context, context) - 1  # one is generated
         if config.tokens is not None and config.tokens > most:
             raise ConfigError(
@@ -72,9 +68,7 @@ class FidelityTask:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two texts are named {min(twice)}; rename one")
         found = dict(zip(names, map(_text_of, files), strict=True)) or _haystack()
-        trust = config.trust_remote_code
-        folder = resolve_model(config.model, trust_remote_code=trust)
-        encoder = PromptEncoder(load_tokenizer(folder, trust_remote_code=trust))
+        encoder = PromptEncoder(Prompter.of(config).tokenizer)
         texts = []
         for name, text in found.items():
             ids = encoder.text(text)[: config.tokens or most]

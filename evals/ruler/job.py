@@ -16,7 +16,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.evals.baselines.presses import KVPRESS
-from razor_dist.evals.needle.documents import Prompter, same_paragraphs
+from razor_dist.evals.report import Run, failures, join, markdown, write_page
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.tasks import (
     ANSWER_TOKENS,
@@ -27,8 +27,7 @@ from razor_dist.evals.ruler.tasks import (
     read_squad,
     score,
 )
-from razor_dist.evals.run_notes import join, markdown, write_page
-from razor_dist.jobs.results import read_job
+from razor_dist.evals.texts import Prompter, same_paragraphs
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
@@ -144,15 +143,14 @@ def _questions(squad: str | None, hotpotqa: str | None) -> dict[str, tuple[Path,
 
 
 def write_report(folder: Path) -> str:
-    settings, records = read_job(folder)
-    if settings["task"].get("kind") != KIND:
-        raise ConfigError(f"{folder} holds results of another job than RULER")
-    return write_page(folder / PAGE, report(settings["task"], records, settings["engines"]))
+    run = Run(folder, KIND, "RULER")
+    return write_page(folder / PAGE, report(run.settings, run.results, run.failed, run.engines))
 
 
 def report(
     task: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]],
+    results: Sequence[Mapping[str, Any]],
+    failed: Mapping[str, str],
     engines: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """Return the page of a run.
@@ -162,14 +160,10 @@ def report(
     lacks a cell is not given.
     """
     scores: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for record in records:
-        if record["status"] == "done":
-            result = record["result"]
-            place = result["method"], result["task"], result["length"]
-            scores[place].append(100 * result["score"])
+    for result in results:
+        scores[result["method"], result["task"], result["length"]].append(100 * result["score"])
     lengths, tasks, samples = task["lengths"], task["tasks"], task["samples"]
     asked = len(task["methods"]) * len(tasks) * len(lengths) * samples
-    failed = [record for record in records if record["status"] == "failed"]
     parts = [
         f"# RULER: {task['model']}",
         f"{samples} samples of each task and length, seed {task['seed']}, prose: "
@@ -177,7 +171,7 @@ def report(
     ]
     if failed:
         parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")
-    if missing := asked - len(records):
+    if missing := asked - len(results) - len(failed):
         parts.append(f"{missing} of {asked} samples have not been asked yet.")
     if presses := [method for method in task["methods"] if "press" in engines.get(method, {})]:
         part = engines[presses[0]]["kv_budget"]
@@ -192,18 +186,7 @@ def report(
         rows["**average**"] = [_mean(column) for column in zip(*rows.values(), strict=True)]
         body = [[name, *map(_shown, [*cells, _mean(cells)])] for name, cells in rows.items()]
         parts += [f"## {method}", markdown([head, *body])]
-    return join(*parts, *_failures(failed))
-
-
-def _failures(failed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the samples that failed, those of one reason together."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for record in failed:
-        error = record["error"]
-        why = " ".join(f"{error['type']}: {error['message']}".split())
-        reasons[why].append(f"`{record['id']}`")
-    lines = [f"- {', '.join(ids)}: {why}" for why, ids in reasons.items()]
-    return ["## Failed", "\n".join(lines)] if lines else []
+    return join(*parts, failures(failed))
 
 
 def _mean(cells: Sequence[float | None]) -> float | None:

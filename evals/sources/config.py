@@ -8,10 +8,10 @@ from pydantic import Field
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import LISTED
 from razor_dist.evals.needle.config import PlacesConfig
 from razor_dist.evals.ruler.config import check_data
 from razor_dist.evals.ruler.tasks import NEEDLES, QUESTION_TASKS
+from razor_dist.evals.settings import LISTED, HotpotQA, Squad
 
 GRID, RULER = "grid", "ruler"
 # RULER's tasks of which it is known where the answers stand; of those that count words it is not.
@@ -32,12 +32,8 @@ class SourcesConfig(PlacesConfig):
         "ruler: the 9 of them that need no data.",
     )
     samples: int = Field(default=10, ge=1, description="Of each of RULER's tasks and lengths.")
-    squad: str | None = Field(
-        default=None, min_length=1, description="SQuAD's JSON file, for qa_1."
-    )
-    hotpotqa: str | None = Field(
-        default=None, min_length=1, description="HotpotQA's JSON file, for qa_2."
-    )
+    squad: Squad = None
+    hotpotqa: HotpotQA = None
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)

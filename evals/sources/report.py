@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from razor_dist.attention.sources import TOP, Sources
-from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.one_rank import TOP, Sources
+from razor_dist.evals.report import join, markdown
 from razor_dist.evals.ruler.tasks import QUESTION_TASKS
-from razor_dist.evals.run_notes import join, markdown
 from razor_dist.evals.sources.config import GRID, PLACED
 from razor_dist.evals.sources.task import Document, SourcesTask, scored
+from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import FOUND, PromptText, Trace, sentences
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.heads.sources import source_heads
 from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.models.registry import resolve_model
+from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
 
 _RANDOM_DRAWS = 5
@@ -139,13 +139,11 @@ class SourcesReport:
     @classmethod
     def of(cls, task: SourcesTask, results: Sequence[Mapping[str, Any]]) -> SourcesReport:
         config = task.config
-        trust = config.trust_remote_code
-        path = resolve_model(config.model, trust_remote_code=trust)
-        model = read_config(path, trust_remote_code=trust)
+        prompter = Prompter.of(config)
+        model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
         shape = ModelShape.from_config(model)
         head_map = head_map_of(task.traced, shape, model_fingerprint(model))
         layers = [layer for layer, _ in source_heads(task.traced, head_map, model)]
-        prompter = Prompter.of_model(path, trust_remote_code=trust)
         encoder = PromptEncoder(prompter.tokenizer)
         asked = []
         for item, result in zip(task.items(), results, strict=True):

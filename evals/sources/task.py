@@ -17,26 +17,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from razor_dist.attention.sources import TOP
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
-from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.task import run_here, same_haystack
-from razor_dist.evals.one_rank import messages, one_rank_engine
+from razor_dist.evals.needle.task import run_here
+from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
 from razor_dist.evals.ruler.job import data_fingerprints, material_of
 from razor_dist.evals.ruler.synthetic import Sample, Span
 from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, make_sample, score
 from razor_dist.evals.sources.config import GRID, PLACED, SourcesConfig
+from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
-from razor_dist.jobs.task import ExternalEngineConfig, Item
-from razor_dist.models.registry import display_name, resolve_model
-from razor_dist.protocol.messages import Token
-from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.jobs.task import Item
+from razor_dist.models.registry import display_name
 
 
 class Document(NamedTuple):
@@ -70,41 +66,6 @@ def scored(kind: str, answer: str, wanted: Sequence[str]) -> float:
         return score(kind, answer, wanted)
     [expected] = wanted
     return PRESET.score(answer, expected)
-
-
-class TracedConfig(ExternalEngineConfig):
-    """Settings of a one-rank engine in this process of which every step's trace is seen."""
-
-    def open(self) -> TracedModel:
-        return TracedModel(self)
-
-
-class TracedModel:
-    failed = False
-
-    def __init__(self, config: EngineConfig) -> None:
-        trust = config.trust_remote_code
-        path = resolve_model(config.model, trust_remote_code=trust)
-        self.prompter = Prompter.of_model(path, trust_remote_code=trust)
-        torch.set_num_threads(config.threads_per_rank(1))
-        self._engine = one_rank_engine(config)
-
-    def close(self) -> None:
-        pass
-
-    def answer(self, ids: Sequence[int], most: int) -> tuple[list[int], list[Any]]:
-        """Return up to ``most`` tokens and, of each but the first, its sources head by head."""
-        core, runner = self._engine.core, self._engine.runner
-        # Greedy, so that the answer is the prompt's and the settings' alone.
-        params = SamplingParams(temperature=0, max_tokens=most, return_sources=1)
-        core.add("question", ids, params)
-        tokens: list[int] = []
-        traced_now: list[Any] = []
-        for message in messages(core):
-            if isinstance(message, Token):
-                tokens.append(message.token)
-                traced_now += runner.sources.values()
-        return tokens, traced_now
 
 
 @dataclass(frozen=True)

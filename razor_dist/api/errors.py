@@ -33,6 +33,18 @@ _TYPE_OF_STATUS = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+# Of the routes below this one, by Anthropic.
+MESSAGES = "/v1/messages"
+_ANTHROPIC_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 class NotReadyError(EngineError):
@@ -63,18 +75,19 @@ class Failure(NamedTuple):
         # Not the error's text: it may hold what no client should see. The log has it.
         return cls(500, "internal error; see the server's log", code="internal_error")
 
-    def body(self) -> dict[str, Any]:
-        kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
-        return {
-            "error": {
-                "message": shortened(self.message, _LONGEST_MESSAGE),
-                "type": kind,
-                "param": self.param and shortened(self.param, _LONGEST_PARAM),
-                "code": self.code,
-            }
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the failure in the shape of the API that a path belongs to."""
+        anthropic = path.startswith(MESSAGES)
+        types = _ANTHROPIC_TYPE_OF_STATUS if anthropic else _TYPE_OF_STATUS
+        error = {
+            "message": shortened(self.message, _LONGEST_MESSAGE),
+            "type": types.get(self.status, "invalid_request_error"),
+            "param": self.param and shortened(self.param, _LONGEST_PARAM),
+            "code": self.code,
         }
+        return {"type": "error", "error": error} if anthropic else {"error": error}
 
-    def response(self, retry_after: int = 1) -> JSONResponse:
+    def response(self, retry_after: int = 1, path: str = "") -> JSONResponse:
         """Return the failure as a response, with the seconds after which to try again."""
         headers = {}
         if self.status in (429, 503) and self.code != "engine_failed":
@@ -84,7 +97,7 @@ class Failure(NamedTuple):
         if self.status == 408:
             # OpenAI's clients would ask twice more, each time for as long.
             headers["x-should-retry"] = "false"
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(path), self.status, headers)
 
 
 def shortened(text: str, longest: int) -> str:

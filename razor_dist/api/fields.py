@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +25,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
+_TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of messages, with the values that ask for nothing: a client may put answers, with all that
 # they bring, back into its history.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
@@ -235,3 +237,59 @@ def structured(value: object) -> StructuredOutputsParams | None:
         return None if value is None else StructuredOutputsParams.of(value)
     except RequestError as error:
         raise ValueError(str(error).removeprefix("structured_outputs: ")) from None
+
+
+def _whole(value: object) -> object:
+    """Take ``16.0`` for ``16``: JSON has one kind of number, and some clients write integers so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+
+
+def count_or_all(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError(f"must be -1 (as many as fit) or at least 1, got {value}")
+    return value
+
+
+def token_keys(value: object) -> object:
+    """Take the keys of a JSON object, which are strings, for token ids."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not _TOKEN_ID.fullmatch(str(key)):
+            raise ValueError(f"must have token ids for keys, got {key!r:.80}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the counts so far, in each chunk
+
+
+def stop_strings(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops):
+        return tuple(stops)
+    raise ValueError("must be a string or a list of strings")
+
+
+def prompts_of(value: object) -> list[str | list[int]]:
+    # By hand, because pydantic would report every one of a million tokens as "not a string".
+    if isinstance(value, str) or _is_tokens(value):
+        return [value]
+    if isinstance(value, list) and value:
+        are_texts = all(isinstance(p, str) for p in value)
+        if are_texts or all(_is_tokens(p) for p in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids or a list of such lists, "
+        "none of them empty"
+    )
+
+
+def _is_tokens(value: object) -> TypeGuard[list[int]]:
+    # type(), because True is an instance of int.
+    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)

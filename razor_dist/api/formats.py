@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -12,31 +11,30 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from razor_dist.api.errors import Failure
-from razor_dist.api.tools import ToolParser, ToolUse
+from razor_dist.api.logprobs import Json, chat_logprobs, legacy_logprobs, prompt_pieces
+from razor_dist.api.request import ParsedRequest
+from razor_dist.api.tools import ToolParser
 from razor_dist.frontend.answers import Choice
-from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
-from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
-from razor_dist.frontend.outputs import Logprob, Source, TokenLogprobs
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.outputs import Source
 from razor_dist.protocol.messages import Progress
-
-Json = dict[str, Any]
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# The byte of each character that byte-level BPE (GPT-2's) writes.
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Format(ABC):
-    prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
+    """Makes the answers to a request an endpoint's JSON: whole, or in chunks of a stream."""
+
+    prefix: ClassVar[str]  # of the answers' ids
 
     def __init__(
-        self, model: str, choices: Sequence[Choice], tokenizer: PreTrainedTokenizerBase | None
+        self,
+        request: ParsedRequest,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        self._choices, self._tokenizer = choices, tokenizer
+        self._request, self._choices, self._tokenizer = request, choices, tokenizer
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -48,31 +46,23 @@ class Format(ABC):
         """True if shaping takes time that grows with the prompt."""
         return False
 
-    def whole(self) -> Json:
-        choices = [self._choice(i, c.pieces, c.text) for i, c in enumerate(self._choices)]
-        head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self.usage()}
+    @abstractmethod
+    def whole(self) -> Json: ...
 
-    def opening(self) -> list[Json]:
-        return []
+    @abstractmethod
+    def opening(self) -> list[Json]: ...
 
     @abstractmethod
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """Chunks for one piece of the answer ``index``; none if there is nothing to see yet."""
 
-    def progress(self, index: int, progress: Progress) -> Json:
-        """A chunk with llama.cpp's ``prompt_progress``."""
-        fields = {
-            "total": progress.total,
-            "cache": progress.cached,
-            "processed": progress.processed,
-            "time_ms": round(progress.seconds * 1000),
-        }
-        return self._chunk([self._empty(index)], prompt_progress=fields)
+    def progress(self, index: int, progress: Progress) -> list[Json]:
+        """Chunks for what was read of the prompt, where requests can ask for them."""
+        return []
 
+    @abstractmethod
     def closing(self, include_usage: bool) -> list[Json]:
         """Chunks for the end of a stream."""
-        return [self._chunk([], usage=self.usage())] if include_usage else []
 
     def failure(self, failure: Failure) -> Json:
         """A chunk for a failure, after which the stream ends."""
@@ -84,18 +74,14 @@ class Format(ABC):
         return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
 
     @property
+    def heartbeat(self) -> str:
+        """What is sent in silence: a comment, which clients skip while proxies see traffic."""
+        return ": heartbeat\n\n"
+
+    @property
     def end(self) -> str:
         """The bytes that follow all chunks."""
         return "data: [DONE]\n\n"
-
-    @abstractmethod
-    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json: ...
-
-    @abstractmethod
-    def _empty(self, index: int) -> Json: ...
-
-    def _chunk(self, choices: Sequence[Json], **more: Any) -> Json:
-        return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
 
     def usage(self, completion: int | None = None) -> Json:
         """Return the token counts, of the whole answers or of their first ``completion`` tokens."""
@@ -111,27 +97,66 @@ class Format(ABC):
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def _parser(self) -> ToolParser | None:
+        """Return a new parser of one answer's calls of tools, if the request allows any."""
+        return self._request.tools and ToolParser(self._request.tools, self._tokenizer)
 
-class ChatFormat(Format):
+
+class ChoicesFormat(Format):
+    """An endpoint whose answers are ``choices``."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def whole(self) -> Json:
+        choices = [self._choice(i, self._pieces(c)) for i, c in enumerate(self._choices)]
+        head = {**self._head, "object": self.whole_object}
+        return {**head, "choices": choices, "usage": self.usage()}
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def progress(self, index: int, progress: Progress) -> list[Json]:
+        """A chunk with llama.cpp's ``prompt_progress``."""
+        fields = {
+            "total": progress.total,
+            "cache": progress.cached,
+            "processed": progress.processed,
+            "time_ms": round(progress.seconds * 1000),
+        }
+        return [self._chunk([self._empty(index)], prompt_progress=fields)]
+
+    def closing(self, include_usage: bool) -> list[Json]:
+        return [self._chunk([], usage=self.usage())] if include_usage else []
+
+    def _pieces(self, choice: Choice) -> Sequence[TextPiece]:
+        """Return the pieces of a whole answer."""
+        return choice.pieces
+
+    @abstractmethod
+    def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json: ...
+
+    @abstractmethod
+    def _empty(self, index: int) -> Json: ...
+
+    def _chunk(self, choices: Sequence[Json], **more: Any) -> Json:
+        return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
+
+
+class ChatFormat(ChoicesFormat):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(
         self,
+        request: ParsedRequest,
         model: str,
         choices: Sequence[Choice],
         tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        tools: ToolUse | None = None,
     ) -> None:
-        super().__init__(model, choices, tokenizer)
-        self._tools = tools
-        self._parsers = {} if tools is None else {i: self._parser() for i in range(len(choices))}
-
-    def _parser(self) -> ToolParser:
-        assert self._tools is not None
-        return ToolParser(self._tools, self._tokenizer)
+        super().__init__(request, model, choices, tokenizer)
+        self._parsers = [self._parser() for _ in choices]  # of a stream
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -144,7 +169,7 @@ class ChatFormat(Format):
         text, finish = piece.text, piece.finish_reason
         rendered = rendered_sources(self._choices[index], [piece])
         calls: list[Json] = []
-        if parser := self._parsers.get(index):
+        if parser := self._parsers[index]:
             text = parser.push(piece)
             if finish:
                 rest, calls, finish = parser.end(finish)
@@ -162,11 +187,11 @@ class ChatFormat(Format):
             news[-1] |= rendered
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
-    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
-        message: Json = {"role": "assistant", "content": text}
+    def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
+        message: Json = {"role": "assistant", "content": _text(pieces)}
         finish = pieces[-1].finish_reason
-        if self._tools is not None and finish:
-            said, calls, finish = self._parser().read(pieces, finish)
+        if finish and (parser := self._parser()):
+            said, calls, finish = parser.read(pieces, finish)
             if calls:
                 message |= {"content": said or None, "tool_calls": calls}
         return {
@@ -181,7 +206,7 @@ class ChatFormat(Format):
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """For a model without a tokenizer the text is empty and each choice has ``token_ids``."""
 
     prefix = "cmpl"
@@ -190,61 +215,51 @@ class CompletionFormat(Format):
 
     def __init__(
         self,
+        request: ParsedRequest,
         model: str,
         choices: Sequence[Choice],
         tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        echo: bool = False,
-        prompt_only: bool = False,
     ) -> None:
-        super().__init__(model, choices, tokenizer)
-        self._echo, self._prompt_only = echo, prompt_only
+        super().__init__(request, model, choices, tokenizer)
         self._lengths: dict[int, int] = {}  # of the texts of prompts that were streamed
 
     @property
     def is_slow(self) -> bool:
-        return self._echo
-
-    def whole(self) -> Json:
-        if not self._echo:
-            return super().whole()
-        choices = []
-        for index, choice in enumerate(self._choices):
-            pieces = self._with_prompt(choice, choice.pieces)
-            choices.append(self._choice(index, pieces, "".join(piece.text for piece in pieces)))
-        head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self.usage()}
+        return self._request.echo
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         pieces = [piece]
-        if self._echo and index not in self._lengths:
+        if self._request.echo and index not in self._lengths:
             pieces = self._with_prompt(self._choices[index], pieces)
             self._lengths[index] = pieces[-1].offset - piece.offset
-        elif self._echo:
+        elif self._request.echo:
             pieces = [replace(piece, offset=self._lengths[index] + piece.offset)]
-        choice = self._choice(index, pieces, "".join(piece.text for piece in pieces))
+        choice = self._choice(index, pieces)
         silent = not choice["text"] and not piece.finish_reason
         silent = silent and choice["logprobs"] is None and not piece.sentences
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
 
+    def _pieces(self, choice: Choice) -> Sequence[TextPiece]:
+        return self._with_prompt(choice, choice.pieces) if self._request.echo else choice.pieces
+
     def _with_prompt(self, choice: Choice, pieces: Sequence[TextPiece]) -> list[TextPiece]:
         """Return the pieces of a prompt, and those of its answer, if that was asked for."""
         prompt = prompt_pieces(self._tokenizer, choice)
-        if self._prompt_only:
+        if self._request.prompt_only:
             return [*prompt[:-1], replace(prompt[-1], finish_reason="length")]
         length = sum(len(piece.text) for piece in prompt)
         return prompt + [replace(piece, offset=length + piece.offset) for piece in pieces]
 
     def usage(self, completion: int | None = None) -> Json:
-        return super().usage(0 if self._prompt_only else completion)
+        return super().usage(0 if self._request.prompt_only else completion)
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
-    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
+    def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
         choice = {
             "index": index,
-            "text": text,
+            "text": _text(pieces),
             "logprobs": legacy_logprobs(self._tokenizer, pieces),
             "finish_reason": pieces[-1].finish_reason,
             **rendered_sources(self._choices[index], pieces),
@@ -252,6 +267,10 @@ class CompletionFormat(Format):
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
+
+
+def _text(pieces: Sequence[TextPiece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def rendered_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
@@ -274,98 +293,3 @@ def rendered_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
 def _sources(sources: Sequence[Source]) -> list[Json]:
     rendered = map(asdict, sources)
     return [{k: v for k, v in s.items() if (k, v) != ("message", None)} for s in rendered]
-
-
-def chat_logprobs(
-    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
-) -> dict[str, Any] | None:
-    """``choices[].logprobs`` of a chat completion; ``None`` unless they were asked for."""
-    content = []
-    for piece in pieces:
-        if piece.logprobs is None:
-            return None
-        # An entry without a rank is the chosen token itself, unlikelier than those asked for.
-        top = [(t, lp) for t, lp in piece.logprobs.items() if lp.rank is not None]
-        entry = _chat_entry(tokenizer, piece.token, piece.logprobs[piece.token])
-        content.append({**entry, "top_logprobs": [_chat_entry(tokenizer, *item) for item in top]})
-    return {"content": content, "refusal": None}
-
-
-def prompt_pieces(tokenizer: PreTrainedTokenizerBase | None, choice: Choice) -> list[TextPiece]:
-    """Return a prompt as pieces, with log-probabilities if the engine has sent them.
-
-    Those of the first token are an empty mapping: nothing comes before it.
-    """
-    ids = choice.prompt.tolist()
-    known: Sequence[TokenLogprobs | None] = [None] * len(ids)
-    if choice.prompt_entries:
-        found = prompt_logprobs(tokenizer, ids, choice.prompt_entries)
-        known = [{} if entry is None else entry for entry in found]
-    if tokenizer is None:
-        return [TextPiece(token, "", own) for token, own in zip(ids, known, strict=True)]
-    detokenizer, pieces = Detokenizer(tokenizer), []
-    for token, own in zip(ids, known, strict=True):
-        offset = detokenizer.length
-        pieces.append(TextPiece(token, detokenizer.push(token), own, offset=offset))
-    return [*pieces[:-1], replace(pieces[-1], text=pieces[-1].text + detokenizer.flush())]
-
-
-def legacy_logprobs(
-    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
-) -> dict[str, Any] | None:
-    """``choices[].logprobs`` of a completion; without a tokenizer of tokens ``token_id:17``."""
-    tokens: list[str] = []
-    chosen: list[float | None] = []
-    top: list[Json | None] = []
-    for piece in pieces:
-        if piece.logprobs is None:
-            return None
-        own = piece.logprobs.get(piece.token)
-        if own is None:  # a prompt's first
-            tokens.append(
-                _spell(piece.token, Logprob(0.0, None, decode_one(tokenizer, piece.token)))
-            )
-            chosen.append(None)
-            top.append(None)
-            continue
-        tokens.append(_spell(piece.token, own))
-        chosen.append(_finite(own))
-        top.append({_spell(t, lp): _finite(lp) for t, lp in piece.logprobs.items()})
-    return {
-        "tokens": tokens,
-        "token_logprobs": chosen,
-        "top_logprobs": top,
-        "text_offset": [piece.offset for piece in pieces],
-    }
-
-
-def _chat_entry(
-    tokenizer: PreTrainedTokenizerBase | None, token: int, logprob: Logprob
-) -> dict[str, Any]:
-    text = _spell(token, logprob)
-    spelt = token_bytes(tokenizer, token, text)
-    return {"token": text, "logprob": _finite(logprob), "bytes": spelt}
-
-
-def _finite(logprob: Logprob) -> float:
-    # JSON has no infinity; OpenAI writes this value for a vanishing probability.
-    return max(logprob.logprob, -9999.0)
-
-
-def _spell(token: int, logprob: Logprob) -> str:
-    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
-
-
-def token_bytes(
-    tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
-) -> list[int] | None:
-    """Return the bytes of a token, decoded as ``text``; ``None`` if they are unknown."""
-    if tokenizer is None:
-        return None
-    if REPLACEMENT not in text:
-        return list(text.encode("utf-8"))
-    piece = str(tokenizer.convert_ids_to_tokens(token))
-    fallback = _BYTE_FALLBACK.fullmatch(piece)
-    if fallback:
-        return [int(fallback[1], 16)]
-    return [_BYTES[c] for c in piece] if all(c in _BYTES for c in piece) else None

@@ -6,40 +6,43 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from razor_dist.api.errors import MESSAGES
 from razor_dist.api.fields import RESERVED, Strict
+from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, examples, or_null, some
 from razor_dist.api.openapi_rules import RULES
-from razor_dist.api.parsing import Limits
-from razor_dist.api.responses import NEUTRAL as RESPONSES_NEUTRAL
+from razor_dist.api.parsing import BODIES
+from razor_dist.api.request import Limits
 from razor_dist.api.responses import ResponsesBody
 from razor_dist.api.schema import MAX_MESSAGES, ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
-from razor_dist.api.validate import NEUTRAL
 from razor_dist.protocol.repetition import LONGEST_PATTERN, MOST
 from razor_dist.protocol.sampling_params import (
-    MAX_LOGPROBS,
     MAX_N,
-    MAX_SOURCES,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    RANGES,
 )
 
 _INT64 = 2**63 - 1
-# What `SamplingParams` and the bodies check themselves.
+
+
+def _bounds(field: str, low: float | None = None) -> Json:
+    """The range of a field of `SamplingParams`, from ``low`` on if it is given."""
+    range_ = RANGES[field]
+    least = "exclusiveMinimum" if range_.is_open else "minimum"
+    high = _INT64 if range_.high is None else range_.high
+    return {least: range_.low if low is None else low, "maximum": high}
+
+
+# What `SamplingParams` and the bodies check themselves: fields by their own names, and by others.
 _RANGES: dict[str, Json] = {
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": _INT64},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
-    "repeat_penalty": {"minimum": 0.01, "maximum": 100},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "return_sources": {"minimum": 0, "maximum": MAX_SOURCES},
-    "max_completion_tokens": {"minimum": 1, "maximum": _INT64},
-    "max_output_tokens": {"minimum": 1, "maximum": _INT64},
+    **{field: _bounds(field) for field in RANGES if field != "logprobs"},  # true or false in a chat
+    "repeat_penalty": _bounds("repetition_penalty"),
+    "top_logprobs": _bounds("logprobs"),
+    "max_completion_tokens": _bounds("max_tokens"),
+    "max_output_tokens": _bounds("max_tokens"),
     "seed": {"minimum": -(2**63), "maximum": _INT64},
     "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
 }
@@ -51,6 +54,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/v1/chat/completions": _post(ChatBody, "ChatCompletion", "Answer a conversation.", True),
         "/v1/completions": _post(CompletionBody, "Completion", "Continue prompts.", True),
         "/v1/responses": _post(ResponsesBody, "Response", "Answer an input.", True),
+        MESSAGES: _post(MessagesBody, "Message", "Answer as Anthropic's API does.", True),
+        f"{MESSAGES}/count_tokens": _post(CountTokensBody, "TokenCount", "Count a prompt."),
         "/tokenize": _post(TokenizeBody, "Tokenized", "Return the tokens of a text or a chat."),
         "/detokenize": _post(DetokenizeBody, "Detokenized", "Return the text of tokens."),
         "/documents/text": _document_text(),
@@ -64,16 +69,9 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
     }
     for path, example in examples(limits.model).items():
         paths[path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
-    bodies: dict[str, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
-        "ChatBody": (ChatBody, NEUTRAL),
-        "CompletionBody": (CompletionBody, NEUTRAL),
-        "ResponsesBody": (ResponsesBody, RESPONSES_NEUTRAL),
-        "TokenizeBody": (TokenizeBody, {}),
-        "DetokenizeBody": (DetokenizeBody, {}),
-    }
     schemas: Json = dict(ANSWERS)
-    for name, (cls, neutral) in bodies.items():
-        schemas |= _body(name, cls, neutral, limits, knows_tools)
+    for cls, neutral in BODIES.values():
+        schemas |= _body(cls, neutral, limits, knows_tools)
     schemas |= {"ChatMessage": _CHAT_MESSAGE, "ResponseFormat": _RESPONSE_FORMAT}
     return {
         "openapi": "3.1.0",
@@ -93,13 +91,10 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
 
 
 def _body(
-    name: str,
-    cls: type[Strict],
-    neutral: Mapping[str, tuple[Any, ...]],
-    limits: Limits,
-    knows_tools: bool,
+    cls: type[Strict], neutral: Mapping[str, tuple[Any, ...]], limits: Limits, knows_tools: bool
 ) -> Json:
     """Return a body's schema and those that it refers to, by name."""
+    name = cls.__name__
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = schema.pop("$defs", {})
     properties: Json = schema["properties"]
@@ -109,11 +104,42 @@ def _body(
         field: {"enum": [None, *values], "description": "Not supported; these ask for nothing."}
         for field, values in neutral.items()
     }
-    properties["model"] = {"enum": [limits.model]}
-    if name in ("TokenizeBody", "DetokenizeBody"):
-        properties["model"] = {"enum": [limits.model, None]}
-    token = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
-    own: Json = {
+    optional = cls in (TokenizeBody, DetokenizeBody)
+    own = _fields(limits) | {"model": {"enum": [limits.model, *[None] * optional]}}
+    if cls is CompletionBody:
+        text, tokens = {"type": "string", "minLength": 1}, some(_token(limits))
+        own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
+        own["logprobs"] = or_null({"type": "integer", **_bounds("logprobs")})
+        own["max_tokens"] = or_null({"type": "integer", **_bounds("max_tokens", low=0)})
+    if cls is ResponsesBody:
+        kinds = ("InputMessage", "FunctionCall", "FunctionCallOutput")
+        items = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        own["input"] = {"anyOf": [TEXT, some({"anyOf": items})]}
+        parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
+        found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
+        found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
+    if cls is MessagesBody:
+        own["max_tokens"] = {"type": "integer", **_bounds("max_tokens")}
+    if issubclass(cls, CountTokensBody) and not knows_tools:
+        own["tools"] = {"enum": [None, []]}
+        own["tool_choice"] = or_null(_NO_TOOL)
+    elif not knows_tools:
+        choices = [None, "none"] + (["auto"] if cls is ResponsesBody else [])
+        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
+    properties |= {field: value for field, value in own.items() if field in properties}
+    rules = RULES.get(name)
+    return {**found, name: schema | ({"allOf": rules} if rules else {})}
+
+
+def _token(limits: Limits) -> Json:
+    return {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
+
+
+def _fields(limits: Limits) -> Json:
+    """Schemas of fields, by name, that pydantic cannot make of their types."""
+    token = _token(limits)
+    most = min(MAX_N, limits.max_prompts)
+    return {
         "stop": {
             "anyOf": [
                 _stop_string(),
@@ -121,8 +147,11 @@ def _body(
                 NULL,
             ]
         },
+        "stop_sequences": or_null(
+            {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS}
+        ),
         "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
-        "n": or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
+        "n": or_null({"type": "integer", "minimum": 1, "maximum": most}),
         "logit_bias": or_null(
             {
                 "type": "object",
@@ -136,37 +165,24 @@ def _body(
         "truncate_prompt_tokens": or_null(_COUNT_OR_ALL),
         "tokens": {"type": "array", "items": token},
         "priority": {"enum": [None, 0]},
-        "min_tokens": or_null({"type": "integer", "minimum": 0, "maximum": _INT64}),
+        "min_tokens": or_null({"type": "integer", **_bounds("min_tokens")}),
+        "max_tokens": or_null({"type": "integer", **_bounds("max_tokens")}),
         "chat_template_kwargs": or_null(
             {"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED)}}}
         ),
-        "max_tokens": or_null(
-            {"type": "integer", "minimum": int(name != "CompletionBody"), "maximum": _INT64}
-        ),
     }
-    if name == "CompletionBody":
-        text, tokens = {"type": "string", "minLength": 1}, some(token)
-        own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
-        own["logprobs"] = or_null({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS})
-    if name == "ResponsesBody":
-        kinds = ("InputMessage", "FunctionCall", "FunctionCallOutput")
-        items = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
-        own["input"] = {"anyOf": [TEXT, some({"anyOf": items})]}
-        parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
-        found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
-        found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
-    if not knows_tools:
-        choices = [None, "none"] + (["auto"] if name == "ResponsesBody" else [])
-        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
-    properties |= {field: value for field, value in own.items() if field in properties}
-    rules = RULES.get(name)
-    return {**found, name: schema | ({"allOf": rules} if rules else {})}
 
 
 def _stop_string() -> Json:
     return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
+_NO_TOOL: Json = {
+    "type": "object",
+    "properties": {"type": {"enum": ["auto", "none"]}},
+    "required": ["type"],
+    "additionalProperties": False,
+}
 _CONTENT: Json = {
     "anyOf": [
         TEXT,

@@ -59,6 +59,31 @@ _FOUND: Json = {
 }
 _SENTENCE = _object({"start": _COUNT, "end": _COUNT, **_FOUND})
 _SOURCES: Json = {**_FOUND, "sentences": {"type": "array", "items": _SENTENCE}}
+_CITATION = _object(
+    {
+        "type": {"enum": ["char_location", "page_location", "content_block_location"]},
+        "cited_text": TEXT,
+        "document_index": _COUNT,
+        "document_title": or_null(TEXT),
+    },
+    **dict.fromkeys(
+        (
+            *("start_char_index", "end_char_index", "start_page_number", "end_page_number"),
+            *("start_block_index", "end_block_index"),
+        ),
+        _COUNT,
+    ),
+)
+_TEXT_BLOCK = _object(
+    {
+        "type": {"const": "text"},
+        "text": TEXT,
+        "citations": or_null({"type": "array", "items": _CITATION}),
+    }
+)
+_TOOL_USE_BLOCK = _object(
+    {"type": {"const": "tool_use"}, "id": TEXT, "name": TEXT, "input": {"type": "object"}}
+)
 ANSWERS: Json = {
     "Error": _object(
         {
@@ -128,6 +153,29 @@ ANSWERS: Json = {
             ),
         }
     ),
+    "Message": _object(
+        {
+            "id": TEXT,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": TEXT,
+            "content": {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, _TOOL_USE_BLOCK]}},
+            "stop_reason": {
+                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "repetition"]
+            },
+            "stop_sequence": or_null(TEXT),
+            "usage": _object(
+                dict.fromkeys(
+                    (
+                        *("input_tokens", "output_tokens"),
+                        *("cache_creation_input_tokens", "cache_read_input_tokens"),
+                    ),
+                    _COUNT,
+                )
+            ),
+        }
+    ),
+    "TokenCount": _object({"input_tokens": _COUNT}),
     "Tokenized": _object(
         {
             "count": _COUNT,
@@ -170,6 +218,32 @@ def examples(model: str) -> dict[str, Json]:
         },
         "/v1/completions": {"model": model, "prompt": "A lighthouse is", "max_tokens": 32},
         "/v1/responses": {"model": model, "input": question, "max_output_tokens": 64},
+        "/v1/messages": {
+            "model": model,
+            "max_tokens": 64,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "document",
+                            "title": "letter",
+                            "source": {
+                                "type": "text",
+                                "media_type": "text/plain",
+                                "data": "The code of the castle is 48213. The grass is green.",
+                            },
+                            "citations": {"enabled": True},
+                        },
+                        {"type": "text", "text": "What is the code of the castle?"},
+                    ],
+                }
+            ],
+        },
+        "/v1/messages/count_tokens": {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+        },
         "/tokenize": {"model": model, "prompt": "A lighthouse is"},
         "/detokenize": {"model": model, "tokens": [1, 2, 3]},
     }

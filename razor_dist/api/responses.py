@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from razor_dist.api.errors import shortened
 from razor_dist.api.fields import (
-    Hints,
+    Int,
     ReasoningEffort,
     Strict,
     TemplateArguments,
     ToolFunction,
     Verbosity,
 )
-from razor_dist.api.schema import ChatBody, Int
-from razor_dist.api.validate import parse
+from razor_dist.api.schema import ChatBody, SharedFields
+from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -54,6 +54,13 @@ class _Item(Strict):
         return {name: value for name, value in item.items() if value is not None}
 
 
+class _Answered(_Item):
+    """An item that may have come from an answer."""
+
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
 class TextPart(_Item):
     type: Literal["input_text", "output_text"]
     text: str
@@ -66,24 +73,20 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-class InputMessage(_Item):
+class InputMessage(_Answered):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[list[TextPart], BeforeValidator(_parts)]
-    id: str | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
 
     def add_to(self, messages: list[Json]) -> None:
         messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
 
 
-class FunctionCall(_Item):
+class FunctionCall(_Answered):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
 
     def add_to(self, messages: list[Json]) -> None:
         function = {"name": self.name, "arguments": self.arguments}
@@ -93,12 +96,10 @@ class FunctionCall(_Item):
         messages[-1].setdefault("tool_calls", []).append(call)
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(_Answered):
     type: Literal["function_call_output"]
     call_id: str
     output: Annotated[list[TextPart], BeforeValidator(_parts)]
-    id: str | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
 
     def add_to(self, messages: list[Json]) -> None:
         text = "".join(part.text for part in self.output)
@@ -173,45 +174,23 @@ class Reasoning(Strict):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(Hints):
-    model: str
+class ResponsesBody(SharedFields):
+    names: ClassVar[Mapping[str, str]] = NAMES
     input: Annotated[list[Item], BeforeValidator(_messages)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    # As in the other endpoints.
-    chat_template_kwargs: TemplateArguments | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repetition_detection: dict[str, Any] | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
-    cache_prompt: bool | None = None
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: Int | None = None
-    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    chat_template_kwargs: TemplateArguments | None = None  # as in the other endpoints
 
     def as_chat(self) -> ChatBody:
         """Return the chat that it stands for, by whose names errors go (`renamed`)."""
-        own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice"}
-        own |= {"reasoning"}
-        chat = self.model_dump(exclude=own, exclude_none=True)
+        same = [*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs"]
+        given = {name: getattr(self, name) for name in same}
+        chat = {name: value for name, value in given.items() if value is not None}
         messages: list[Json] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -232,7 +211,7 @@ class ResponsesBody(Hints):
             chat["response_format"] = self.text.format.for_chat()
         chat["verbosity"] = self.text and self.text.verbosity
         chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
-        return parse(ChatBody, chat)
+        return validated(ChatBody, chat)
 
     def described(self, params: SamplingParams) -> Json:
         """Return what a response repeats of its request, whose sampling is by ``params``.
@@ -273,13 +252,13 @@ def _is_long(value: object) -> bool:
 
 
 @contextmanager
-def renamed() -> Iterator[None]:
-    """Let errors name the fields of a chat as they are called here."""
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of a chat name its fields as ``names`` calls them: those of another endpoint."""
     try:
         yield
     except RequestError as error:
         field, bracket, rest = (error.param or "").partition("[")
-        if field not in NAMES:
+        if field not in names:
             raise
-        message = str(error).replace(field, NAMES[field])
-        raise RequestError(message, NAMES[field] + bracket + rest, error.code) from None
+        message = str(error).replace(field, names[field])
+        raise RequestError(message, names[field] + bracket + rest, error.code) from None

@@ -10,35 +10,31 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import Failure
-from razor_dist.api.formats import ChatFormat, CompletionFormat, Format, Json
-from razor_dist.api.parsing import Endpoint, ParsedRequest
-from razor_dist.api.tools import ToolParser, ToolUse
+from razor_dist.api.formats import ChatFormat, CompletionFormat, Format
+from razor_dist.api.logprobs import Json
+from razor_dist.api.messages_format import MessagesFormat
+from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.protocol.messages import Progress
 
 
 class ResponsesFormat(Format):
     """A message, calls of tools or both; streams have typed events, numbered and named."""
 
     prefix = "resp"
-    whole_object = chunk_object = "response"
 
     def __init__(
         self,
+        request: ParsedRequest,
         model: str,
         choices: Sequence[Choice],
         tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        described: Json,
-        tools: ToolUse | None = None,
     ) -> None:
-        super().__init__(model, choices, tokenizer)
-        self._described = described
+        super().__init__(request, model, choices, tokenizer)
         self._item = f"msg_{uuid.uuid4().hex}"
         self._numbers = itertools.count()
         self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        self._parser = None if tools is None else ToolParser(tools, tokenizer)
+        self._calls_parser = self._parser()
         # Of a stream, so far.
         self._text = ""
         self._calls: list[Json] = []
@@ -67,9 +63,6 @@ class ResponsesFormat(Format):
         delta = {"delta": text, "logprobs": []}
         return [*begins, self._event("response.output_text.delta", **self._at, **delta)]
 
-    def progress(self, index: int, progress: Progress) -> Json:
-        raise NotImplementedError  # no request can ask for it
-
     def closing(self, include_usage: bool) -> list[Json]:
         items, events = self._items(), []
         for index, item in enumerate(items):
@@ -92,10 +85,10 @@ class ResponsesFormat(Format):
     def _read(self, piece: TextPiece) -> str:
         """Add a piece; return its text that belongs to the message."""
         text, self._finish = piece.text, piece.finish_reason
-        if self._parser is not None:
-            text = self._parser.push(piece)
+        if parser := self._calls_parser:
+            text = parser.push(piece)
             if self._finish:
-                rest, self._calls, self._finish = self._parser.end(self._finish)
+                rest, self._calls, self._finish = parser.end(self._finish)
                 text += rest
         self._text += text
         return text
@@ -172,7 +165,7 @@ class ResponsesFormat(Format):
             "store": False,
             "truncation": "disabled",
             "usage": self.usage() if self._finish else None,
-            **self._described,
+            **(self._request.described or {}),
         }
 
     def usage(self, completion: int | None = None) -> Json:
@@ -185,30 +178,14 @@ class ResponsesFormat(Format):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
-        raise NotImplementedError
-
-    def _empty(self, index: int) -> Json:
-        raise NotImplementedError
-
 
 def _part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def make_format(
-    endpoint: Endpoint,
-    parsed: ParsedRequest,
-    model: str,
-    choices: Sequence[Choice],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Format:
-    """Return the shape of the answers to a request."""
-    if parsed.described is not None:
-        own: Any = {"described": parsed.described, "tools": parsed.tools}
-        return ResponsesFormat(model, choices, tokenizer, **own)
-    if endpoint == "chat":
-        return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
-    return CompletionFormat(
-        model, choices, tokenizer, echo=parsed.echo, prompt_only=parsed.prompt_only
-    )
+FORMATS: dict[Endpoint, type[Format]] = {
+    "chat": ChatFormat,
+    "completions": CompletionFormat,
+    "responses": ResponsesFormat,
+    "messages": MessagesFormat,
+}

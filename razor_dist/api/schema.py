@@ -6,10 +6,9 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +17,7 @@ from pydantic import (
     PlainValidator,
     WithJsonSchema,
 )
+from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.fields import (
     CONTENT,
@@ -25,17 +25,24 @@ from razor_dist.api.fields import (
     ChatMessage,
     ChosenTool,
     Hints,
+    Int,
     ReasoningEffort,
     ResponseFormat,
-    Strict,
+    StreamOptions,
     TemplateArguments,
     Tool,
     Verbosity,
+    count_or_all,
     naming,
+    prompts_of,
+    stop_strings,
     structured,
+    token_keys,
 )
-from razor_dist.api.tools import forced
+from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
+from razor_dist.frontend.passages import PromptText
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
@@ -43,7 +50,6 @@ from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 _INT64 = 2**63
 MAX_MESSAGES = 16384
 _COMPLETION_TOKENS = 16  # OpenAI's default
-_TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
@@ -52,70 +58,14 @@ _SAMPLING = {
 }
 
 
-def _whole(value: object) -> object:
-    """Take ``16.0`` for ``16``: JSON has one kind of number, and some clients write integers so."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
 # Of a field whose JSON Schema `razor_dist.api.openapi` writes.
 _ELSEWHERE = WithJsonSchema({})
 
 
-def _count_or_all(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError(f"must be -1 (as many as fit) or at least 1, got {value}")
-    return value
+class SharedFields(Hints):
+    """Fields of every endpoint that generates, by the same names."""
 
-
-def _token_keys(value: object) -> object:
-    """Take the keys of a JSON object, which are strings, for token ids."""
-    if not isinstance(value, dict):
-        return value
-    for key in value:
-        if not _TOKEN_ID.fullmatch(str(key)):
-            raise ValueError(f"must have token ids for keys, got {key!r:.80}")
-    return {int(key): bias for key, bias in value.items()}
-
-
-class StreamOptions(Strict):
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: the counts so far, in each chunk
-
-
-def _stop(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    if isinstance(stops, list) and all(isinstance(stop, str) for stop in stops):
-        return tuple(stops)
-    raise ValueError("must be a string or a list of strings")
-
-
-def _prompts(value: object) -> list[str | list[int]]:
-    # By hand, because pydantic would report every one of a million tokens as "not a string".
-    if isinstance(value, str) or _is_tokens(value):
-        return [value]
-    if isinstance(value, list) and value:
-        are_texts = all(isinstance(p, str) for p in value)
-        if are_texts or all(_is_tokens(p) for p in value):
-            return value
-    raise ValueError(
-        "must be a string, a list of strings, a list of token ids or a list of such lists, "
-        "none of them empty"
-    )
-
-
-def _is_tokens(value: object) -> TypeGuard[list[int]]:
-    # type(), because True is an instance of int.
-    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
-
-
-class GenerateBody(Hints):
     model: str
-    max_tokens: Int | None = None
-    n_predict: Annotated[Int, AfterValidator(_count_or_all), _ELSEWHERE] | None = (
-        None  # llama.cpp's name
-    )
     min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -128,28 +78,36 @@ class GenerateBody(Hints):
     repetition_detection: Annotated[
         RepetitionDetectionParams | None, PlainValidator(RepetitionDetectionParams.of), _ELSEWHERE
     ] = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys), _ELSEWHERE] | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None, PlainValidator(structured), _ELSEWHERE
     ] = None
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop), _ELSEWHERE] = ()
-    stop_token_ids: list[Int] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(stop_strings), _ELSEWHERE] = ()
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Int, AfterValidator(_count_or_all), _ELSEWHERE] | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    verbosity: Verbosity | None = None
+    truncate_prompt_tokens: Annotated[Int, AfterValidator(count_or_all), _ELSEWHERE] | None = None
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
+
+
+class GenerateBody(SharedFields):
+    max_tokens: Int | None = None
+    n_predict: Annotated[Int, AfterValidator(count_or_all), _ELSEWHERE] | None = (
+        None  # llama.cpp's name
+    )
+    logit_bias: Annotated[dict[int, float], BeforeValidator(token_keys), _ELSEWHERE] | None = None
+    response_format: ResponseFormat | None = None
+    stop_token_ids: list[Int] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     return_sources: Int | None = None
     n: Int | None = None
+    asks_in: ClassVar[str]  # the field that holds what is asked
 
     @property
     def include_usage(self) -> bool:
@@ -227,6 +185,10 @@ class GenerateBody(Hints):
 
 
 class ChatBody(GenerateBody):
+    asks_in = "messages"
+    echoes: ClassVar[bool] = False
+    prompt_count: ClassVar[int] = 1
+
     messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
@@ -284,6 +246,23 @@ class ChatBody(GenerateBody):
         with naming(self.constrained_by):
             return forced(schemas, self.forced_tool, self.parallel_tool_calls is not False)
 
+    def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> ToolUse | None:
+        """Return which tools the answers may call, and how; `RequestError` as `tool_use`."""
+        if not self.used_tools:
+            return None
+        names = [tool.function.name for tool in self.used_tools]
+        return tool_use(tokenizer, names, self.forced_tool, self.parallel_tool_calls is not False)
+
+    def encoded(
+        self, encoder: PromptEncoder, *, ends: bool
+    ) -> Iterator[tuple[list[int], PromptText | None]]:
+        """Yield each prompt's tokens, and with ``ends`` where they are in its text."""
+        messages = [message.for_template() for message in self.messages]
+        if ends:
+            yield encoder.chat_with_ends(messages, **self.template)
+        else:
+            yield encoder.chat(messages, **self.template), None
+
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
@@ -323,10 +302,34 @@ class ChatBody(GenerateBody):
 
 
 class CompletionBody(GenerateBody):
+    asks_in = "prompt"
     # As a list: one prompt or several, each answered by a choice of its own.
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), _ELSEWHERE]
+    prompt: Annotated[list[str | list[int]], PlainValidator(prompts_of), _ELSEWHERE]
     logprobs: Int | None = None
     echo: bool | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompt)
+
+    def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Return None: only a chat has tools."""
+
+    def encoded(
+        self, encoder: PromptEncoder, *, ends: bool
+    ) -> Iterator[tuple[list[int], PromptText | None]]:
+        """As `ChatBody.encoded`; a prompt of token ids has no text."""
+        for prompt in self.prompt:
+            if not isinstance(prompt, str):
+                yield prompt, None
+            elif ends:
+                yield encoder.text_with_ends(prompt)
+            else:
+                yield encoder.text(prompt), None
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit 16 tokens, OpenAI's default here.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from razor_dist.api.fields import ChatMessage, Strict, TemplateArguments
-from razor_dist.api.schema import Int, check_contents, check_ending, ending
+from razor_dist.api.fields import ChatMessage, Int, Strict, TemplateArguments
+from razor_dist.api.request import Limits
+from razor_dist.api.schema import check_contents, check_ending, ending
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import PromptEncoder
@@ -42,7 +43,8 @@ class TokenizeBody(Strict):
         check_contents(self.messages or [])
         check_ending(self.add_generation_prompt, self.continue_final_message)
 
-    def answer(self, encoder: PromptEncoder, max_model_len: int) -> dict[str, Any]:
+    def answer(self, encoder: PromptEncoder, limits: Limits) -> dict[str, Any]:
+        max_model_len = limits.max_model_len
         if self.messages is not None:
             messages = [message.for_template() for message in self.messages]
             arguments = {
@@ -79,10 +81,10 @@ class DetokenizeBody(Strict):
         if isinstance(tokens, list) and len(tokens) > _MOST_CONTEXTS * max_model_len:
             raise _too_many(f"{len(tokens)} token ids", max_model_len, "tokens")
 
-    def answer(self, encoder: PromptEncoder, vocab_size: int) -> dict[str, Any]:
+    def answer(self, encoder: PromptEncoder, limits: Limits) -> dict[str, Any]:
         if encoder.tokenizer is None:
             raise RequestError("the model has no tokenizer", param="tokens")
-        tokens = as_tokens(self.tokens, vocab_size, "tokens").tolist()
+        tokens = as_tokens(self.tokens, limits.vocab_size, "tokens").tolist()
         text = token_texts(encoder.tokenizer).decode(tokens, skip_special=False)
         return {"prompt": text}
 

@@ -13,7 +13,8 @@ from razor_dist.config.validation import nearest
 
 Body = TypeVar("Body", bound=Strict)
 
-# Kinds of items in the input of /v1/responses, which pydantic names like fields.
+# Kinds of items in the input of /v1/responses, which pydantic names like fields; those of other
+# objects begin with an @.
 _TAGS = ("message", "function_call", "function_call_output")
 # Unsupported fields, with the values that ask for nothing besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,7 +33,7 @@ _GUIDED = {
 }
 
 
-def parse(
+def validated(
     cls: type[Body],
     data: object,
     neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
@@ -66,7 +67,7 @@ def parse(
         if ignored is None or not (unknown := _left_out(fields, error)):
             raise _request_error(error) from None
         ignored += unknown
-        return parse(cls, fields, neutral, ignored)
+        return validated(cls, fields, neutral, ignored)
     body.check()
     return body
 
@@ -90,7 +91,8 @@ def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
 
 
 def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:
-    field, *rest = (part for part in place if part not in _TAGS)
+    names = (part for part in place if part not in _TAGS and not str(part).startswith("@"))
+    field, *rest = names
     index = "[{}]" if numbers else "[]"
     return f"{field}" + "".join(index.format(p) if isinstance(p, int) else f".{p}" for p in rest)
 

@@ -7,7 +7,7 @@ take on each of them before it is opened, and what its end or its eviction gives
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import torch
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PagePool, PageTable
+from razor_dist.cache.streaming import Arena
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 
@@ -29,16 +30,21 @@ class Allocation:
     tables: list[PageTable]  # by rank
     totals: list[int]  # by arena: the tokens that its slot has room for
     tails: list[int]  # by arena: the first token in its slot's tail
-    chunks: list[Chunk] = field(default_factory=list)  # like `cache.sequence.Sequence`'s
+    chunks: list[Chunk]  # so far, like `cache.sequence.Sequence`'s
+    # Its own tokens are those from ``begin`` on. Up to ``chunks_end`` they are, or will be,
+    # prefilled in chunks.
+    begin: int
+    chunks_end: int
     scratch: Ints | None = None  # pages of the scratch pool
     cached: bool = False
 
 
 class CacheAccounts:
-    """The free, cached and used parts of every rank's pools.
+    """The free, cached and used parts of every rank's pools, and who holds them.
 
-    Quantities are arrays with a row for each of: pages, places of each arena, pages of the scratch
-    pool; and a column for each rank.
+    Sequences have the keys, and are opened, forked, cached and closed in the order, that they have
+    on the ranks. Quantities are arrays with a row for each of: pages, places of each arena, pages
+    of the scratch pool; and a column for each rank.
     """
 
     def __init__(self, cache: CacheConfig, world_size: int) -> None:
@@ -51,31 +57,49 @@ class CacheAccounts:
         self._free_places = [arena.places for arena in cache.arenas]
         self._cached_places = [0 for _ in cache.arenas]
         self._free_scratch = np.full(world_size, cache.scratch_pages)
+        self._held: dict[int, Allocation] = {}
         self.sizes = self.free
         # Bytes of a page and of a place, of each rank.
         places = cache.place_bytes or (1,) * len(cache.arenas)
         self.weights = np.array([cache.page_bytes, *places, 0], np.float64)
 
-    def _table(self, pages: Seq[int] | Ints, places: Seq[int], scratch: Ints) -> Ints:
-        rows = [np.asarray(pages), *(np.full(self.world_size, n) for n in places), scratch]
-        return np.stack(rows)
+    def __getitem__(self, key: int) -> Allocation:
+        return self._held[key]
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._held
+
+    def _table(
+        self, pages: Seq[int] | Ints, places: Seq[int] = (), scratch: Ints | int = 0
+    ) -> Ints:
+        places = places or [0] * len(self.cache.arenas)
+        rows = np.empty((len(places) + 2, self.world_size), np.int64)
+        rows[0], rows[1:-1], rows[-1] = pages, np.array(places, np.int64)[:, None], scratch
+        return rows
+
+    def _widths(self, totals: Seq[int]) -> list[int]:
+        return [arena.width(n) for arena, n in zip(self.cache.arenas, totals, strict=True)]
+
+    # ------------------------------------------------------------------- what there is
 
     @property
     def free(self) -> Ints:
         pages = [pool.free_pages for pool in self._pools]
         return self._table(pages, self._free_places, self._free_scratch)
 
-    def available(self, *sources: Allocation) -> Ints:
-        """Return what is free if all is evicted that is cached, except for ``sources``."""
-        pages = [pool.available_pages for pool in self._pools]
-        pairs = zip(self._free_places, self._cached_places, strict=True)
-        places = [free + cached for free, cached in pairs]
-        held = [source for source in dict.fromkeys(sources) if source.cached]
-        for rank, pool in enumerate(self._pools):
-            pages[rank] -= pool.unused_pages(*(source.tables[rank] for source in held))
-        for index, arena in enumerate(self.cache.arenas):
-            places[index] -= sum(arena.width(source.totals[index]) for source in held)
-        return self._table(pages, places, self._free_scratch)
+    def available(self, *but: int) -> Ints:
+        """Return what is free if every cached sequence is evicted, except for some."""
+        held = [self._held[key] for key in dict.fromkeys(but) if self._held[key].cached]
+        pages = [
+            pool.available_pages - pool.unused_pages(*(one.tables[rank] for one in held))
+            for rank, pool in enumerate(self._pools)
+        ]
+        widths = [self._widths(one.totals) for one in held]
+        kept = [sum(of_arena) for of_arena in zip(*widths, strict=True)]
+        places = np.array(self._free_places) + self._cached_places - (kept or 0)
+        return self._table(pages, places.tolist(), self._free_scratch)
+
+    # ------------------------------------------------------------------- what is needed
 
     def pages_for(self, tokens: Seq[int] | Ints) -> Ints:
         return -(-np.asarray(tokens) // self.cache.page_size)
@@ -85,141 +109,165 @@ class CacheAccounts:
 
         It reads positions from ``begin`` to ``chunks_end`` in chunks, and ``total`` in all.
         """
-        held, size = stored, self.world_size
+        size = self.world_size
         new = shard_sizes(begin, chunks_end, total, size)
         # Full pages are shared; a partly filled one is copied.
-        pages = self.pages_for(held + new) - held // self.cache.page_size
-        scratch = np.zeros(size, np.int64)
+        pages = self.pages_for(stored + new) - stored // self.cache.page_size
+        scratch: Ints | int = 0
         if not begin and self.cache.scratch_pages:
             scratch = self.pages_for(shard_sizes(0, chunks_end, chunks_end, size))
         # Of an arena whatever is free can be taken, wherever it is (`StreamingCache`).
-        return self._table(pages, [arena.width(total) for arena in self.cache.arenas], scratch)
+        return self._table(pages, self.slots(total), scratch)
 
-    def open(
-        self,
-        source: Allocation | None,
-        stored: Ints,
-        begin: int,
-        chunks_end: int,
-        total: int,
-    ) -> Allocation:
-        """Take what `need` says, for a sequence that begins as the first tokens of ``source``.
+    def slots(self, total: int) -> list[int]:
+        """Return the places, by arena, that the slots of a sequence of this length take."""
+        return self._widths([total] * len(self.cache.arenas))
 
-        ``stored`` are these by rank; they may not be prefilled yet. The length of ``source`` is
-        what `grown` has counted so far.
-        """
-        size, arenas = self.world_size, self.cache.arenas
-        before = Allocation([PageTable() for _ in self._pools], [], [0 for _ in arenas])
-        source = source or before
-        new = shard_sizes(begin, chunks_end, total, size)
-        need = self.need(stored, begin, chunks_end, total)
-        tables = [
-            pool.fork(table, held, held + more)
-            for pool, table, held, more in zip(
-                self._pools, source.tables, stored.tolist(), new, strict=True
-            )
-        ]
-        for index, arena in enumerate(arenas):
-            self._free_places[index] -= arena.width(total)
-        self._free_scratch = self._free_scratch - need[-1]
-        return Allocation(
-            tables,
-            [total for _ in arenas],
-            [arena.tail_begin(begin, at) for arena, at in zip(arenas, source.tails, strict=True)],
-            cut_chunks(source.chunks, begin),
-            need[-1],
+    def restored(self, chunks: list[Chunk], total: int) -> Ints:
+        """Return what a sequence takes that comes from elsewhere, whole."""
+        pages = self.pages_for(shard_lengths(chunks, total, self.world_size))
+        return self._table(pages, self.slots(total))
+
+    def in_slots(self, *, key: int | None = None, total: int = 0) -> Ints:
+        """Return the places that a sequence has, or one of ``total`` tokens would have."""
+        return self._table(
+            [0] * self.world_size,
+            self.slots(total) if key is None else self._widths(self._held[key].totals),
         )
 
-    def places(self, allocation: Allocation) -> Ints:
-        """Return the places of the arenas that a sequence has."""
-        none = np.zeros(self.world_size, np.int64)
-        pairs = zip(self.cache.arenas, allocation.totals, strict=True)
-        return self._table(none, [arena.width(total) for arena, total in pairs], none)
+    def exclusive(self, key: int) -> Ints:
+        """Return what an eviction would free."""
+        held = self._held[key]
+        pairs = zip(self._pools, held.tables, strict=True)
+        return self._table(
+            [pool.exclusive_pages(table) for pool, table in pairs], self._widths(held.totals)
+        )
 
-    def places_of(self, total: int) -> Ints:
-        """Return the slots' rows that a sequence of this length takes."""
-        none = np.zeros(self.world_size, np.int64)
-        return self._table(none, [arena.width(total) for arena in self.cache.arenas], none)
+    def together(self, keys: Seq[int]) -> Ints:
+        """Return what sequences hold that share pages."""
+        held = [self._held[key] for key in keys]
+        pages = [
+            len({page for one in held for page in one.tables[rank].pages})
+            for rank in range(self.world_size)
+        ]
+        widths = [self._widths(one.totals) for one in held]
+        places = [sum(of_arena) for of_arena in zip(*widths, strict=True)]
+        return self._table(pages, places)
 
-    def need_of(self, sizes: Seq[int], total: int) -> Ints:
-        """Return what a sequence takes, from its tokens on each rank and their ``total``."""
-        none = np.zeros(self.world_size, np.int64)
-        return self._table(self.pages_for(sizes), [a.width(total) for a in self.cache.arenas], none)
+    def stored(self, key: int | None, end: int) -> Ints:
+        """Return the tokens on every rank of a sequence's first ``end``, once they are prefilled.
 
-    def place(self, chunks: list[Chunk], total: int, tails: Seq[int]) -> Allocation:
-        """Take room for a sequence of these chunks that comes from elsewhere, whole."""
-        sizes, arenas = shard_lengths(chunks, total, self.world_size), self.cache.arenas
+        Without a sequence, all ranks compute these.
+        """
+        size = self.world_size
+        if key is None:
+            return np.array(shard_sizes(0, 0, end, size), np.int64)
+        held = self._held[key]
+        # Chunks of any lengths give every rank as much, once all are done.
+        planned = end >= held.chunks_end
+        before = shard_lengths(held.chunks, held.begin if planned else end, size)
+        own = shard_sizes(held.begin, held.chunks_end, end, size) if planned else 0
+        return np.array(before, np.int64) + own
+
+    # ------------------------------------------------------------------- what changes hands
+
+    def open(self, key: int, source: int | None, begin: int, chunks_end: int, total: int) -> None:
+        """Take what `need` says, for a sequence that begins as the first tokens of ``source``.
+
+        These may not be prefilled yet. The length of ``source`` is what `grown` has counted so far.
+        """
+        arenas = self.cache.arenas
+        before = _nothing(self.world_size, arenas) if source is None else self._held[source]
+        stored = self.stored(source, begin)
+        sizes = shard_sizes(begin, chunks_end, total, self.world_size)
+        scratch = self.need(stored, begin, chunks_end, total)[-1]
+        tables = [
+            pool.fork(table, held, held + new)
+            for pool, table, held, new in zip(
+                self._pools, before.tables, stored.tolist(), sizes, strict=True
+            )
+        ]
+        self._free_scratch = self._free_scratch - scratch
+        tails = [a.tail_begin(begin, at) for a, at in zip(arenas, before.tails, strict=True)]
+        chunks = cut_chunks(before.chunks, begin)
+        totals = [total for _ in arenas]
+        self._enter(key, Allocation(tables, totals, tails, chunks, begin, chunks_end, scratch))
+
+    def restore(self, key: int, chunks: list[Chunk], total: int, tails: Seq[int]) -> None:
+        """Take what `restored` says, for a sequence of these chunks that comes from elsewhere."""
+        sizes = shard_lengths(chunks, total, self.world_size)
         tables = [
             pool.fork(PageTable(), 0, tokens)
             for pool, tokens in zip(self._pools, sizes, strict=True)
         ]
-        for index, arena in enumerate(arenas):
-            self._free_places[index] -= arena.width(total)
-        begins = [a.tail_begin(total, tail) for a, tail in zip(arenas, tails, strict=True)]
-        return Allocation(tables, [total for _ in arenas], begins, chunks)
+        begins = [
+            a.tail_begin(total, tail) for a, tail in zip(self.cache.arenas, tails, strict=True)
+        ]
+        totals = [total for _ in self.cache.arenas]
+        self._enter(key, Allocation(tables, totals, begins, chunks, total, total))
 
-    def end_prompt(self, allocation: Allocation) -> None:
+    def _enter(self, key: int, new: Allocation) -> None:
+        assert key not in self._held, f"sequence {key} is open"
+        self._held[key] = new
+        for index, width in enumerate(self._widths(new.totals)):
+            self._free_places[index] -= width
+
+    def end_prompt(self, key: int) -> None:
         """Take back the scratch pages, as the ranks do when a prompt ends."""
-        if allocation.scratch is not None:
-            self._free_scratch = self._free_scratch + allocation.scratch
-            allocation.scratch = None
+        held = self._held[key]
+        if held.scratch is not None:
+            self._free_scratch = self._free_scratch + held.scratch
+            held.scratch = None
 
-    def keep(self, allocation: Allocation, length: int) -> None:
+    def keep(self, key: int, length: int) -> None:
         """Count a sequence of ``length`` tokens as cached (`Op.CACHE`)."""
-        sizes = shard_lengths(allocation.chunks, length, self.world_size)
-        for pool, table, tokens in zip(self._pools, allocation.tables, sizes, strict=True):
+        held = self._held[key]
+        sizes = shard_lengths(held.chunks, length, self.world_size)
+        for pool, table, tokens in zip(self._pools, held.tables, sizes, strict=True):
             table.tokens = tokens
             pool.cache(table)
-        allocation.cached = True
-        for index, arena in enumerate(self.cache.arenas):
-            total = arena.kept_total(allocation.totals[index], length)
-            self._free_places[index] += arena.width(allocation.totals[index]) - arena.width(total)
-            self._cached_places[index] += arena.width(total)
-            allocation.totals[index] = total
-        self.grown(allocation, length)
+        held.cached = True
+        before = self._widths(held.totals)
+        held.totals = [
+            arena.kept_total(total, length)
+            for arena, total in zip(self.cache.arenas, held.totals, strict=True)
+        ]
+        for index, width in enumerate(self._widths(held.totals)):
+            self._free_places[index] += before[index] - width
+            self._cached_places[index] += width
+        self.grown(key, length)
 
-    def close(self, allocation: Allocation) -> None:
-        for pool, table in zip(self._pools, allocation.tables, strict=True):
+    def close(self, key: int) -> None:
+        self.end_prompt(key)
+        held = self._held.pop(key)
+        for pool, table in zip(self._pools, held.tables, strict=True):
             pool.release(table)
-        for index, arena in enumerate(self.cache.arenas):
-            width = arena.width(allocation.totals[index])
+        for index, width in enumerate(self._widths(held.totals)):
             self._free_places[index] += width
-            self._cached_places[index] -= width * allocation.cached
-        self.end_prompt(allocation)
+            self._cached_places[index] -= width * held.cached
 
-    def grown(self, allocation: Allocation, length: int) -> int:
+    def grown(self, key: int, length: int) -> int:
         """Note that a sequence has come to ``length`` tokens, with which its tails have moved.
 
         Return the least n that it can be cut to. What is copied of it (`open`) has no more.
         """
-        cuts = [0]
-        for index, arena in enumerate(self.cache.arenas):
-            tail = arena.tail_begin(length, allocation.tails[index])
-            allocation.tails[index] = tail
-            cuts.append(arena.least_cut(length, tail))
-        return max(cuts)
+        held = self._held[key]
+        arenas = zip(self.cache.arenas, held.tails, strict=True)
+        held.tails = [arena.tail_begin(length, tail) for arena, tail in arenas]
+        return self.least_cut(length, held.tails)
+
+    def least_cut(self, length: int, tails: Seq[int]) -> int:
+        """Return the least n that a sequence of ``length`` tokens with these tails is cut to."""
+        arenas = zip(self.cache.arenas, tails, strict=True)
+        return max((arena.least_cut(length, tail) for arena, tail in arenas), default=0)
 
     def first_cut(self, end: int, begin: int) -> int:
         """The least n to which a prompt can be cut that is read to ``end`` from ``begin`` on."""
-        new = Allocation([], [], [arena.tail_begin(begin) for arena in self.cache.arenas])
-        return self.grown(new, end)
+        begins = [arena.tail_begin(begin) for arena in self.cache.arenas]
+        arenas = zip(self.cache.arenas, begins, strict=True)
+        return self.least_cut(end, [arena.tail_begin(end, at) for arena, at in arenas])
 
-    def exclusive(self, allocation: Allocation) -> Ints:
-        """Return what an eviction would free."""
-        pairs = zip(self._pools, allocation.tables, strict=True)
-        pages = [pool.exclusive_pages(table) for pool, table in pairs]
-        pairs_of = zip(self.cache.arenas, allocation.totals, strict=True)
-        places = [arena.width(total) for arena, total in pairs_of]
-        return self._table(pages, places, np.zeros(self.world_size, np.int64))
 
-    def together(self, allocations: Seq[Allocation]) -> Ints:
-        """Return what sequences hold that share pages."""
-        pages = [
-            len({page for allocation in allocations for page in allocation.tables[rank].pages})
-            for rank in range(self.world_size)
-        ]
-        places = [
-            sum(arena.width(allocation.totals[index]) for allocation in allocations)
-            for index, arena in enumerate(self.cache.arenas)
-        ]
-        return self._table(pages, places, np.zeros(self.world_size, np.int64))
+def _nothing(world_size: int, arenas: Seq[Arena]) -> Allocation:
+    tables = [PageTable() for _ in range(world_size)]
+    return Allocation(tables, [0 for _ in arenas], [0 for _ in arenas], [], 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,10 @@ def batch(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model in the bodies. [default: that of --model]")
     ] = None,
+    unknown_fields: Annotated[
+        Literal["refuse", "warn"],
+        typer.Option(help="Fields that are not supported; warn: ignored, and logged once."),
+    ] = "refuse",
 ) -> None:
     """Answer the requests of a batch file.
 
@@ -43,7 +47,8 @@ def batch(
     if not entries:
         raise ConfigError(f"{file} holds no line")
     set_up_logging("info")
-    task = BatchTask({"default": config}, served_model_name or config.model, entries)
+    model = served_model_name or config.model
+    task = BatchTask({"default": config}, model, entries, unknown_fields)
     folder = run_job(task, config, work).folder
     records = {record["id"]: record for record in read_job(folder).records}
     failed = 0

@@ -10,15 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from razor_dist.commands.options import with_options
-from razor_dist.evals.bench.settings import (
-    BenchSettings,
-    BusyBenchSettings,
-    EngineBenchSettings,
-    GpuBenchSettings,
-    ProbeBenchSettings,
-    ServeBenchSettings,
-    ShapeBenchSettings,
-)
+from razor_dist.evals.bench.settings import BENCHES, BenchSettings
 
 
 class _BenchGroup(TyperGroup):
@@ -54,13 +46,5 @@ def _add(name: str, kind: type[BenchSettings], summary: str) -> None:
     bench.command(name, help=summary)(with_options(kind)(run))
 
 
-_add("engine", EngineBenchSettings, "transformers' generate, our engine, and our ranks.")
-_add("busy", BusyBenchSettings, "The same beside processes that compute without end.")
-_add(
-    "shape",
-    ShapeBenchSettings,
-    "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
-)
-_add("probe", ProbeBenchSettings, "Razor's probe against one that holds attention matrices.")
-_add("serve", ServeBenchSettings, "Load on a server with OpenAI's API: ours, llama-server, vLLM.")
-_add("gpu", GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network.")
+for _name, (_kind, _summary) in BENCHES.items():
+    _add(_name, _kind, _summary)

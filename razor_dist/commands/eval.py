@@ -13,7 +13,7 @@ import typer
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
-from razor_dist.evals.fidelity.config import SETTINGS, FidelityConfig
+from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.needle.config import (
     GridConfig,
     HeadsConfig,
@@ -21,10 +21,11 @@ from razor_dist.evals.needle.config import (
     PlacesConfig,
 )
 from razor_dist.evals.ruler.config import RulerConfig
+from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
 from razor_dist.evals.sources.config import SourcesConfig
 
 if TYPE_CHECKING:
-    from razor_dist.evals.needle.replay import Method
+    from razor_dist.evals.methods import Method
     from razor_dist.evals.needle.results import NeedleResults
     from razor_dist.evals.needle.studies import Ablations, HeadMapComparison
     from razor_dist.heads.head_map import HeadMap
@@ -35,15 +36,14 @@ eval = typer.Typer(
 
 # Attention is what methods differ in.
 _ATTENTION = frozenset({"attention"})
-_WINDOW = {"window_min", "window_ratio", "window_max", "sink_tokens", "block"}
 _MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threads"}
 # A grid runs on one rank, and its methods decide the rest by themselves.
 _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code", "seed"}
-_NOT_ABLATIONS = _NOT_GRID - _WINDOW - {"head_map"}
-_NOT_SOURCES = _NOT_GRID - _WINDOW - {"attention", "head_map", "source_heads", "prefill"}
-_NOT_HEADS = _NOT_GRID - _WINDOW - {"compensation"}
+_NOT_ABLATIONS = _NOT_GRID - set(WINDOW) - {"head_map"}
+_NOT_SOURCES = _NOT_GRID - set(WINDOW) - {"attention", "head_map", "source_heads", "prefill"}
+_NOT_HEADS = _NOT_GRID - set(WINDOW) - {"compensation"}
 # One process compares, without a server's caches; job settings stay.
-_NOT_FIDELITY = _NOT_GRID - set(SETTINGS) | _ATTENTION | {"seed"}
+_NOT_FIDELITY = _NOT_GRID - set(METHOD_SETTINGS) | _ATTENTION | {"seed"}
 _PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
 
 Out: TypeAlias = Annotated[
@@ -95,7 +95,7 @@ def fidelity(
 
 
 def _run_job(task: Any, config: JobConfig, out: Path, write_report: Any) -> None:
-    from razor_dist.evals.run_notes import note_run
+    from razor_dist.evals.report import note_run
     from razor_dist.jobs.job import run_job
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -159,7 +159,7 @@ def grid(
     ] = "all",
 ) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    from razor_dist.evals.grid import METHODS, named_method
+    from razor_dist.evals.methods import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     results = _run_grid(config, list(map(named_method, names)), (), out)
@@ -170,7 +170,7 @@ def grid(
 @with_config_flags(SourcesConfig, leave_out=_NOT_SOURCES)
 def sources(config: SourcesConfig, out: Out) -> None:
     """See if an answer's sources hold what was asked for: of needles, of RULER's tasks."""
-    from razor_dist.evals.run_notes import write_json
+    from razor_dist.evals.report import write_json
     from razor_dist.evals.sources.report import SourcesReport, page
     from razor_dist.evals.sources.task import SourcesTask
 
@@ -226,14 +226,14 @@ def _run_grid(
 
 
 def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, path: Path) -> None:
-    from razor_dist.evals.run_notes import write_json
+    from razor_dist.evals.report import write_json
 
     write_json(path.with_suffix(".json"), study.report(results))
     _write_page(path, study.page(results))
 
 
 def _write_page(path: Path, page: str) -> None:
-    from razor_dist.evals.run_notes import write_page
+    from razor_dist.evals.report import write_page
 
     typer.echo(write_page(path, page))
     typer.echo(f"wrote {path.parent}")

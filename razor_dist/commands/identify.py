@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
-from typing_extensions import Doc
 
+from razor_dist.commands.identify_options import (
+    CommonOptions,
+    PasskeyOptions,
+    RunOptions,
+    WindowOptions,
+)
 from razor_dist.commands.options import with_options
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.validation import nearest
@@ -29,73 +32,25 @@ _FLAGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommonOptions:
-    model: Annotated[
-        str, typer.Argument(help="smollm2 (embedded), a local folder or a hub id org/name.")
-    ]
-    out: Annotated[Path, typer.Option(help="Head map to write (JSON).")]
-    plot: Annotated[Path | None, Doc("Picture to write as well (PNG).")] = None
-    seed: Annotated[int, Doc("Of random tokens, passkeys and needles.")] = 0
-    device: Annotated[Literal["auto", "cpu", "cuda"], Doc("Where the model runs.")] = "auto"
-    dtype: Annotated[Literal["auto", "fp32", "bf16"], Doc("auto: fp32 on cpu, bf16 on cuda.")] = (
-        "auto"
-    )
-    trust_remote_code: Annotated[bool, Doc("Run Python code that comes with the model.")] = False
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Then ask for needles in documents, with full attention and with the new map, and "
-            "record what it loses.",
-        ),
-    ] = False
-    verify_tokens: Annotated[
-        int | None,
-        Doc(
-            "Of each of the 5 documents. [default: twice the least window, 2500 or more, as the "
-            "model's context allows]"
-        ),
-    ] = None
-    haystack: Annotated[
-        Path | None,
-        Doc(
-            "Folder of .txt files to hide passkeys or needles in. [default: Python's language "
-            "reference; for needles, essays if they are installed]"
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowOptions:
-    """Options of the methods whose maps leave the window to the settings."""
-
-    verify_window: Annotated[
-        int | None,
-        Doc("Least window of a streaming head in --verify, in tokens. [default: the model's]"),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PasskeyOptions(WindowOptions):
-    passkeys: Annotated[int, Doc("Passkeys of 32 words hidden in a sample.")] = 10
-    max_tokens: Annotated[
-        int | None, Doc("Longest sample. [default: the model's context, up to 32000]")
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(PasskeyOptions):
-    checkpoint: Annotated[Path | None, Doc("New folder to keep the run's state in.")] = None
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Steps from one state to the next, and from one line to the next in a log."
-        ),
-    ] = 50
-    resume: Annotated[
-        Path | None, Doc("--checkpoint folder of a run to continue, with its settings.")
-    ] = None
+# The methods, with the classes of their settings and of their options beside the `CommonOptions`.
+METHODS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "razor": (
+        "RazorAttention's induction and echo scores, in one pass.",
+        (RazorSettings, WindowOptions),
+    ),
+    "duo": (
+        "DuoAttention's gates, trained; ranks of torchrun may share the work.",
+        (DuoSettings, WindowOptions, PasskeyOptions, RunOptions),
+    ),
+    "onthefly": (
+        "The loss of each KV head if it alone is cut, in a few passes.",
+        (OnTheFlySettings, WindowOptions, PasskeyOptions),
+    ),
+    "alibi": (
+        "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
+        (ScopeSettings,),
+    ),
+}
 
 
 class MethodGroup(TyperGroup):
@@ -125,8 +80,7 @@ def method_first(args: Sequence[str]) -> list[str]:
     model = next(models, None)
     if model is None:
         return ["razor", *rest]
-    methods = [command.name for command in identify.registered_commands if command.name]
-    meant = nearest(model, methods)
+    meant = nearest(model, METHODS)
     # A hub id has a slash.
     if meant is not None and "/" not in model and not Path(model).expanduser().exists():
         raise ConfigError(f"unknown method {model!r}; did you mean {meant!r}?")
@@ -147,34 +101,33 @@ identify = typer.Typer(
 )
 
 
-def _check(method: str, options: Any) -> None:
+def _check(method: str, common: CommonOptions, own: Mapping[type, Any]) -> None:
     """Raise `ConfigError` for what can be seen to be wrong without a look at the model."""
-    check_writable(options.out, options.plot)
+    check_writable(common.out, common.plot)
     if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")
-    hides_passkeys = hasattr(options, "passkeys")
-    for name in ("verify_tokens", "verify_window", *(() if hides_passkeys else ("haystack",))):
-        if not options.verify and getattr(options, name, None) is not None:
+    needing = {
+        "verify_tokens": common.verify_tokens,
+        "verify_window": own[WindowOptions].verify_window,
+    }
+    if PasskeyOptions not in own:
+        needing["haystack"] = common.haystack
+    for name, value in needing.items():
+        if not common.verify and value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --verify")
 
 
-def _add(method: str, *classes: type, text: str) -> None:
-    def run(options: SimpleNamespace) -> None:
-        _check(method, options)
+def _add(method: str, text: str, classes: tuple[type, ...]) -> None:
+    def run(common: CommonOptions, settings: Any, *options: Any) -> None:
+        own = {WindowOptions: WindowOptions()} | {type(one): one for one in options}
+        _check(method, common, own)
         # Imported here, so that --help does not wait for torch.
         from razor_dist.commands import identify_run
 
-        identify_run.run(method, options)
+        identify_run.run(method, common, settings, own)
 
-    options = with_options(SimpleNamespace, CommonOptions, *classes, flags=_FLAGS)
-    identify.command(method, help=text)(options(run))
+    identify.command(method, help=text)(with_options(CommonOptions, *classes, flags=_FLAGS)(run))
 
 
-_RAZOR = "RazorAttention's induction and echo scores, in one pass."
-_DUO = "DuoAttention's gates, trained; ranks of torchrun may share the work."
-_ON_THE_FLY = "The loss of each KV head if it alone is cut, in a few passes."
-_ALIBI = "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights."
-_add("razor", RazorSettings, WindowOptions, text=_RAZOR)
-_add("duo", DuoSettings, RunOptions, text=_DUO)
-_add("onthefly", OnTheFlySettings, PasskeyOptions, text=_ON_THE_FLY)
-_add("alibi", ScopeSettings, text=_ALIBI)
+for _name, (_text, _classes) in METHODS.items():
+    _add(_name, _text, _classes)

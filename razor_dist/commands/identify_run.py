@@ -6,11 +6,10 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
+from razor_dist.commands.identify_options import (
+    CommonOptions,
+    PasskeyOptions,
+    RunOptions,
+    WindowOptions,
+)
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
@@ -44,14 +49,15 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.zero import import_deepspeed, join_ranks
 
-Settings = TypeVar("Settings")
+Own = Mapping[type, Any]  # options of a method by their class
 
 
 class ModelSource:
     """A model whose weights are not loaded yet, downloaded if need be, and where it is to run."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: CommonOptions) -> None:
         config = EngineConfig(model=options.model, device=options.device, dtype=options.dtype)
+        self.options = options
         self.device = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         self.dtype = torch_dtype(config, self.device)
         self.name, self.trust = display_name(options.model), options.trust_remote_code
@@ -63,27 +69,24 @@ class ModelSource:
         device = device or self.device
         return load_model(self.path, device=device, dtype=self.dtype, trust_remote_code=self.trust)
 
-    def passkeys(self, options: Any) -> Passkeys:
+    def passkeys(self, options: PasskeyOptions) -> Passkeys:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
-        context = ModelShape.from_config(self.config).max_positions
-        longest = min(context, PasskeySettings.max_tokens)
-        most = longest if options.max_tokens is None else options.max_tokens
-        settings = _settings(PasskeySettings, options, max_tokens=most)
+        most = options.max_tokens
+        if most is None:
+            context = ModelShape.from_config(self.config).max_positions
+            most = min(context, PasskeySettings.max_tokens)
+        settings = PasskeySettings(
+            passkeys=options.passkeys, max_tokens=most, seed=self.options.seed
+        )
         if self.tokenizer is None:
             raise ModelError(
                 f"the model folder {self.path} has no tokenizer, and passkeys are words"
             )
-        return open_passkeys(self.tokenizer, settings, options.haystack)
+        return open_passkeys(self.tokenizer, settings, self.options.haystack)
 
 
-def _settings(cls: type[Settings], options: Any, **own: Any) -> Settings:
-    """Build settings from the options of the same names; the others keep their defaults."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    return cls(**{n: getattr(options, n) for n in names if hasattr(options, n)} | own)
-
-
-def run(method: str, options: Any) -> None:
-    """Find a model's heads by a method and write its map; ``options`` has a field for each flag."""
+def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
+    """Find a model's heads by a method and write its map; ``own`` are the method's options."""
     model = ModelSource(options)
     if is_alibi(model.config) is not (method == "alibi"):
         raise ConfigError(
@@ -92,9 +95,8 @@ def run(method: str, options: Any) -> None:
             else f"method {method} is for models that are not biased by distance (ALiBi), and "
             f"{model.name} is; its heads' scopes follow from its weights: use method alibi"
         )
-    check = _verification(options) if options.verify else None
-    find = {"razor": _razor, "duo": _duo, "onthefly": _onthefly, "alibi": _alibi}[method]
-    found = find(model, options)
+    check = _verification(options, own[WindowOptions]) if options.verify else None
+    found = _FINDERS[method](model, settings, own)
     if found is None:  # another rank writes
         return
     if check is not None:
@@ -112,9 +114,8 @@ def run(method: str, options: Any) -> None:
     typer.echo(f"wrote {options.out}" + (f" and {options.plot}" if options.plot else ""))
 
 
-def _verification(options: Any) -> Check:
-    window = getattr(options, "verify_window", None)
-    own = {} if window is None else {"window_min": window}
+def _verification(options: CommonOptions, window: WindowOptions) -> Check:
+    own = {} if window.verify_window is None else {"window_min": window.verify_window}
     served = build_config(
         EngineConfig,
         model=options.model,
@@ -128,8 +129,7 @@ def _verification(options: Any) -> Check:
     return Check.plan(served, options.verify_tokens, haystack, options.seed)
 
 
-def _razor(model: ModelSource, options: Any) -> HeadMap:
-    settings = _settings(RazorSettings, options)
+def _razor(model: ModelSource, settings: RazorSettings, own: Own) -> HeadMap:
     loaded = model.load()
     vocabulary = razor.plain_vocabulary(model.tokenizer, loaded.config)
     start = start_tokens(model.tokenizer)
@@ -154,9 +154,8 @@ def _razor(model: ModelSource, options: Any) -> HeadMap:
     return found
 
 
-def _onthefly(model: ModelSource, options: Any) -> HeadMap:
-    settings = _settings(OnTheFlySettings, options)
-    source = model.passkeys(options)
+def _onthefly(model: ModelSource, settings: OnTheFlySettings, own: Own) -> HeadMap:
+    source = model.passkeys(own[PasskeyOptions])
     loaded = model.load()
     with _progress("measuring samples", settings.samples) as (tick, seconds):
         scores = onthefly.measure(loaded, source.sample, settings, tick)
@@ -166,8 +165,7 @@ def _onthefly(model: ModelSource, options: Any) -> HeadMap:
     return found
 
 
-def _alibi(model: ModelSource, options: Any) -> HeadMap:
-    settings = _settings(ScopeSettings, options)
+def _alibi(model: ModelSource, settings: ScopeSettings, own: Own) -> HeadMap:
     loaded: Any = model.load()
     with _progress("measuring layers", loaded.config.num_hidden_layers) as (tick, seconds):
         found = scope.head_map(model.name, loaded, settings, tick)
@@ -183,27 +181,25 @@ def _alibi(model: ModelSource, options: Any) -> HeadMap:
     return found
 
 
-def _duo(model: ModelSource, options: Any) -> HeadMap | None:
+def _duo(model: ModelSource, settings: DuoSettings, own: Own) -> HeadMap | None:
     """Train on one process or on ranks; return None on ranks other than 0."""
-    settings = _settings(DuoSettings, options)
-    file = _state_file(options.checkpoint, options.resume)
+    options: RunOptions = own[RunOptions]
+    file, every = _state_file(options), options.checkpoint_every
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and settings.zero_stage != 3
     if not alone:  # if it is missing, say so before the work
         import_deepspeed(model.device)
-    source = model.passkeys(options)
-    text = "reference" if options.haystack is None else str(options.haystack.resolve())
-    identity = duo.run_identity(model.config, settings, source.settings, text)
-    state = save = None
+    source, haystack = model.passkeys(own[PasskeyOptions]), model.options.haystack
+    text = "reference" if haystack is None else str(haystack.resolve())
+    kept, done = None, 0
     if file is not None:
-        if options.resume is not None:
-            state = duo.TrainingState.load(file, identity)
+        identity = duo.run_identity(model.config, settings, source.settings, text)
+        state = None if options.resume is None else duo.TrainingState.load(file, identity)
         file.parent.mkdir(parents=True, exist_ok=True)
-        save = partial(duo.TrainingState.save, path=file, identity=identity)
+        kept, done = duo.KeptRun(file, identity, every, state), state.step if state else 0
     group = None if alone else join_ranks(model.device)
     first = group is None or dist.get_rank(group) == 0
     # Sharded weights go to the device share by share.
     loaded = model.load(torch.device("cpu") if settings.zero_stage == 3 else None)
-    done, every = 0 if state is None else state.step, options.checkpoint_every
     with _progress("training gates", settings.steps, done, silent=not first) as (tick, seconds):
 
         def on_step(report: duo.StepReport) -> None:
@@ -221,9 +217,7 @@ def _duo(model: ModelSource, options: Any) -> HeadMap | None:
             source.sample,
             settings,
             group,
-            state=state,
-            save=save,
-            save_every=every,
+            kept=kept,
             on_step=on_step,
             device=model.device,
         )
@@ -238,17 +232,27 @@ def _duo(model: ModelSource, options: Any) -> HeadMap | None:
     return found
 
 
-def _state_file(checkpoint: Path | None, resume: Path | None) -> Path | None:
-    if checkpoint is not None and resume is not None:
+def _state_file(kept: RunOptions) -> Path | None:
+    if kept.checkpoint is not None and kept.resume is not None:
         raise ConfigError("give --checkpoint or --resume, not both: --resume goes on in its folder")
-    folder = checkpoint or resume
+    folder = kept.checkpoint or kept.resume
     file = None if folder is None else folder / duo.STATE_FILE
-    if checkpoint is not None and file is not None and file.exists():
+    if kept.checkpoint is not None and file is not None and file.exists():
         raise ConfigError(
-            f"{checkpoint} holds the state of a run; continue it with --resume {checkpoint}, or "
-            "give a new folder"
+            f"{kept.checkpoint} holds the state of a run; continue it with --resume "
+            f"{kept.checkpoint}, or give a new folder"
         )
     return file
+
+
+# The methods, in one form: the model, the method's settings and options to its map, or None on a
+# rank that does not write it.
+_FINDERS: Mapping[str, Callable[[ModelSource, Any, Own], HeadMap | None]] = {
+    "razor": _razor,
+    "duo": _duo,
+    "onthefly": _onthefly,
+    "alibi": _alibi,
+}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typing_extensions import Doc
@@ -17,8 +17,6 @@ from typing_extensions import Doc
 from razor_dist.config.schema import RENAMED, EngineConfig
 from razor_dist.config.sizes import takes_sizes
 from razor_dist.config.sources import load_config, shipped_names
-
-Options = TypeVar("Options")
 
 # Exit code of a command that has done what could be done, where some of its inputs (documents,
 # requests, prefixes) were not usable. 1 is a failure of the command, 2 a mistake in its arguments.
@@ -65,18 +63,18 @@ def with_config_flags(
 
 
 def with_options(
-    make: Callable[..., Options], *classes: Any, flags: Mapping[str, str] | None = None
-) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Give a typer command, which takes what ``make`` returns, a parameter for each of its fields.
+    *classes: Any, flags: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a typer command a parameter for each field of dataclasses; it takes one object of each.
 
-    The fields are those of the dataclasses ``classes``, or of ``make`` itself, ``Annotated`` with
-    ``typer.Option``, ``typer.Argument``, or a `Doc` to be a flag's help; ``flags`` has the names of
-    those flags that are not their fields'.
+    Fields are ``Annotated`` with ``typer.Option``, ``typer.Argument``, or a `Doc` to be a flag's
+    help. One that several classes have is one flag. ``flags`` has the names of those flags that are
+    not their fields'.
     """
 
-    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters: dict[str, inspect.Parameter] = {}
-        for cls in classes or (make,):
+        for cls in classes:
             hints = get_type_hints(cls, include_extras=True)
             for field in dataclasses.fields(cls):
                 name, (kind, *notes) = field.name, get_args(hints[field.name])
@@ -88,8 +86,13 @@ def with_options(
                 default = inspect.Parameter.empty if required else field.default
                 parameters[name] = _parameter(name, Annotated[(kind, *notes)], default)
 
-        def run(**fields: Any) -> None:
-            command(make(**fields))
+        def run(**given: Any) -> None:
+            command(
+                *(
+                    cls(**{f.name: given[f.name] for f in dataclasses.fields(cls)})
+                    for cls in classes
+                )
+            )
 
         return _signed(run, command, list(parameters.values()))
 

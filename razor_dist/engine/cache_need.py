@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from razor_dist.cache.accounting import Allocation, CacheAccounts, Ints
+from razor_dist.cache.accounting import CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.request import Request, prefixes
-from razor_dist.parallel.sharding import shard_lengths, shard_sizes
+from razor_dist.engine.request import Phase, Request
+from razor_dist.parallel.sharding import shard_sizes
 
 
 class CacheNeed:
@@ -25,34 +25,35 @@ class CacheNeed:
 
         Pinned prefixes end by abort only; ``pinned`` are those that only an abort frees.
         """
-        together = [request, *request.siblings]
-        if len(together) > self._cache.max_sequences:
+        sequences = 1 + len(request.forks)
+        if sequences > self._cache.max_sequences:
             raise RequestError(
-                f"n is {len(together)}, and the engine has {self._cache.max_sequences} sequences; "
+                f"n is {sequences}, and the engine has {self._cache.max_sequences} sequences; "
                 "ask for fewer answers or start it with a larger max_num_seqs",
                 param="n",
             )
-        need = self._lasting([*together, *prefixes(request)])
+        own = self._lasting([request])
+        need = self._lasting([request, *request.prefixes])
         over = self._exceeded(need)
         if over is not None:
             unit, what, setting = self._resource(over[0])
-            answers = f" for {len(together)} answers" if request.siblings else ""
+            answers = f" for {sequences} answers" if sequences > 1 else ""
             raise RequestError(
                 f"the request needs {need[over] * unit} {what}{answers} ({request.total} in all), "
                 f"which has {self._sizes[over] * unit}; shorten it or start the engine with "
                 f"{setting}",
                 code="kv_capacity_exceeded",
             )
-        need, held = self._lasting(together), self._lasting(pinned)
-        over = self._exceeded(held + need)
-        if len(pinned) + len(together) > self._cache.max_sequences:
+        held = self._lasting(pinned)
+        over = self._exceeded(held + own)
+        if len(pinned) + sequences > self._cache.max_sequences:
             held_text = f"{len(pinned)} of the engine's {self._cache.max_sequences} sequences"
             setting = "a larger max_num_seqs"
         elif over is not None:
             unit, what, setting = self._resource(over[0])
             held_text = (
                 f"{held[over] * unit} of the {self._sizes[over] * unit} {what}, where the request "
-                f"needs {need[over] * unit}"
+                f"needs {own[over] * unit}"
             )
         else:
             return
@@ -77,30 +78,25 @@ class CacheNeed:
 
     def _lasting(self, requests: Seq[Request]) -> Ints:
         """Return what requests take together until they end, like ``_sizes``."""
-        held = [r.allocation for r in requests if r.allocation is not None]
-        waiting = [self._need(r)[:-1] for r in requests if r.allocation is None]
+        held = [r.key for r in requests if r.phase is not Phase.WAITING]
+        waiting = [self._need(r)[:-1] for r in requests if r.phase is Phase.WAITING]
         return sum(waiting, start=self._accounts.together(held)[:-1])
 
     def _need(self, request: Request) -> Ints:
         """Return what a request takes that finds nothing in the cache but its pinned prefix."""
         stored = self._stored(request.prefix)
-        return self._accounts.need(stored, request.base, request.chunks_end, request.total)
+        chunks_end = request.base if request.short else request.end
+        own = self._accounts.need(stored, request.base, chunks_end, request.total)
+        end = request.end
+        each = self._accounts.need(self._stored(request), end, end, request.total)
+        return own + len(request.forks) * each
 
     def _stored(self, prefix: Request | None) -> Ints:
-        """Tokens of a pinned prefix on every rank."""
+        """Tokens on every rank of a prompt that is prefilled, and of those that it continues."""
         if prefix is None:
             return np.zeros(self._world_size, np.int64)
-        if prefix.allocation is not None:
-            return self.read(prefix, prefix.allocation)
-        own = shard_sizes(prefix.base, prefix.chunks_end, prefix.end, self._world_size)
+        if prefix.phase is not Phase.WAITING:
+            return self._accounts.stored(prefix.key, prefix.end)
+        chunks_end = prefix.base if prefix.short else prefix.end
+        own = shard_sizes(prefix.base, chunks_end, prefix.end, self._world_size)
         return self._stored(prefix.prefix) + own
-
-    def begun(self, allocation: Allocation | None, begin: int) -> Ints:
-        """Tokens that a sequence has on every rank which begins from another's."""
-        chunks = [] if allocation is None else allocation.chunks
-        return np.array(shard_lengths(chunks, begin, self._world_size), np.int64)
-
-    def read(self, request: Request, allocation: Allocation | None) -> Ints:
-        """Tokens of a prompt on every rank, once it has been read."""
-        new = shard_sizes(request.begin, request.chunks_end, request.end, self._world_size)
-        return self.begun(allocation, request.begin) + new

@@ -17,7 +17,7 @@ from razor_dist.engine.intake import Intake
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.rank_stats import RankStats
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Answer, Phase, Prefill, Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import Sampled, sample
 from razor_dist.engine.scheduler import Scheduler
@@ -83,7 +83,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             runner.config, runner.comm.size, prefill_policy, share=share, end_ids=eos_token_ids
         )
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
         vocab_size = runner.shape.vocab_size
         self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
         self._grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
@@ -101,13 +101,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        if self._moves:
-            return True
-        running = self.scheduler.running
-        requests = self._requests.values()
-        if any(r.released and not r.prefilled for r in running.values()):
-            return True
-        return not all(r.pinned and r.key in running and r.prefilled for r in requests)
+        return self._moves or not self.scheduler.idle
 
     def add(
         self,
@@ -136,28 +130,35 @@ class EngineCore:
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
-            if prefix is None or not prefix.pinned or prefix.released:
+            if prefix is None or not prefix.pinned:
                 raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
-        requests = self._intake.requests(
-            ids, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
+        request = self._intake.request(
+            request_id, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
         )
-        self.scheduler.add(requests[0])
-        self._intake.accepted(requests)
-        self._requests |= zip(ids, requests, strict=True)
+        self.scheduler.add(request)
+        self._intake.accepted(request)
+        self._requests |= dict.fromkeys([request_id] if pin else ids, request)
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
         request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request)
+        if request is None:
+            return
+        if request.pinned:
+            del self._requests[request_id]
+            self._run_all(self.scheduler.release(request))
+        else:
+            self._end(next(answer for answer in request.answers if answer.id == request_id))
 
-    def _end(self, request: Request) -> None:
-        del self._requests[request.id]
-        self._processors.remove(request.key)
-        grammar = request.grammar
-        if grammar and all(r.grammar is not grammar for r in self._requests.values()):
+    def _end(self, answer: Answer, *, keep: bool = True) -> None:
+        """End an answer; ``keep`` its caches for later prompts, if they are sound."""
+        del self._requests[answer.id]
+        self._processors.remove(answer.key)
+        plans = self.scheduler.end(answer, keep=keep)
+        grammar = answer.request.grammar
+        if grammar is not None and not answer.request.answers:
             grammar.cancel()
-        self._run_all(self.scheduler.remove(request))
+        self._run_all(plans)
 
     def _run_all(self, plans: Sequence[StepPlan]) -> None:
         for plan in plans:
@@ -183,12 +184,12 @@ class EngineCore:
 
     def _admit(self) -> list[AboutRequest]:
         admitted: list[AboutRequest] = []
-        while plans := self.scheduler.admit():
+        while opened := self.scheduler.admit():
+            request, plans = opened
             self._run_all(self.scheduler.admission.take_pending())
             self._run_all(plans)
-            request = self.scheduler.running[plans[-1].sequence]
-            if not request.released:  # its id may be another's now
-                admitted.append(_progress(request, request.begin, self._clock()))
+            if request.reported:
+                admitted.append(self._progress(self.scheduler.prefills[request.key]))
         self._run_all(self.scheduler.admission.take_pending())
         return admitted
 
@@ -212,30 +213,29 @@ class EngineCore:
         self._last_step = seconds = self._clock() - began
         self.scheduler.prefill_policy.slowdown = self.runner.slowdown
         step = self.scheduler.done(plan, seconds)
-        reads = any(read for _, read in step)
+        reads = any(one.tokens for one in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[AboutRequest] = []
-        running: list[Request] = []
+        running: list[Answer] = []
         rows: list[int] = []  # of the logits, for each of those
         row = 0
-        for entry, (request, read) in zip(plan.entries, step, strict=True):
-            if read:
-                self._prompt_tokens += read
-                messages += self._read(request, read, began)
-            if request.prefilled:
-                forked = self._fork(request)
-                running += forked
-                rows += [row] * len(forked)
+        for entry, (of, tokens) in zip(plan.entries, step, strict=True):
+            due = [of] if isinstance(of, Answer) else []
+            if isinstance(of, Prefill):
+                self._prompt_tokens += tokens
+                messages += self._prefilled(of, tokens, began)
+                if of.done:
+                    self._run_all(self.scheduler.start(of))
+                    due = of.request.answers
+            running += due
+            rows += [row] * len(due)
             row += entry.samples
-        for request, _ in step:
-            if request.released and request.prefilled:  # since it was aborted while it was read
-                self._run_all(self.scheduler.remove(request))
         if rows:
             assert logits is not None
             logits = logits if rows == list(range(row)) else logits[rows]
             messages += self._advance_all(running, logits)
-        # Only now are requests as long as their sequences are on the ranks.
-        self._run_all(self.scheduler.copies([request for request, _ in step]))
+        # Only now are answers as long as their sequences are on the ranks.
+        self._run_all(self.scheduler.copies(step))
         return messages
 
     @property
@@ -262,68 +262,71 @@ class EngineCore:
                 break
         return moved
 
-    def _fork(self, request: Request) -> list[Request]:
-        """Begin the other answers to a prompt that is read; return all whose next token is due."""
-        answering = [] if request.pinned or request.released else [request]
-        for sibling, plan in self.scheduler.fork(request):
-            self._run(plan)
-            answering.append(sibling)
-        return answering
-
-    def _read(self, request: Request, tokens: int, began: float) -> list[AboutRequest]:
-        """Report ``tokens`` more prefilled tokens of a request, in a step started at ``began``."""
-        done, messages = request.prefilled_to, []
-        first = done == request.begin + tokens
+    def _prefilled(self, prefill: Prefill, tokens: int, began: float) -> list[AboutRequest]:
+        """Report ``tokens`` more prefilled tokens of a prompt, in a step started at ``began``."""
+        request = prefill.request
+        first = prefill.position == prefill.begin + tokens
         if first:
-            request.began = began
-        if request.released:
+            prefill.began = began
+        if not request.reported:
             return []
+        messages: list[AboutRequest] = []
         if request.key in self.runner.prompt_logprobs:
             found = self.runner.prompt_logprobs[request.key]
             messages.append(PromptLogprobs.of(request.id, first, found.tolist()))
-        return [*messages, _progress(request, done, self._clock())]
+        return [*messages, self._progress(prefill)]
 
-    def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[AboutRequest]:
-        """Sample each request's next token by its row of ``logits``."""
-        failed = self._processors.begin(requests)
-        params, generators = [r.params for r in requests], [r.generator for r in requests]
-        adjusted = self._processors.adjusted([r.key for r in requests], logits)
+    def _progress(self, prefill: Prefill) -> Progress:
+        begun = prefill.position > prefill.begin
+        return Progress(
+            prefill.request.id,
+            prefill.position,
+            total=prefill.request.end,
+            prefix=prefill.request.base,
+            cached=prefill.begin,
+            seconds=self._clock() - prefill.began if begun else 0.0,
+        )
+
+    def _advance_all(self, answers: Sequence[Answer], logits: Tensor) -> list[AboutRequest]:
+        """Sample each answer's next token by its row of ``logits``."""
+        failed = self._processors.begin(answers)
+        params, generators = [a.params for a in answers], [a.generator for a in answers]
+        adjusted = self._processors.adjusted([a.key for a in answers], logits)
         sampled = sample(logits, params, generators, adjusted)
-        chosen = {r.key: s.token for r, s in zip(requests, sampled, strict=True) if s is not None}
+        chosen = {a.key: s.token for a, s in zip(answers, sampled, strict=True) if s is not None}
         self._processors.accept(chosen)
         return [
-            self._advance(request, one, failed.get(request.key))
-            for request, one in zip(requests, sampled, strict=True)
+            self._advance(answer, one, failed.get(answer.key))
+            for answer, one in zip(answers, sampled, strict=True)
         ]
 
     def _advance(
-        self, request: Request, sampled: Sampled | None, error: RazorError | None
+        self, answer: Answer, sampled: Sampled | None, error: RazorError | None
     ) -> AboutRequest:
-        """Take a request's next token; end the request if that was its last, or there is none.
+        """Take an answer's next token; end the answer if that was its last, or there is none.
 
-        A failure here is rank 0's alone, after the step, and ends this request only.
+        A failure here is rank 0's alone, after the step, and ends this answer only.
         """
-        grammar = self._processors.grammar(request.key)
+        grammar = self._processors.grammar(answer.key)
         if grammar is not None and error is None:
             error = grammar.error
         if sampled is None and error is None:
             error = EngineError("the model computed logits that are not finite")
         if sampled is None or error is not None:
-            request.sound = False
-            self._end(request)
+            self._end(answer, keep=False)
             assert error is not None
-            return Failed.of(request.id, error)
-        request.generated.append(sampled.token)
+            return Failed.of(answer.id, error)
+        answer.generated.append(sampled.token)
         self._generated_tokens += 1
-        finish = self._finish_reason(request, sampled.token)
+        finish = self._finish_reason(answer, sampled.token)
         if grammar is not None and grammar.ended:
             finish = "stop"
         if finish is not None:
             self._answers += 1
-            self._end(request)
-        sources = self.runner.sources.get(request.key)
+            self._end(answer)
+        sources = self.runner.sources.get(answer.key)
         return Token(
-            request.id,
+            answer.id,
             sampled.token,
             sampled.logprob,
             list(sampled.top),
@@ -331,43 +334,53 @@ class EngineCore:
             None if sources is None else sources.merged(),
         )
 
-    def _finish_reason(self, request: Request, token: int) -> str | None:
-        params = request.params
+    def _finish_reason(self, answer: Answer, token: int) -> str | None:
+        params = answer.params
         if token in params.stop_token_ids:
             return "stop"
         if token in self.eos_token_ids and not params.ignore_eos:
             return "stop"
         # With every token, so that a loop that began before `min_tokens` ends there.
-        loops = request.repetition is not None and request.repetition.push(token)
-        if loops and len(request.generated) >= params.min_tokens:
+        loops = answer.repetition is not None and answer.repetition.push(token)
+        if loops and len(answer.generated) >= params.min_tokens:
             return "repetition"
-        return "length" if len(request.generated) >= request.max_tokens else None
+        return "length" if len(answer.generated) >= answer.request.max_tokens else None
 
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask.
 
         It assumes that prompts are read one after the other, that answers are computed together,
         one in each slot, and that they get as long as those so far, unless they may not. Pinned
-        prefixes that have been read are left out: only the frontend ends them.
+        prefixes that are prefilled are left out: only the frontend ends them.
         """
         requests = list(self._requests.values())  # at once: they come and go meanwhile
         usual = (_ANSWER_TOKENS + self._generated_tokens) / (1 + self._answers)
-        read, cost = 0.0, self.scheduler.prefill_policy.cost
+        prefilled, cost = 0.0, self.scheduler.prefill_policy.cost
         at_once = min(len(requests), self.runner.config.max_sequences)
         free_at = [0.0] * at_once  # when each slot is free
         ends: dict[str, float] = {}
-        for request in requests:
-            if request.pinned and request.prefilled:
+        for request in dict.fromkeys(requests):
+            if request.pinned and request.phase is Phase.PREFILLED:
                 continue
-            start = heapq.heappop(free_at)
-            if not request.prefilled:
-                begin = max(request.begin, request.prefilled_to)
-                seconds = cost.seconds(request.end - begin, begin) if begin < request.end else 0.0
-                start = read = max(read, start) + seconds
-            tokens = max(0.0, min(request.max_tokens, usual) - len(request.generated))
-            ends[request.id] = start + tokens * cost.step(at_once, at_once * request.end)
-            heapq.heappush(free_at, ends[request.id])
+            seconds = self._prefill_seconds(request)
+            of_each = [(a.id, len(a.generated)) for a in request.answers] or [(request.id, 0)]
+            for name, generated in of_each:
+                start = heapq.heappop(free_at)
+                if seconds is not None:
+                    start = prefilled = max(prefilled, start) + seconds
+                    seconds = 0.0
+                tokens = max(0.0, min(request.max_tokens, usual) - generated)
+                ends[name] = start + tokens * cost.step(at_once, at_once * request.end)
+                heapq.heappush(free_at, ends[name])
         return ends
+
+    def _prefill_seconds(self, request: Request) -> float | None:
+        """Estimate the rest of a prompt's prefill; None if it is done."""
+        if request.phase not in (Phase.WAITING, Phase.PREFILL):
+            return None
+        prefill = self.scheduler.prefills.get(request.key)
+        begin = request.base if prefill is None else prefill.position
+        return self.scheduler.prefill_policy.cost.seconds(request.end - begin, begin)
 
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
@@ -418,21 +431,9 @@ class EngineCore:
             "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
             "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
             "decode": self.runner.decode,
-            "running": len(self.scheduler.running),
+            "running": self.scheduler.sequences,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
             "step_seconds": {kind: times.fields for kind, times in self._step_seconds.items()},
         }
-
-
-def _progress(request: Request, processed: int, now: float) -> Progress:
-    """Progress of a request of which ``processed`` tokens are in the caches."""
-    return Progress(
-        request.id,
-        processed,
-        total=request.end,
-        prefix=request.base,
-        cached=request.begin,
-        seconds=now - request.began if processed > request.begin else 0.0,
-    )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.protocol.messages import Tokens, as_tokens
+from razor_dist.protocol.messages import Tokens, answer_ids, as_tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import GrammarCompiler
@@ -42,17 +42,17 @@ class Intake:
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
 
-    def requests(
+    def request(
         self,
-        ids: Sequence[str],
+        request_id: str,
         prompt: Sequence[int] | Tokens,
         params: SamplingParams,
         *,
         prefix: Request | None,
         pin: bool,
         cache_salt: str | None,
-    ) -> list[Request]:
-        """Make a request for each answer in ``ids``; the others are siblings of the first.
+    ) -> Request:
+        """Make a request and its answers, none if it is to be pinned.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id or does not fit, or
         if parameters do not suit model or engine.
@@ -73,39 +73,42 @@ class Intake:
             namespace = (cache_salt, self._runner.position_mark(most - 1))
         else:
             namespace = prefix.namespace
-        found: list[Request] = []
-        repetition = params.repetition_detection
-        for index, name in enumerate(ids):
-            request = Request(
-                id=name,
-                key=self._next_key + index,
-                prompt=tokens[:0] if found else tokens,
-                params=params.for_answer(index),
-                max_tokens=max_tokens,
-                chunked_prefill_size=chunked_prefill_size,
-                generator=torch.Generator(),
-                repetition=None if repetition is None else RepetitionDetector(repetition),
-                prefix=found[0] if found else prefix,
-                short=bool(found),
-                namespace=namespace,
-                arrived=self._clock(),
-            )
-            found.append(request)
-        found[0].siblings = found[1:]
-        return found
+        request = Request(
+            id=request_id,
+            key=self._next_key,
+            prompt=tokens,
+            params=params,
+            max_tokens=max_tokens,
+            chunked_prefill_size=chunked_prefill_size,
+            prefix=prefix,
+            namespace=namespace,
+            arrived=self._clock(),
+        )
+        if not pin:
+            repetition = params.repetition_detection
+            request.answers = [
+                Answer(
+                    id=answer_id,
+                    key=request.key + index,
+                    request=request,
+                    params=params.for_answer(index),
+                    generator=torch.Generator(),
+                    repetition=None if repetition is None else RepetitionDetector(repetition),
+                )
+                for index, answer_id in enumerate(answer_ids(request_id, params.n))
+            ]
+        return request
 
-    def accepted(self, requests: Sequence[Request]) -> None:
-        """Give requests that are queued what others must not use up: keys, seeds, a grammar."""
-        self._next_key += len(requests)
-        for request in requests:
-            seed = request.params.seed
+    def accepted(self, request: Request) -> None:
+        """Give a request that is queued what others must not use up: keys, seeds, a grammar."""
+        self._next_key += max(1, len(request.answers))
+        for answer in request.answers:
+            seed = answer.params.seed
             if seed is None:
                 seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-            request.generator.manual_seed(seed)
-        if requests[0].params.structured_outputs is not None:
-            grammar = self._grammars.compile(requests[0].params.structured_outputs)
-            for request in requests:
-                request.grammar = grammar
+            answer.generator.manual_seed(seed)
+        if request.params.structured_outputs is not None:
+            request.grammar = self._grammars.compile(request.params.structured_outputs)
 
     def _check(self, params: SamplingParams) -> None:
         """Raise `RequestError` if parameters do not suit model or engine."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Answer
 from razor_dist.engine.sampler import Adjusted
-from razor_dist.engine.scheduler import prefixes
 from razor_dist.protocol.messages import Tokens
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
@@ -79,21 +78,22 @@ class LogitsProcessors:
             torch.tensor(ends, dtype=torch.int64, device=device),
         )
 
-    def begin(self, requests: Iterable[Request]) -> dict[int, RequestError]:
+    def begin(self, answers: Iterable[Answer]) -> dict[int, RequestError]:
         """Add those that ask for something and are not here; return what failed, by sequence.
 
         Their grammars are compiled, or failed, by now.
         """
         failed = {}
-        for request in requests:
-            if request.params.adjusts_logits and request.key not in self:
-                prompts = [r.prompt for r in (request, *prefixes(request))]
+        for answer in answers:
+            if answer.params.adjusts_logits and answer.key not in self:
+                request = answer.request
+                prompts = [one.prompt for one in (request, *request.prefixes)]
                 try:
                     grammar = request.grammar.result() if request.grammar else None
                 except RequestError as error:
-                    failed[request.key] = error
+                    failed[answer.key] = error
                 else:
-                    self.add(request.key, request.params, prompts, grammar)
+                    self.add(answer.key, answer.params, prompts, grammar)
         return failed
 
     def adjusted(self, keys: Sequence[int], logits: Tensor) -> Adjusted | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Prefill, Request
 from razor_dist.engine.step_cost import StepCost
 
 # Most tokens of a rank in a step, of prompts that join it whole or go on without a chunk. `plan`
@@ -76,43 +76,43 @@ class PrefillPolicy:
         self._alone = self._between = 0.0
         self._varied = False
 
-    def is_short(self, prompt: Request) -> bool:
-        """Tell if all ranks may as well take all of a prompt as a part of its tokens.
+    def is_short(self, request: Request, begin: int) -> bool:
+        """True if all ranks may as well compute all of a prompt from ``begin`` on.
 
         That repeats its work on all ranks but one, unless they share it. It must save more: what a
         chunk adds to a step whatever its length, transfers above all.
         """
-        most, n = min(_JOINING, prompt.chunked_prefill_size), prompt.end - prompt.begin
-        if n > most or prompt.params.prompt_logprobs is not None:
+        most, n = min(_JOINING, request.chunked_prefill_size), request.end - begin
+        if n > most or request.params.prompt_logprobs is not None:
             return False
         repeated = (self.repeats - 1) * self.cost.work(n, 0)
-        fits = repeated + self.cost.work(n, prompt.begin) <= _WHOLE * self._max_step
+        fits = repeated + self.cost.work(n, begin) <= _WHOLE * self._max_step
         return fits and repeated <= self.cost.chunk
 
-    def joins(self, prompt: Request) -> bool:
-        """Tell if a prompt is read whole in the next step that has room for it."""
+    def joins(self, prompt: Prefill) -> bool:
+        """True if a prompt is prefilled whole in the next step that has room for it."""
         n = prompt.end - prompt.begin
-        if prompt.short or prompt.prefilled_to > prompt.begin:
+        if prompt.short or prompt.position > prompt.begin:
             return prompt.short
-        most = min(_JOINING * self._ranks, prompt.chunked_prefill_size)
+        most = min(_JOINING * self._ranks, prompt.request.chunked_prefill_size)
         work = self.work(prompt, n, sharded=not prompt.short)
         return n <= most and work <= _WHOLE * self._max_step
 
-    def work(self, prompt: Request, tokens: int, *, sharded: bool) -> float:
+    def work(self, prompt: Prefill, tokens: int, *, sharded: bool) -> float:
         """Estimate the seconds that a prompt's next ``tokens`` add to a step."""
         # What is before them stays sharded.
         repeated = 0 if sharded else self.repeats - 1
-        return self.cost.work(tokens, prompt.prefilled_to) + repeated * self.cost.work(tokens, 0)
+        return self.cost.work(tokens, prompt.position) + repeated * self.cost.work(tokens, 0)
 
     def together(
-        self, prompts: Sequence[Request], *, part: float = 1.0
-    ) -> tuple[list[Request], float]:
+        self, prompts: Sequence[Prefill], *, part: float = 1.0
+    ) -> tuple[list[Prefill], float]:
         """Choose from those that may join a step; return them and the seconds that they add to it.
 
         They are the oldest that fit this ``part`` of ``max_step``, one at least. ``prompts`` come
         in the order in which they were admitted.
         """
-        chosen: list[Request] = []
+        chosen: list[Prefill] = []
         seconds = tokens = 0.0
         for prompt in self.first_class(prompts):
             n = prompt.end - prompt.begin
@@ -124,7 +124,7 @@ class PrefillPolicy:
             seconds += work
         return chosen, seconds
 
-    def choose(self, prompts: Sequence[Request]) -> Request:
+    def choose(self, prompts: Sequence[Prefill]) -> Prefill:
         """Return the prompt to read from next.
 
         That is the oldest one while it has least to do, or has had less time than the others since
@@ -137,12 +137,14 @@ class PrefillPolicy:
             return oldest
         others = [prompt for prompt in prompts if prompt is not oldest]
         # All of them wait until now, so that the later one arrived, the less it has waited.
-        return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
+        return min(
+            others, key=lambda prompt: (self._left(prompt) + prompt.request.arrived, prompt.key)
+        )
 
     def take(
         self,
-        prompt: Request,
-        others: Sequence[Request],
+        prompt: Prefill,
+        others: Sequence[Prefill],
         *,
         answering: Sequence[int] = (),
         joined: float = 0.0,
@@ -157,7 +159,7 @@ class PrefillPolicy:
 
         Beside other requests, no chunk is used if decode is tensor-parallel, the prompt is ``able``
         to, and the speed is about the same. If the part before it must still be a chunk
-        (`Request.whole`), the piece has a chunk's length.
+        (`Prefill.whole_window`), the piece has a chunk's length.
         """
         step, longer, varied = self._max_step, _LONGER * self._max_step, self._vary()
         beside = len(answering) > 0 or any(self._left(other) <= longer for other in others)
@@ -165,7 +167,7 @@ class PrefillPolicy:
             self._somebody_came()
         else:
             longer *= self.slowdown
-            base = self.cost.seconds(0, prompt.prefilled_to)
+            base = self.cost.seconds(0, prompt.position)
             between = max(self._alone, self._between)
             step = max(longer, base / _MOST_IDLE, min(base / _IDLE, _ALONE * between))
             step *= 1 if others else varied
@@ -173,13 +175,13 @@ class PrefillPolicy:
 
         def extent(sharded: bool) -> tuple[float, float]:
             """Tokens of a chunk, or of what is none, and how many that is in a second."""
-            at, part = prompt.prefilled_to, self.cost.part(sharded=sharded)
+            at, part = prompt.position, self.cost.part(sharded=sharded)
             base = self.cost.step(before=at) + part
             company = self.cost.step(len(answering), at + sum(answering)) + part
             tokens = float(prompt.end - at)
             if base + self.cost.work(tokens, at) > _LAST_PIECE * step:
                 tokens = self.cost.tokens(max(step - base, varied * base), at)
-            most = prompt.chunked_prefill_size
+            most = prompt.request.chunked_prefill_size
             tokens = min(tokens, most if sharded else min(_JOINING, most // self._ranks))
             return tokens, tokens / max(company + self.cost.work(tokens, at), 1e-9)
 
@@ -187,14 +189,14 @@ class PrefillPolicy:
         if beside and able and self._shared:
             without, speed_without = extent(sharded=False)
             if speed_without >= _WITHOUT_CHUNKS * speed:
-                return without if prompt.whole else tokens, False
+                return without if prompt.whole_window else tokens, False
         return tokens, True
 
     def _vary(self) -> float:
         self._varied = not self._varied
         return _VARIED if self._varied else 1.0
 
-    def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
+    def took(self, prompts: Sequence[Prefill], served: Prefill, seconds: float) -> None:
         """Note that ``served`` was read from for so long, while ``prompts`` take turns."""
         if not prompts:
             return
@@ -212,18 +214,18 @@ class PrefillPolicy:
             most = 2 * self._between or math.inf
             self._alone, self._between = 0.0, min(self._alone, most)
 
-    def first_class(self, prompts: Sequence[Request]) -> Sequence[Request]:
+    def first_class(self, prompts: Sequence[Prefill]) -> Sequence[Prefill]:
         """Return those of the first priority, if that is heard."""
         if not self.by_priority or not prompts:
             return prompts
-        first = min(prompt.params.priority for prompt in prompts)
-        return [prompt for prompt in prompts if prompt.params.priority == first]
+        first = min(prompt.request.params.priority for prompt in prompts)
+        return [prompt for prompt in prompts if prompt.request.params.priority == first]
 
-    def _left(self, prompt: Request) -> float:
-        return self.cost.seconds(prompt.end - prompt.prefilled_to, prompt.prefilled_to)
+    def _left(self, prompt: Prefill) -> float:
+        return self.cost.seconds(prompt.end - prompt.position, prompt.position)
 
-    def _oldest_of(self, prompts: Sequence[Request]) -> Request:
-        oldest = min(prompts, key=lambda prompt: (prompt.arrived, prompt.key))
+    def _oldest_of(self, prompts: Sequence[Prefill]) -> Prefill:
+        oldest = min(prompts, key=lambda prompt: (prompt.request.arrived, prompt.key))
         if oldest.key != self._oldest:
             self._oldest, self._debt = oldest.key, 0.0
         return oldest

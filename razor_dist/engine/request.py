@@ -1,62 +1,94 @@
-"""A request as rank 0 sees it."""
+"""What rank 0 knows of a request: its prompt, its prefill, and its answers, each while it lasts.
+
+`Request` is the prompt and what was asked of it, and is there in every phase. `Prefill` exists from
+admission until the prompt is in the caches, and `Answer` from the beginning until its last token.
+What a sequence has of the caches is in `razor_dist.cache.accounting`, by the sequence's key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from razor_dist.cache.accounting import Allocation
 from razor_dist.protocol.messages import Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
 
 
+class Phase(Enum):
+    """How far a request has come; it never goes back."""
+
+    WAITING = auto()  # queued: no rank knows of it
+    PREFILL = auto()  # admitted: its sequence is open, and `Prefill` says how far its prompt is
+    PREFILLED = auto()  # its answers run, or it is pinned for others to continue
+    ENDED = auto()
+
+
+_NEXT = {
+    Phase.WAITING: {Phase.PREFILL, Phase.ENDED},
+    Phase.PREFILL: {Phase.PREFILLED, Phase.ENDED},
+    Phase.PREFILLED: {Phase.ENDED},
+    Phase.ENDED: set[Phase](),
+}
+
+
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way to an answer, or to being pinned for others to continue.
+    """One prompt, on its way to one or several answers, or to being pinned.
 
-    A prompt with several answers is a request for each: the first reads the prompt, and its
-    ``siblings``, admitted with it and with no prompt of their own, fork from it when it is read.
+    Its prompt is prefilled into one sequence, which the first answer goes on with; the others fork
+    from it.
     """
 
     id: str  # the frontend's name for it
-    key: int  # the ranks' name for its sequence
+    key: int  # the ranks' name for the sequence that its prompt is prefilled into
     prompt: Tokens  # [n], those of ``prefix`` not included
     params: SamplingParams
-    max_tokens: int  # to generate at most; 0 if the prompt is only pinned
+    max_tokens: int  # of each answer; 0 if the prompt is pinned
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
-    generator: torch.Generator  # of its random draws
-    # What the answer must match; the siblings' is the same.
-    grammar: Future[Grammar] | None = None
-    repetition: RepetitionDetector | None = None  # of its answer, which ends in a loop
     prefix: Request | None = None  # a pinned prefix that this one continues
-    sound: bool = True  # False if an error ended it: its caches may hold anything
     namespace: Hashable = None  # prompts of different ones share no caches
-    cached: int = 0  # tokens that were found in the prefix cache when it was admitted
-    allocation: Allocation | None = None  # what it has of the caches; once admitted
-    loading: int | None = None  # the sequence into which its beginning was or is to be loaded
-    # Ascending positions, where reading stops for the caches to be kept as of there.
-    stops: list[int] = field(default_factory=list)
-    spare: set[int] = field(default_factory=set)  # of them, those kept only in room to spare
-    short: bool = False  # all ranks compute the whole prompt, in one step
-    prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
-    whole: bool = True  # every rank has the window at `prefilled_to`: it may go on without chunks
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
-    generated: list[int] = field(default_factory=list)
-    # When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it
-    # admitted or not.
-    began: float = 0.0
-    saved_at: float = 0.0  # when its caches last began to go to disk while it was read
+    answers: list[Answer] = field(default_factory=list)  # those that have not ended
+    grammar: Future[Grammar] | None = None  # what every answer must match
+    # All ranks compute the whole prompt, in one step, unless part of it is found in the caches.
+    short: bool = False
+    loading: int | None = None  # while it waits: the sequence that its beginning is loaded into
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
-    # The frontend needs it no longer, but those that continue it do.
-    released: bool = False
-    siblings: list[Request] = field(default_factory=list)  # that have not forked yet
+    released: bool = False  # a pinned prefix that only those requests need
+    phase: Phase = Phase.WAITING
+
+    def __post_init__(self) -> None:
+        assert len(self.prompt) and self.max_tokens >= 0 and self.chunked_prefill_size > 0
+        assert self.prefix is None or (self.prefix.pinned and not self.prefix.released)
+
+    def enter(self, phase: Phase) -> None:
+        assert phase in _NEXT[self.phase], f"from {self.phase} to {phase}"
+        self.phase = phase
+
+    @property
+    def pinned(self) -> bool:
+        """True if the prompt is prefilled for others to continue."""
+        return self.max_tokens == 0
+
+    @property
+    def needed(self) -> bool:
+        """False once nothing is to come of it: no answer, and no request that continues it."""
+        return bool(self.answers or self.continued_by or (self.pinned and not self.released))
+
+    @property
+    def reported(self) -> bool:
+        """True if the frontend waits for messages about its prompt, by `id`."""
+        if self.pinned:
+            return not self.released
+        return any(answer.key == self.key for answer in self.answers)
 
     @property
     def ready(self) -> bool:
@@ -64,14 +96,14 @@ class Request:
         return self.grammar is None or self.grammar.done()
 
     @property
+    def forks(self) -> list[Answer]:
+        """The answers that fork from its sequence when the prompt is prefilled."""
+        return [answer for answer in self.answers if answer.key != self.key]
+
+    @property
     def base(self) -> int:
         """Position of the prompt's first token."""
         return 0 if self.prefix is None else self.prefix.end
-
-    @property
-    def begin(self) -> int:
-        """Position of the first token that is read."""
-        return max(self.base, self.cached)
 
     @property
     def end(self) -> int:
@@ -79,9 +111,9 @@ class Request:
         return self.base + len(self.prompt)
 
     @property
-    def unread(self) -> Tokens:
-        """The prompt's tokens that are still to be read; meaningful once admitted."""
-        return self.prompt[self.prefilled_to - self.base :]
+    def total(self) -> int:
+        """Tokens to reserve caches for, the prefix's included."""
+        return self.end + self.max_tokens
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -90,43 +122,98 @@ class Request:
             return self.prompt
         return np.concatenate([self.prefix.tokens, self.prompt])
 
-    def cut(self, end: int) -> None:
-        """Give up what comes after a position."""
-        self.prompt = self.prompt[: end - self.base]
-        self.stops = [stop for stop in self.stops if stop < end]
-        self.__dict__.pop("tokens", None)
+    @property
+    def prefixes(self) -> Iterator[Request]:
+        """The request that it continues, the one that this continues, and so on."""
+        prefix = self.prefix
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.prefix
+
+
+@dataclass(eq=False)
+class Prefill:
+    """An admitted request whose prompt is not yet in the caches."""
+
+    request: Request
+    begin: int  # position of the first token to prefill: those before were found in the caches
+    short: bool  # all ranks compute the whole prompt, in one step
+    # Ascending positions where prefill stops, so that a copy of the caches is kept as of there.
+    checkpoints: list[int] = field(default_factory=list)
+    optional: set[int] = field(default_factory=set)  # of them, those kept only if there is room
+    whole_window: bool = True  # every rank has the window at `position`: chunks are not needed
+    # When its first chunk began, by the monotonic clock; 0 until then: it waited, though admitted.
+    began: float = 0.0
+    saved_at: float = 0.0  # when its caches last began to go to disk
+
+    def __post_init__(self) -> None:
+        request = self.request
+        assert request.base <= self.begin < request.end
+        self.end = request.end  # a prompt that nobody needs any more is cut short
+        self.position = self.begin  # after the last prefilled token
 
     @property
-    def length(self) -> int:
-        """Tokens in the caches; an answer's last token is sampled and not read."""
-        return self.prefilled_to + max(0, len(self.generated) - 1)
+    def key(self) -> int:
+        return self.request.key
+
+    @property
+    def remaining(self) -> Tokens:
+        """The tokens that are still to be prefilled."""
+        base = self.request.base
+        return self.request.prompt[self.position - base : self.end - base]
+
+    @property
+    def done(self) -> bool:
+        return self.position == self.end
 
     @property
     def chunks_end(self) -> int:
-        """Position up to which ranks store it as if it were read in chunks."""
+        """Position up to which ranks store it as if it were prefilled in chunks."""
         return self.begin if self.short else self.end
 
     @property
-    def total(self) -> int:
-        """Tokens to reserve caches for, the prefix's included."""
-        return self.end + self.max_tokens
+    def tokens(self) -> Tokens:
+        """The tokens that are in the caches."""
+        return self.request.tokens[: self.position]
+
+    def advance(self, tokens: int) -> None:
+        self.position += tokens
+        assert self.begin < self.position <= self.end
+
+    def stop_at(self, position: int, *, optional: bool = False) -> None:
+        """Have a copy of the caches kept as of a position that is still to come."""
+        assert self.position < position < self.end
+        if not optional:
+            self.optional.discard(position)
+        elif position not in self.checkpoints:
+            self.optional.add(position)
+        self.checkpoints = sorted({*self.checkpoints, position})
+
+    def cut(self, end: int) -> None:
+        """Give up what comes after a position."""
+        assert self.position < end <= self.end
+        self.end = end
+        self.checkpoints = [stop for stop in self.checkpoints if stop < end]
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer to a request's prompt; once this is prefilled, a sequence of its own."""
+
+    id: str  # the frontend's name for it
+    key: int  # the ranks' name for its sequence
+    request: Request
+    params: SamplingParams  # with a seed of its own
+    generator: torch.Generator  # of its random draws
+    repetition: RepetitionDetector | None = None  # ends it in a loop
+    generated: list[int] = field(default_factory=list)
 
     @property
-    def prefilled(self) -> bool:
-        """True once the whole prompt is in the caches; meaningful once admitted."""
-        return self.prefilled_to == self.end
+    def length(self) -> int:
+        """Tokens in the caches: the last generated one is sampled, and not yet computed."""
+        return self.request.end + max(0, len(self.generated) - 1)
 
     @property
-    def unforked(self) -> bool:
-        """True for a sibling until the first one's prompt is read; no rank knows of it."""
-        return not len(self.prompt) and not self.prefilled
-
-    @property
-    def pinned(self) -> bool:
-        """True if the prompt is prefilled for others to continue."""
-        return self.max_tokens == 0
-
-
-def prefixes(request: Request) -> list[Request]:
-    """The request that another continues, the one that this continues, and so on."""
-    return [] if request.prefix is None else [request.prefix, *prefixes(request.prefix)]
+    def tokens(self) -> Tokens:
+        """The tokens that are in the caches."""
+        return np.concatenate([self.request.tokens, np.array(self.generated[:-1], np.int32)])

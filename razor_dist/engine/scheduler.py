@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from razor_dist.cache.caches import CacheConfig
-from razor_dist.engine.admission import Admission
+from razor_dist.engine.admission import Admission, Wait
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.request import Request, prefixes
+from razor_dist.engine.request import Answer, Phase, Prefill, Request
 from razor_dist.engine.step_cost import Work
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk, whole_shards
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
+
+
+class Computed(NamedTuple):
+    """What a step has computed of one sequence."""
+
+    of: Prefill | Answer
+    tokens: int  # of the prompt; 0 for an answer
 
 
 class Scheduler:
@@ -31,8 +39,7 @@ class Scheduler:
     prompts, `PrefillPolicy` chooses which one goes on and how long its chunk is, so that no request
     is delayed by more than about ``max_step`` seconds at a time.
 
-    ``running`` has the admitted requests by key, pinned prefixes included. Room in the caches is
-    `Admission`'s; ``share`` and ``end_ids`` are its.
+    Room in the caches is `Admission`'s; ``share`` and ``end_ids`` are its.
     """
 
     def __init__(
@@ -47,10 +54,25 @@ class Scheduler:
         self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
         self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}
+        # By the keys of their sequences: prompts that are being prefilled, in the order in which
+        # they were admitted; answers; pinned prefixes that are prefilled.
+        self.prefills: dict[int, Prefill] = {}
+        self.running: dict[int, Answer] = {}
+        self.pinned: dict[int, Request] = {}
         # Tokens of an answer after which no rollback window reaches the prompt's end.
         tails = [arena.tail - arena.policy.block for arena in cache.arenas]
         self._answer_kept = min(tails, default=0)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are open, or have room for when their prompts are prefilled."""
+        forks = sum(len(prefill.request.forks) for prefill in self.prefills.values())
+        return len(self.prefills) + forks + len(self.running) + len(self.pinned)
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is to be computed: what is there only waits to be continued."""
+        return not (self.waiting or self.prefills or self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -59,11 +81,10 @@ class Scheduler:
         with every cache empty but for the prompts it continues; ``pinned_prefixes_hold_cache`` if
         it could not be admitted until a pinned prefix is released.
         """
-        request.short = self.prefill_policy.is_short(request)
-        self.admission.demand.check(request, self._held())
-        for one in (request, *request.siblings):
-            if one.prefix is not None:
-                one.prefix.continued_by += 1
+        request.short = self.prefill_policy.is_short(request, request.base)
+        self.admission.need.check(request, self._held())
+        if request.prefix is not None:
+            request.prefix.continued_by += 1
         at = len(self.waiting)
         if self.prefill_policy.by_priority and not request.pinned:
             # Not before the prefix that it waits for, nor before the last request that uses a
@@ -72,7 +93,7 @@ class Scheduler:
             while (
                 at
                 and self.waiting[at - 1] is not request.prefix
-                and not any(prefix.released for prefix in prefixes(self.waiting[at - 1]))
+                and not any(prefix.released for prefix in self.waiting[at - 1].prefixes)
                 and (self.waiting[at - 1].params.priority > request.params.priority)
             ):
                 at -= 1
@@ -84,91 +105,89 @@ class Scheduler:
         Waiting ones count as well. A released prompt does not count if only requests that will end
         by themselves continue it: all of them were queued before whatever is queued next.
         """
-        pinned = [r for r in [*self.running.values(), *self.waiting] if r.pinned and not r.released]
-        held = {r.key: r for k in pinned for r in [k, *prefixes(k)]}
-        return list(held.values())
+        prefills = [prefill.request for prefill in self.prefills.values()]
+        requests = [*self.pinned.values(), *prefills, *self.waiting]
+        pinned = [request for request in requests if request.pinned and not request.released]
+        return list(dict.fromkeys(r for one in pinned for r in (one, *one.prefixes)))
 
-    def admit(self) -> list[StepPlan]:
+    def admit(self) -> tuple[Request, list[StepPlan]] | None:
         """Open the oldest waiting request whose prefix is ready, if all it needs is free.
 
         The last of the plans opens it; those before evict. One that waits for a prompt which has
-        much in common with it, and is being read, or for its grammar, lets others pass; so does one
-        whose pinned prefix is being read.
+        much in common with it, and is being prefilled, or for its grammar, lets others pass; so
+        does one whose pinned prefix is being prefilled.
         """
+        if self.waiting:
+            for answer in self.running.values():
+                self.admission.grown(answer.key, answer.length)
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
-            prefix, together = request.prefix, [request, *request.siblings]
-            if len(self.running) + len(together) > self.cache.max_sequences:
+            if self.sequences + 1 + len(request.forks) > self.cache.max_sequences:
                 break
-            if prefix is not None and not (prefix.key in self.running and prefix.prefilled):
+            if request.prefix is not None and request.prefix.phase is not Phase.PREFILLED:
                 continue
             if index and request.pinned:
                 break  # a waiting request may not fit beside it, and it stays until released
-            plans = self.admission.open(request, self.running.values())
-            if plans is None:
+            opened = self.admission.open(request, list(self.prefills.values()))
+            if opened is Wait.ROOM:
                 break
-            if plans:
+            if opened is not Wait.PREFIX:
                 del self.waiting[index]
-                self.running |= {one.key: one for one in together}
-                return plans
-        return []
-
-    def fork(self, request: Request) -> list[tuple[Request, StepPlan]]:
-        """Begin the siblings of a request whose prompt is read; return them and their plans."""
-        siblings, request.siblings = request.siblings, []
-        return [(sibling, self.admission.fork(sibling)) for sibling in siblings]
+                self.prefills[request.key] = opened.prefill
+                return request, opened.plans
+        return None
 
     def next(self) -> StepPlan | None:
         """Plan a step: a token of each answer, prompts that join it whole, a part of a long one."""
-        running = [r for r in self.running.values() if not r.unforked]
-        unread = self.prefill_policy.first_class([r for r in running if not r.prefilled])
-        answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
-        short: list[Request] = []
-        long: list[Request] = []
-        for request in unread:
-            (short if self.prefill_policy.joins(request) else long).append(request)
+        policy = self.prefill_policy
+        prefills = policy.first_class(list(self.prefills.values()))
+        short: list[Prefill] = []
+        long: list[Prefill] = []
+        for prefill in prefills:
+            (short if policy.joins(prefill) else long).append(prefill)
         # At least half of a step is left for a long prompt, or it would starve among short ones.
-        joining, joined = self.prefill_policy.together(short, part=0.5 if long else 1.0)
+        joining, joined = policy.together(short, part=0.5 if long else 1.0)
         entries = [
-            BatchEntry(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
-            for r in answering
+            BatchEntry(a.key, torch.tensor(a.generated[-1:]), sources=a.params.return_sources > 0)
+            for a in self.running.values()
         ]
-        entries += [self._entry(r, math.inf, sharded=not r.short) for r in joining]
+        entries += [self._entry(p, math.inf, sharded=not p.short) for p in joining]
         if long:
-            request = self.prefill_policy.choose(long)
+            chosen = policy.choose(long)
             # Requests that still wait could not be admitted: shorter steps do not help them.
-            others = [r for r in unread if r is not request]
+            others = [prefill for prefill in prefills if prefill is not chosen]
             # An exact prefill has all heads' keys elsewhere until it ends.
-            exact = self.cache.scratch_pages > 0 and not request.begin
-            able = not exact and request.params.prompt_logprobs is None
-            lengths = [r.length for r in answering]
-            length, sharded = self.prefill_policy.take(
-                request, others, answering=lengths, joined=joined, able=able
+            exact = self.cache.scratch_pages > 0 and not chosen.begin
+            able = not exact and chosen.request.params.prompt_logprobs is None
+            lengths = [answer.length for answer in self.running.values()]
+            length, sharded = policy.take(
+                chosen, others, answering=lengths, joined=joined, able=able
             )
-            entries.append(self._entry(request, length, sharded=sharded))
+            entries.append(self._entry(chosen, length, sharded=sharded))
         return StepPlan.step(entries) if entries else None
 
-    def _entry(self, request: Request, length: float, *, sharded: bool) -> BatchEntry:
+    def _entry(self, prefill: Prefill, length: float, *, sharded: bool) -> BatchEntry:
         """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
 
         If all ranks are to compute them, though it is no short prompt, every rank must have its
         window, and keep as many of its tokens as of a chunk, for which there is room: else they are
         a chunk, after which every rank has it.
         """
-        left, begin = request.unread, request.prefilled_to
-        n, count = len(left), request.params.prompt_logprobs
+        left, begin = prefill.remaining, prefill.position
+        n, count = len(left), prefill.request.params.prompt_logprobs
         if length < n:
             n = min(n, whole_shards(length, self.world_size))
-        n = min([n, *(stop - begin for stop in request.stops if stop > begin)])
+        n = min([n, *(stop - begin for stop in prefill.checkpoints if stop > begin)])
         if n < len(left):
-            self.admission.checkpoint(request, begin + n)
-        last = n == len(left) or begin + n in request.stops
-        if not (sharded or request.short):
+            self.admission.checkpoint(prefill, begin + n)
+        last = n == len(left) or begin + n in prefill.checkpoints
+        if not (sharded or prefill.short):
             last = True
-            sharded = not (request.whole and is_even(Chunk(begin, begin + n, self.world_size)))
+            even = is_even(Chunk(begin, begin + n, self.world_size))
+            sharded = not (prefill.whole_window and even)
         return BatchEntry(
-            request.key,
+            prefill.key,
             torch.from_numpy(left[:n].astype(np.int64)),
             sharded=sharded,
             last=last,
@@ -176,89 +195,117 @@ class Scheduler:
             following=-1 if count is None or n == len(left) else int(left[n]),
         )
 
-    def done(self, plan: StepPlan, seconds: float) -> list[tuple[Request, int]]:
-        """Note that a step has been made, and in what time.
-
-        Return its requests, in order, and how many tokens of each prompt it has read.
-        """
-        step = [(self.running[p.sequence], p) for p in plan.entries]
-        read = [(r, 0 if r.prefilled else len(entry.tokens)) for r, entry in step]
+    def done(self, plan: StepPlan, seconds: float) -> list[Computed]:
+        """Note that a step has been made, and in what time; return what it computed, in order."""
+        policy = self.prefill_policy
+        step = [self._computed(entry) for entry in plan.entries]
         chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
-        for (request, n), entry in zip(read, plan.entries, strict=True):
-            at, dealt = request.length, entry.sharded and self.world_size > 1
+        for (of, n), entry in zip(step, plan.entries, strict=True):
+            if isinstance(of, Answer):
+                answers += 1
+                before += of.length
+                continue
+            dealt = entry.sharded and self.world_size > 1
             # What is not sharded may be computed by every rank, but attends to the rank's own part
             # of what is before it.
-            times = 1 if entry.sharded else self.prefill_policy.repeats
+            times = 1 if entry.sharded else policy.repeats
             chunks |= dealt
-            wholes += n > 0 and not dealt
-            answers += n == 0
-            before += at
+            wholes += not dealt
+            before += of.position
             tokens += times * n
-            pairs += n * (at + times * n / 2)
-        self.prefill_policy.cost.learn(
-            Work(1, chunks, wholes, answers, before, tokens, pairs), seconds
-        )
-        in_turn = [
-            r for r in self.running.values() if not (r.prefilled or self.prefill_policy.joins(r))
-        ]
-        for (request, count), entry in zip(read, plan.entries, strict=True):
-            if count:
-                took = self.prefill_policy.work(request, count, sharded=entry.sharded)
-                self.prefill_policy.took(in_turn, request, took)
-        for (request, count), entry in zip(read, plan.entries, strict=True):
-            begin = request.prefilled_to
-            request.prefilled_to += count
-            request.whole = entry.last or not entry.sharded
-            if entry.sharded:
-                assert request.allocation is not None
-                chunk = Chunk(begin, request.prefilled_to, self.world_size)
-                request.allocation.chunks.append(chunk)
-            if count and request.prefilled:
-                self.admission.prefilled(request)
-        return read
+            pairs += n * (of.position + times * n / 2)
+        policy.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
+        in_turn = [prefill for prefill in self.prefills.values() if not policy.joins(prefill)]
+        for (of, n), entry in zip(step, plan.entries, strict=True):
+            if isinstance(of, Prefill):
+                policy.took(in_turn, of, policy.work(of, n, sharded=entry.sharded))
+        for (of, _), entry in zip(step, plan.entries, strict=True):
+            if isinstance(of, Prefill):
+                self._advance(of, entry)
+        return step
 
-    def copies(self, requests: Sequence[Request]) -> list[StepPlan]:
-        """Return the plans that keep copies of requests that have come to where one is wanted."""
+    def _computed(self, entry: BatchEntry) -> Computed:
+        prefill = self.prefills.get(entry.sequence)
+        if prefill is None:
+            return Computed(self.running[entry.sequence], 0)
+        return Computed(prefill, len(entry.tokens))
+
+    def _advance(self, prefill: Prefill, entry: BatchEntry) -> None:
+        """Count the tokens that a step has prefilled of a prompt."""
+        begin = prefill.position
+        prefill.advance(len(entry.tokens))
+        prefill.whole_window = entry.last or not entry.sharded
+        if entry.sharded:
+            chunk = Chunk(begin, prefill.position, self.world_size)
+            self.admission.accounts[prefill.key].chunks.append(chunk)
+        if prefill.done:
+            self.admission.prefilled(prefill)
+
+    def start(self, prefill: Prefill) -> list[StepPlan]:
+        """Begin the answers to a prompt that is prefilled, or pin it.
+
+        The first answer goes on with the prompt's sequence, the others fork from it. Nobody may
+        need that any more: then it ends.
+        """
+        request = prefill.request
+        request.enter(Phase.PREFILLED)
+        del self.prefills[request.key]
+        plans = [self.admission.fork(answer) for answer in request.forks]
+        self.running |= {answer.key: answer for answer in request.answers}
+        if request.pinned and request.needed:
+            self.pinned[request.key] = request
+        elif request.key not in self.running:
+            plans += self.admission.end(request, request.key, prefill.tokens, keep=True)
+        return plans if request.needed else [*plans, *self._end_request(request)]
+
+    def copies(self, step: Iterable[Computed]) -> list[StepPlan]:
+        """Return the plans that keep copies of sequences that have come to where one is wanted."""
         plans: list[StepPlan] = []
-        if self.admission.prefix_cache is None:
-            return plans
-        for request in requests:
-            if self.running.get(request.key) is not request:
-                continue  # it has ended
-            reading = request.prefilled_to in request.stops and not request.prefilled
-            if reading or 0 < self._answer_kept == len(request.generated):
-                plans += self.admission.copy(request)
+        for of, _ in step:
+            if isinstance(of, Prefill) and of.position in of.checkpoints and not of.done:
+                optional = of.position in of.optional
+                plans += self.admission.copy(of.request, of.key, of.tokens, optional=optional)
+        for answer in self.running.values():
+            if 0 < self._answer_kept == len(answer.generated):
+                plans += self.admission.copy(answer.request, answer.key, answer.tokens)
         return plans
 
-    def remove(self, request: Request) -> list[StepPlan]:
-        """Forget a request; return the plans that free its caches or keep them, if it has any.
+    def end(self, answer: Answer, *, keep: bool = True) -> list[StepPlan]:
+        """End an answer; return the plans that free its caches, or ``keep`` them, if it has any."""
+        request = answer.request
+        request.answers.remove(answer)
+        plans: list[StepPlan] = []
+        if request.phase is Phase.PREFILLED:
+            del self.running[answer.key]
+            plans += self.admission.end(request, answer.key, answer.tokens, keep=keep)
+        elif request.phase is Phase.PREFILL and answer.key != request.key:
+            self.admission.accounts.close(answer.key)  # no rank knows of it
+        return plans if request.needed else [*plans, *self._end_request(request)]
 
-        It stays until the requests that continue it have ended, or until a long prompt of which
-        much has been read can be kept.
-        """
+    def release(self, request: Request) -> list[StepPlan]:
+        """Release a pinned prefix; it stays until the requests that continue it have ended."""
         request.released = True
-        if request.continued_by:
-            return []
-        if request.unforked:
-            assert request.prefix is not None
-            request.prefix.siblings.remove(request)
-            if self.running.pop(request.key, None) is not None:
-                self.admission.forgo(request)
-            return self._release_prefix(request)
-        if request in self.waiting:
-            self.waiting.remove(request)
-            return self._release_prefix(request)
-        if self.admission.is_worth_keeping(request):
-            # While a prompt is read in chunks, no rank has the whole window: a last one sees to it.
-            request.cut(min(request.end, request.prefilled_to + 2 * self.world_size))
-            return []
-        del self.running[request.key]
-        plans = self.admission.end(request, keep=request.prefilled and request.sound)
-        return [*plans, *self._release_prefix(request)]
+        return [] if request.needed else self._end_request(request)
 
-    def _release_prefix(self, request: Request) -> list[StepPlan]:
+    def _end_request(self, request: Request) -> list[StepPlan]:
+        """Forget a request that nobody needs, unless its long prefill can soon be cached."""
+        plans: list[StepPlan] = []
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        elif request.phase is Phase.PREFILL:
+            prefill = self.prefills[request.key]
+            if self.admission.is_worth_keeping(prefill):
+                # While a prompt is prefilled in chunks, no rank has the whole window: a last one
+                # sees to it.
+                prefill.cut(min(prefill.end, prefill.position + 2 * self.world_size))
+                return []
+            del self.prefills[request.key]
+            plans += self.admission.end(request, request.key, prefill.tokens, keep=False)
+        elif self.pinned.pop(request.key, None) is not None:
+            plans += self.admission.end(request, request.key, request.tokens, keep=True)
+        request.enter(Phase.ENDED)
         prefix = request.prefix
         if prefix is None:
-            return []
+            return plans
         prefix.continued_by -= 1
-        return self.remove(prefix) if prefix.released else []
+        return plans if prefix.needed else [*plans, *self._end_request(prefix)]

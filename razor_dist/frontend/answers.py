@@ -12,10 +12,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.frontend.assembler import Assembler, TextPiece
-from razor_dist.frontend.client import EngineClient, RequestStream
+from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import Trace
 from razor_dist.frontend.prompts import Checked
+from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, Tokens
 
 

@@ -1,10 +1,15 @@
-"""A child process that answers one question after the other, and may die of any of them."""
+"""A child process that answers one question after the other, and may die of any of them.
+
+`ChildProcess` is the frontend's handle of it, `Pipes` the process's own end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
@@ -211,3 +216,27 @@ async def _exit_code(process: Process) -> int:
     send_signal(process, signal.SIGKILL)
     await process.wait()
     return 1  # not by a signal from outside
+
+
+class Pipes:
+    """Questions on standard input and answers on standard output, as frames.
+
+    What libraries print goes to standard error from now on: it must not get between the frames.
+    """
+
+    def __init__(self) -> None:
+        self._source, self._sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+
+    def read(self) -> Fields | None:
+        """Return the next question; None when there will be none."""
+        header = self._source.read(HEADER_SIZE)
+        return decode_fields(self._source.read(body_length(header))) if header else None
+
+    def read_bytes(self, size: int) -> bytes:
+        """Return what follows a question."""
+        return self._source.read(size)
+
+    def write(self, frame: bytes) -> None:
+        self._sink.write(frame)
+        self._sink.flush()

@@ -1,7 +1,6 @@
-"""The frontend's end of the socket to rank 0: submits requests, hands out their messages.
+"""The frontend's requests to rank 0, and the state of the engine.
 
-The client listens and rank 0 connects, again after each restart of the ranks. Everything here
-runs in one event loop and nothing blocks it.
+Everything here runs in one event loop and nothing blocks it.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import contextlib
 import itertools
 import logging
 import math
-import os
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.frontend.connection import RankConnection
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
+from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.messages import (
-    HEADER_SIZE,
     Abort,
     AboutRequest,
     Add,
@@ -30,17 +29,12 @@ from razor_dist.protocol.messages import (
     Failed,
     Fields,
     Ready,
-    Shutdown,
     Stats,
     StatsQuery,
-    ToEngine,
     ToFrontend,
     Token,
     Tokens,
     answer_ids,
-    body_length,
-    decode_to_frontend,
-    encode,
     pack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -52,8 +46,6 @@ if TYPE_CHECKING:  # `razor-dist serve --help` does not wait for transformers
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "restarting", "draining", "failed", "closed"]
-# sockaddr_un holds 108 bytes, the closing zero included.
-_MAX_SOCKET_PATH = 107
 
 
 @dataclass(frozen=True)
@@ -68,58 +60,6 @@ class EngineBusyError(EngineError):
     """The engine lives and is too busy to answer now: rank 0 hears nothing during a chunk."""
 
 
-class RequestStream(AsyncIterator[AboutRequest]):
-    """The messages of one request, up to the token that finishes it.
-
-    Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
-    pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
-
-    Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
-    """
-
-    def __init__(self, request_id: str, abort: Callable[[str, str], None]) -> None:
-        self.request_id = request_id
-        self._abort = abort
-        self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
-        self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
-        self.closed = False  # it was `close` that ended it, not its last token or a failure
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> AboutRequest:
-        if self.ended and self._queue.empty():
-            raise StopAsyncIteration
-        try:
-            item = await self._queue.get()
-        except asyncio.CancelledError:
-            self.close()
-            raise
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def close(self, reason: str = "abort") -> None:
-        """Abort the request, unless it has ended. Never waits.
-
-        ``reason`` is for the metrics: "stop" if all that was wanted of the answer is there.
-        """
-        if not self.ended:
-            self.ended = self.closed = True
-            self._abort(self.request_id, reason)
-
-    def __enter__(self) -> RequestStream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def put(self, item: AboutRequest | Exception, *, last: bool) -> None:
-        """Hand on a message or an error (the client does); ``last`` if it ends the request."""
-        self._queue.put_nowait(item)
-        self.ended = self.ended or last
-
-
 class EngineClient:
     """Requests in, messages out, and the engine's state in between.
 
@@ -128,12 +68,7 @@ class EngineClient:
     """
 
     def __init__(self, socket_path: Path, *, max_queue: int | None = None) -> None:
-        if len(os.fsencode(socket_path)) > _MAX_SOCKET_PATH:
-            raise EngineError(
-                f"the socket path {socket_path} is longer than {_MAX_SOCKET_PATH} bytes; "
-                "set TMPDIR to a shorter folder"
-            )
-        self.socket_path = socket_path
+        self.rank0 = RankConnection(socket_path, self.loading, self._handle, self.lost)
         self.max_queue = max_queue
         self.observer = Observer()
         # Compiles structured outputs; None until the tokenizer is loaded.
@@ -141,23 +76,16 @@ class EngineClient:
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
         self.served = False  # it was ready before, so what keeps it from starting may pass
-        self.received = 0  # messages of all rank 0s so far
         # The connected one's, and its estimate of the seconds until each request ends; its
         # heartbeat brings them.
         self.rank0_pid: int | None = None
         self._seconds_left: dict[str, float] = {}
         self.status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
-        self._server: asyncio.Server | None = None
-        self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[str, RequestStream] = {}
         self._being_read = 0
         self._stats: dict[int, asyncio.Future[Fields]] = {}
         self._tags = itertools.count(1)
-
-    @property
-    def connected(self) -> bool:
-        return self._writer is not None
 
     @property
     def unfinished(self) -> int:
@@ -222,19 +150,6 @@ class EngineClient:
         if self.status.state != "closed":
             self._set(Status("failed", reason))
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int] | Tokens,
-        params: SamplingParams,
-        *,
-        pin: bool = False,
-        prefix: RequestStream | None = None,
-    ) -> RequestStream:
-        """Submit a request with one answer: as `submit`, of whose streams there is one."""
-        [stream] = self.submit(request_id, prompt_ids, params, pin=pin, prefix=prefix)
-        return stream
-
     def submit(
         self,
         request_id: str,
@@ -247,7 +162,7 @@ class EngineClient:
     ) -> list[RequestStream]:
         """Submit a request; it is on its way when this returns.
 
-        Its id is unique among unfinished requests, `check_prompt` has seen its prompt, and
+        Its id is unique among unfinished requests, `PromptLimits.checked` has seen its prompt, and
         `GrammarProcess.compiled` what it must match. With
         ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
         ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
@@ -269,7 +184,7 @@ class EngineClient:
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
         prompt = pack(prompt_ids)
-        self._send(Add(request_id, prompt, params.to_wire(), pin, continued, cache_salt))
+        self.rank0.send(Add(request_id, prompt, params.to_wire(), pin, continued, cache_salt))
         self._streams |= streams
         self.observer.submitted(list(streams), len(prompt_ids), params)
         return list(streams.values())
@@ -296,7 +211,7 @@ class EngineClient:
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Abandon a request and free its cache; nothing happens if it has ended."""
         if self._streams.pop(request_id, None) is not None:
-            self._send(Abort(request_id))
+            self.rank0.send(Abort(request_id))
             self.observer.ended(request_id, reason)
 
     async def stats(self, timeout: float = 30.0) -> Fields:
@@ -305,7 +220,7 @@ class EngineClient:
         tag = next(self._tags)
         future = self._stats[tag] = asyncio.get_running_loop().create_future()
         try:
-            self._send(StatsQuery(tag))
+            self.rank0.send(StatsQuery(tag))
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise EngineBusyError(
@@ -314,17 +229,11 @@ class EngineClient:
         finally:
             self._stats.pop(tag, None)
 
-    async def start(self) -> None:
-        # A socket that a killed predecessor left behind would make the bind fail.
-        self.socket_path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, path=self.socket_path)
-        self.socket_path.chmod(0o600)
-
     def shutdown(self, reason: str = "the engine was closed") -> None:
         """Tell the ranks to end; every unfinished request fails at once."""
         if self.status.state == "closed":
             return
-        self._send(Shutdown())
+        self.rank0.shutdown()
         self._set(Status("closed", reason))
         self._fail_requests(reason)
         if self.grammars is not None:
@@ -335,41 +244,9 @@ class EngineClient:
         if self.grammars is not None:
             await self.grammars.aclose()
         self._disconnect(self.status.reason)
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-            self.socket_path.unlink(missing_ok=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.status.state == "closed":
-            writer.write(encode(Shutdown()))
-            writer.close()
-            return
-        if self._writer is not None:
-            self.lost("rank 0 connected anew")
-        self._writer = writer
-        self.loading()
-        try:
-            while True:
-                header = await reader.readexactly(HEADER_SIZE)
-                message = decode_to_frontend(await reader.readexactly(body_length(header)))
-                if self._writer is not writer:
-                    return  # a rank that was given up already
-                self._handle(message)
-        except asyncio.CancelledError:
-            pass  # the loop is ending
-        except Exception as error:
-            reason = "rank 0 closed its connection"
-            if not isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-                reason = "rank 0 sent a message that cannot be handled"
-                log.exception(reason)
-            if self._writer is writer:
-                self.lost(reason)
-        finally:
-            writer.close()
+        self.rank0.close()
 
     def _handle(self, message: ToFrontend) -> None:
-        self.received += 1
         match message:
             case Alive():
                 self.rank0_pid, self._seconds_left = message.pid, message.seconds_left
@@ -398,17 +275,9 @@ class EngineClient:
             del self._streams[message.id]
         stream.put(message.exception if isinstance(message, Failed) else message, last=last)
 
-    def _send(self, message: ToEngine) -> None:
-        # A connection that is gone loses nothing here: its requests fail when that is noticed.
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(encode(message))
-
     def _disconnect(self, error: str) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(Exception):
-                self._writer.close()
-            self._writer = None
-            self.rank0_pid = None  # another process may get it
+        self.rank0.drop()
+        self.rank0_pid = None  # another process may get it
         self._fail_requests(error)
 
     def _fail_requests(self, error: str) -> None:

@@ -23,20 +23,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.documents.read import KILLED
-from razor_dist.frontend.child_process import CLOSED, ChildProcess, ProcessDiedError, exchange
-from razor_dist.protocol.messages import (
-    HEADER_SIZE,
-    Fields,
-    body_length,
-    decode_fields,
-    encode,
-    failure,
-    raise_failure,
+from razor_dist.frontend.child_process import (
+    CLOSED,
+    ChildProcess,
+    Pipes,
+    ProcessDiedError,
+    exchange,
 )
+from razor_dist.protocol.messages import Fields, encode, failure, raise_failure
 from razor_dist.protocol.structured_outputs import (
     FIELD,
     GrammarText,
@@ -49,6 +47,7 @@ from razor_dist.protocol.structured_outputs import (
 )
 
 if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
+    from llguidance import LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
     from razor_dist.frontend.prompts import Checked
@@ -212,44 +211,33 @@ def _failure(problem: str) -> Fields:
     return failure(RequestError(f"{FIELD}: {problem}", param=FIELD))
 
 
-class _Worker:
-    def __init__(self, source: BinaryIO, sink: BinaryIO, memory: int) -> None:
-        self._source, self._sink, self._memory = source, sink, memory
+def _serve(pipes: Pipes, memory: int) -> None:
+    vocabulary = pipes.read()
+    if vocabulary is None:
+        return
+    try:
+        tokenizer = load_vocabulary(vocabulary)
+    except RequestError as error:
+        pipes.write(encode(failure(error)))
+        return
+    del vocabulary
+    _limit_memory(memory)
+    # From now on native code may print what a client wrote.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    pipes.write(encode({}))
+    while (fields := pipes.read()) is not None:
+        pipes.write(encode(_compiled(fields, tokenizer, memory)))
 
-    def serve(self) -> None:
-        vocabulary = self._read()
-        if vocabulary is None:
-            return
-        try:
-            self._tokenizer = load_vocabulary(vocabulary)
-        except RequestError as error:
-            self._write(failure(error))
-            return
-        del vocabulary
-        _limit_memory(self._memory)
-        # From now on native code may print what a client wrote.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        self._write({})
-        while (fields := self._read()) is not None:
-            self._write(self._answer(fields))
 
-    def _answer(self, fields: Fields) -> Fields:
-        try:
-            return StructuredOutputsParams.of(fields).compiled(self._tokenizer).to_wire()
-        except RequestError as error:
-            return failure(error)
-        except MemoryError:
-            return _failure(f"compiling it took more than {self._memory >> 20} MiB; {_SIMPLER}")
-        except Exception as error:  # of native code, or of llguidance's converter
-            return _failure(f"it cannot be compiled ({type(error).__name__}); {_SIMPLER}")
-
-    def _read(self) -> Fields | None:
-        header = self._source.read(HEADER_SIZE)
-        return decode_fields(self._source.read(body_length(header))) if header else None
-
-    def _write(self, message: Fields) -> None:
-        self._sink.write(encode(message))
-        self._sink.flush()
+def _compiled(fields: Fields, tokenizer: LLTokenizer, memory: int) -> Fields:
+    try:
+        return StructuredOutputsParams.of(fields).compiled(tokenizer).to_wire()
+    except RequestError as error:
+        return failure(error)
+    except MemoryError:
+        return _failure(f"compiling it took more than {memory >> 20} MiB; {_SIMPLER}")
+    except Exception as error:  # of native code, or of llguidance's converter
+        return _failure(f"it cannot be compiled ({type(error).__name__}); {_SIMPLER}")
 
 
 def _limit_memory(memory: int) -> None:
@@ -262,12 +250,9 @@ def _limit_memory(memory: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the other signals that end a process
-    # What native code may print must not get between the frames.
-    sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    worker = _Worker(sys.stdin.buffer, sink, int(sys.argv[1]))
+    pipes, memory = Pipes(), int(sys.argv[1])
     with stack_size(_STACK):
-        thread = threading.Thread(target=worker.serve)
+        thread = threading.Thread(target=_serve, args=(pipes, memory))
         thread.start()
     thread.join()
 

@@ -62,7 +62,7 @@ class ManagedEngine:
 
     async def start(self) -> None:
         """Listen, start the ranks and watch over them in the background; returns at once."""
-        await self.client.start()
+        await self.client.rank0.listen()
         self._task = asyncio.create_task(self._supervise(), name="razor-engine")
 
     async def close(self, patience: float = 2.0, reason: str = "the engine was closed") -> None:
@@ -110,7 +110,7 @@ class ManagedEngine:
         try:
             # A rendezvous file is good for one start only.
             folder = Path(tempfile.mkdtemp(prefix="start-", dir=self._folder))
-            ranks = await self._start_ranks(self._config, folder, self.client.socket_path)
+            ranks = await self._start_ranks(self._config, folder, self.client.rank0.path)
         except (OSError, RazorError) as error:
             if not self.client.served:
                 raise
@@ -173,12 +173,12 @@ async def silence(client: EngineClient, timeout: float) -> str:
     Only time in which this process runs is counted: a frontend that was stopped itself finds, when
     it goes on, old signs of life that it has not read yet. ``timeout`` is ``heartbeat_timeout``.
     """
-    step, silent, before = interval(timeout), 0.0, (client.connected, client.received)
-    while silent < (timeout if client.connected else patience(timeout)):
+    step, silent, before = interval(timeout), 0.0, (client.rank0.is_open, client.rank0.received)
+    while silent < (timeout if client.rank0.is_open else patience(timeout)):
         await asyncio.sleep(step)
-        now = client.connected, client.received
+        now = client.rank0.is_open, client.rank0.received
         silent, before = (silent + step if now == before else 0.0), now
-    if client.connected:
+    if client.rank0.is_open:
         return f"rank 0 gave no sign of life for {timeout:g} s"
     return f"rank 0 did not connect within {patience(timeout):g} s"
 

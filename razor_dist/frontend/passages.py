@@ -37,6 +37,8 @@ _QUESTION = 500  # characters of a paragraph that is taken for a question as a w
 _CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # begins the answer
 # An answer that is less grounded has no sources: measured, docs/sources.md.
 FOUND = 0.3
+# A passage that weighs less in its sentence is not cited; so at most as many are.
+CITED, MOST_CITED = 0.1, 10
 # Tokens of a prompt without a text that are one passage: no further apart than this.
 _NEAR = 16
 
@@ -175,6 +177,11 @@ class Trace:
         own = self.prompt[begin:end].tolist()
         text = None if self.tokenizer is None else str(self.tokenizer.decode(own))
         return Source(begin, end, weight, text)
+
+
+def cited(sentence: AnswerSentence) -> list[Source]:
+    """Return the sources of an answer's sentence that are worth a citation, heaviest first."""
+    return [source for source in sentence.sources if source.weight >= CITED]
 
 
 def conversation_parts(

@@ -145,50 +145,52 @@ class Checked(NamedTuple):
     text: PromptText | None = None  # for ``return_sources``, unless the prompt was token ids
 
 
-def check_prompt(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    *,
-    max_model_len: int,
-    vocab_size: int,
-    has_tokenizer: bool,
-    param: str = "prompt",
-    before: int = 0,
-    text: PromptText | None = None,
-    default_max_tokens: int | None = None,
-) -> Checked:
-    """Check that a request can be served, and settle ``max_tokens``.
+class PromptLimits(NamedTuple):
+    """What bounds a prompt and its answer: the engine's sizes, and the settings' default."""
 
-    None is all that still fits, or ``default_max_tokens`` of it; ``min_tokens`` is kept.
+    max_model_len: int
+    vocab_size: int
+    has_tokenizer: bool = True
+    default_max_tokens: int | None = None  # of requests that name none
 
-    The prompt came from the request's field ``param``, and continues a pinned prefix of ``before``
-    tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too long.
-    """
-    if not prompt:
-        raise RequestError("the prompt is empty; it must hold at least one token", param=param)
-    tokens = as_tokens(prompt, vocab_size, param)
-    as_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
-    as_tokens(list(params.logit_bias or ()), vocab_size, "logit_bias")
-    if params.structured_outputs is not None and not has_tokenizer:
-        raise RequestError(
-            "structured_outputs needs a tokenizer, which the model lacks",
-            param="structured_outputs",
-        )
-    if params.stop and not has_tokenizer:
-        raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
-    answer = 1 if params.max_tokens is None else params.max_tokens
-    length = before + len(prompt)
-    if length + answer > max_model_len:
-        where = f"{before} in the prefix, {len(prompt)}" if before else f"{length}"
-        raise RequestError(
-            f"this model's maximum context length is {max_model_len} tokens, but "
-            f"{length + answer} were asked for: {where} in the prompt and "
-            f"{answer} for the answer",
-            param=param,
-            code=CONTEXT_EXCEEDED,
-        )
-    if params.max_tokens is None:
-        room = max_model_len - length
-        least = max(default_max_tokens or room, params.min_tokens)
-        params = replace(params, max_tokens=min(room, least))
-    return Checked(tokens, params, text)
+    def checked(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        param: str = "prompt",
+        before: int = 0,
+        text: PromptText | None = None,
+    ) -> Checked:
+        """Check that a request can be served, and settle ``max_tokens``.
+
+        None is all that still fits, or ``default_max_tokens`` of it; ``min_tokens`` is kept.
+
+        The prompt came from the request's field ``param``, and continues a pinned prefix of
+        ``before`` tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too
+        long.
+        """
+        if not prompt:
+            raise RequestError("the prompt is empty; it must hold at least one token", param=param)
+        tokens = as_tokens(prompt, self.vocab_size, param)
+        as_tokens(params.stop_token_ids, self.vocab_size, "stop_token_ids")
+        as_tokens(list(params.logit_bias or ()), self.vocab_size, "logit_bias")
+        for name in ("structured_outputs", "stop"):
+            if getattr(params, name) and not self.has_tokenizer:
+                raise RequestError(f"{name} needs a tokenizer, which the model lacks", param=name)
+        answer = 1 if params.max_tokens is None else params.max_tokens
+        length = before + len(prompt)
+        if length + answer > self.max_model_len:
+            where = f"{before} in the prefix, {len(prompt)}" if before else f"{length}"
+            raise RequestError(
+                f"this model's maximum context length is {self.max_model_len} tokens, but "
+                f"{length + answer} were asked for: {where} in the prompt and "
+                f"{answer} for the answer",
+                param=param,
+                code=CONTEXT_EXCEEDED,
+            )
+        if params.max_tokens is None:
+            room = self.max_model_len - length
+            least = max(self.default_max_tokens or room, params.min_tokens)
+            params = replace(params, max_tokens=min(room, least))
+        return Checked(tokens, params, text)

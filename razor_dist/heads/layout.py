@@ -7,6 +7,7 @@ shard; once their partial results are merged, every rank projects the outputs of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,22 +163,8 @@ class HeadLayout:
             for index, found in enumerate(by_window):
                 if found:
                     heads = sorted(found, key=lambda h: (owners[h], h))
-                    part = slice(len(rest), len(rest) + len(heads))
-                    first = sum(map(len, kept[index]))
-                    shares, at = [], 0
-                    for rank, rows in enumerate(kept[index]):
-                        count = sum(owners[h] == rank for h in heads)
-                        rows += range(first + at, first + at + count)
-                        shares.append(slice(at, at + count))
-                        at += count
-                    rows_of_all = slice(first, first + len(heads))
-                    if share is None:
-                        groups.append(StreamingGroup(index, part, rows_of_all))
-                    else:
-                        mine = shares[share.rank]
-                        end = len(kept[index][share.rank])
-                        own = slice(end - (mine.stop - mine.start), end)
-                        groups.append(StreamingGroup(index, part, rows_of_all, tuple(shares), own))
+                    counts = [sum(owners[h] == rank for h in heads) for rank in range(size)]
+                    groups.append(_group(index, len(rest), counts, kept[index], share))
                     rest += heads
             layer = LayerHeads(
                 indices(chosen),
@@ -220,6 +207,30 @@ def _deal(
             in_layer[rank] += 1
             of_window[rank] += 1
     return owners
+
+
+def _group(
+    index: int,
+    begin: int,
+    counts: Sequence[int],
+    kept: Sequence[list[int]],
+    share: HeadShare | None,
+) -> StreamingGroup:
+    """Make a layer's group of one window, and note the rows that each rank keeps of it.
+
+    ``begin`` is its place among the layer's streaming heads, ``counts`` are its heads by rank.
+    """
+    first, total = sum(map(len, kept)), sum(counts)
+    ends = list(itertools.accumulate(counts))
+    shares = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    for rows, mine in zip(kept, shares, strict=True):
+        rows += range(first + mine.start, first + mine.stop)
+    part, rows_of_all = slice(begin, begin + total), slice(first, first + total)
+    if share is None:
+        return StreamingGroup(index, part, rows_of_all)
+    end = len(kept[share.rank])
+    own = slice(end - counts[share.rank], end)
+    return StreamingGroup(index, part, rows_of_all, tuple(shares), own)
 
 
 def _whole(layer: LayerHeads, retrieval: list[int], streaming: list[int]) -> ShortHeads:

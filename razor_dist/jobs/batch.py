@@ -10,19 +10,21 @@ of ``code`` and ``message``.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.fields import naming
-from razor_dist.api.parsing import Endpoint, Limits, parse_json, parse_value
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.parsing import parse_json, parse_value
+from razor_dist.api.request import Endpoint, Limits
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
@@ -37,6 +39,8 @@ from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 
+log = logging.getLogger(__name__)
+
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -45,6 +49,9 @@ ENDPOINTS: dict[str, Endpoint] = {
 _FIELDS = ("custom_id", "method", "url", "body")
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024
+# Names of ignored fields that are logged.
+_MOST_IGNORED = 256
+_TOLD_OF: dict[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -118,10 +125,15 @@ class BatchTask:
     engines: Mapping[str, EngineConfig]
     model: str
     entries: list[Entry]
+    unknown_fields: Literal["refuse", "warn"] = "refuse"  # `ServerConfig.unknown_fields`
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        return {"task": "batch", "model": self.model}
+        settings = {"task": "batch", "model": self.model}
+        # Left out by default: folders of jobs that were begun before it was a setting can go on.
+        if self.unknown_fields != "refuse":
+            settings["unknown_fields"] = self.unknown_fields
+        return settings
 
     @property
     def at_once(self) -> int:
@@ -138,28 +150,40 @@ class BatchTask:
     def run(self, llm: LLM, item: Item) -> Work:
         request = _parse(item.data["line"].read())
         try:
-            body = yield from _answer(llm, request, self.model, item.id)
+            limits = self._limits(llm)
+            body = yield from _answer(llm, request, limits, item.id)
         except RequestError as error:
             yield ItemSize(0)  # it has read nothing
             failure = Failure.of(error)
             return {"status_code": failure.status, "body": failure.body()}
         return {"status_code": 200, "body": body}
 
+    def _limits(self, llm: LLM) -> Limits:
+        return Limits(
+            self.model,
+            _MAX_PROMPTS,
+            llm.info.max_model_len,
+            llm.info.vocab_size,
+            llm.sampling_defaults,
+            default_max_tokens=llm.config.default_max_tokens,
+            unknown_fields=self.unknown_fields,
+        )
+
+
+def _warn_of(field: str) -> None:
+    """Log, once for each name, that a field has no effect; requests run in several threads."""
+    mine = object()
+    if len(_TOLD_OF) < _MOST_IGNORED and _TOLD_OF.setdefault(field, mine) is mine:
+        log.warning("requests have the unsupported field %.80r, which is ignored", field)
+
 
 def _answer(
-    llm: LLM, request: Mapping[str, Any], model: str, item_id: str
+    llm: LLM, request: Mapping[str, Any], limits: Limits, item_id: str
 ) -> Generator[Update, None, dict[str, Any]]:
-    endpoint, body = ENDPOINTS[request["url"]], request["body"]
-    tokenizer, info, defaults = llm.get_tokenizer(), llm.info, llm.sampling_defaults
-    limits = Limits(
-        model,
-        _MAX_PROMPTS,
-        info.max_model_len,
-        info.vocab_size,
-        defaults,
-        default_max_tokens=llm.config.default_max_tokens,
-    )
+    endpoint, body, tokenizer = ENDPOINTS[request["url"]], request["body"], llm.get_tokenizer()
     parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
+    for field in parsed.ignored:
+        _warn_of(field)
     if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
     if parsed.timeout is not None:
@@ -183,7 +207,7 @@ def _answer(
         for output, own in zip(outputs, params, strict=True)
         for answer in output.outputs
     ]
-    form = make_format(endpoint, parsed, model, choices, tokenizer)
+    form = FORMATS[endpoint](parsed, limits.model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 

@@ -66,7 +66,7 @@ class EngineActor:
             return list(external.pids)
         llm = RayLLM(config, group, bundle)
         self._engine = HostEngine(task, llm)
-        return llm._engine.pids
+        return llm.pids
 
     def run(self, item: Item) -> Iterator[Update | Mapping[str, Any]]:
         """Yield the updates and, at last, the result: Ray's streams return nothing."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
 from razor_dist.config.errors import EngineError
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.llm.generation import Conversation, Prompt
+from razor_dist.llm.generation import Conversation, Prompt, encode, encode_chat
 from razor_dist.llm.llm import LLM, closed
 from razor_dist.llm.loop_thread import CLOSED
 from razor_dist.llm.prefix import Prefix
@@ -46,7 +46,7 @@ class AsyncLLM:
         Requests of many tasks are answered together. One whose iteration is cancelled or closed is
         aborted.
         """
-        return self._each(self.llm.outputs_of, prompt, sampling_params, prefix)
+        return self._each(encode, prompt, sampling_params, prefix)
 
     def chat(
         self,
@@ -61,14 +61,11 @@ class AsyncLLM:
         Arguments are those of `LLM.chat`.
         """
         template = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
-        outputs_of = partial(self.llm.chat_outputs_of, **template)
-        return self._each(outputs_of, messages, sampling_params, prefix)
+        return self._each(partial(encode_chat, **template), messages, sampling_params, prefix)
 
-    async def _each(
-        self, outputs_of: Callable[..., AsyncGenerator[RequestOutput]], *arguments: Any
-    ) -> AsyncGenerator[RequestOutput]:
+    async def _each(self, *arguments: Any) -> AsyncGenerator[RequestOutput]:
         # In a thread: texts are tokenised, and `LLM` may wait for its ranks to be restarted.
-        outputs = await asyncio.to_thread(outputs_of, *arguments)
+        outputs = await asyncio.to_thread(self.llm.outputs, *arguments)
         try:
             while (output := await self._run(anext(outputs, None))) is not None:
                 yield output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -102,9 +102,12 @@ def params_for(
     return list(params)
 
 
-def encode(
-    encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None, *, ends: bool = False
-) -> Encoded:
+# From an encoder, a prompt or conversation, the prefix that it continues, and whether to tell where
+# the tokens are in its text.
+Encode = Callable[[PromptEncoder, Any, Prefix | None, bool], Encoded]
+
+
+def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: bool) -> Encoded:
     """Return a prompt as token ids; what continues a prefix gets no special tokens.
 
     With ``ends``, which no prefix goes with, tell where the tokens are in a text.

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from razor_dist.config.errors import EngineError, RequestError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.config.sources import build_config
-from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.grammar_process import GrammarProcess
-from razor_dist.frontend.managed_engine import ManagedEngine
+from razor_dist.config.errors import RequestError
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
-from razor_dist.frontend.ranks import RankGroup, StartRanks
+from razor_dist.frontend.prompts import PromptLimits
+from razor_dist.llm.engine import EngineHandle
 from razor_dist.llm.generation import (
+    CheckedPrompt,
     Conversation,
+    Encode,
     Encoded,
     GenerationCall,
     Prompt,
@@ -30,16 +25,12 @@ from razor_dist.llm.generation import (
     params_for,
     prompts_of,
 )
-from razor_dist.llm.loop_thread import CLOSED, LoopThread
 from razor_dist.llm.prefix import Prefix, read_prefix
 from razor_dist.llm.progress import OnProgress, UseTqdm
-from razor_dist.models.registry import resolve_model
-from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.protocol.messages import EngineInfo, Fields
-from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
+from razor_dist.protocol.sampling_params import SamplingParams
 
 
-class LLM:
+class LLM(EngineHandle):
     """A model on ``world_size`` ranks of this host, ready when the constructor returns.
 
     ``model`` is "smollm2" (embedded), a local folder or a hub id, ``config`` any other field of
@@ -55,8 +46,6 @@ class LLM:
     ...     print(output.outputs[0].text)
     """
 
-    _start_ranks: StartRanks = RankGroup.start
-
     def __init__(
         self,
         model: str = "smollm2",
@@ -65,33 +54,11 @@ class LLM:
         attention: str = "razor",
         **config: Any,
     ) -> None:
-        self.config = build_config(
-            EngineConfig, model=model, world_size=world_size, attention=attention, **config
-        )
-        trust = self.config.trust_remote_code
-        folder = resolve_model(model, trust_remote_code=trust)
-        # By name, where the model recommends others than `SamplingParams` has.
-        self.sampling_defaults = request_defaults(folder, self.config)
         self.use_tqdm: UseTqdm = False
         self._ids = itertools.count()
-        self.loop = LoopThread()
-        self._engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
-        self._close = weakref.finalize(self, _close, self.loop, self._engine)
-        try:
-            self.loop.run(self._engine.start())
-            # The ranks load the model meanwhile.
-            tokenizer = load_tokenizer(folder, trust_remote_code=trust)
-            self._encoder = PromptEncoder(tokenizer)
-            client = self._engine.client
-            client.grammars = GrammarProcess(tokenizer, client.require_ready)
-            self.loop.run(client.ready())
-        except BaseException:
-            self.close()
-            raise
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that brings none: those that the model recommends."""
-        return SamplingParams(**self.sampling_defaults)
+        super().__init__(
+            {"model": model, "world_size": world_size, "attention": attention, **config}
+        )
 
     def generate(
         self,
@@ -128,15 +95,7 @@ class LLM:
             If the engine dies meanwhile or died with the prefix (it is restarted for the next
             call), or the `LLM` was closed.
         """
-        if prefix is not None:
-            prefix.stream_for(self._client)  # refused before anything is tokenised
-        asked = prompts_of(prompts)
-        params = self._params(sampling_params, len(asked), prefix)
-        encoded = [
-            encode(self._encoder, prompt, prefix, ends=own.return_sources > 0)
-            for prompt, own in zip(asked, params, strict=True)
-        ]
-        return self._answer(encoded, params, use_tqdm, prefix)
+        return self._answers(encode, prompts_of(prompts), sampling_params, use_tqdm, prefix)
 
     def stream(
         self,
@@ -158,52 +117,27 @@ class LLM:
         >>> for output in llm.stream("Once upon a time"):
         ...     print(len(output.outputs[0].token_ids), output.outputs[0].text)
         """
-        outputs = self.outputs_of(prompt, sampling_params, prefix, on_progress)
+        outputs = self.outputs(encode, prompt, sampling_params, prefix, on_progress)
         try:
             while (output := self.loop.run(_next(outputs))) is not None:
                 yield output
         finally:
             self.loop.tidy(closed(outputs))
 
-    def outputs_of(
+    def outputs(
         self,
-        prompt: Prompt,
+        encode: Encode,
+        prompt: Any,
         sampling_params: SamplingParams | None,
         prefix: Prefix | None = None,
         on_progress: OnProgress | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`."""
-        if prefix is not None:
-            prefix.stream_for(self._client)
-        [params] = self._params(sampling_params, 1, prefix)
-        encoded = encode(self._encoder, prompt, prefix, ends=params.return_sources > 0)
-        return self._outputs(encoded, params, prefix, on_progress)
+        """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`.
 
-    def chat_outputs_of(
-        self,
-        messages: Conversation,
-        sampling_params: SamplingParams | None,
-        prefix: Prefix | None = None,
-        **template: Any,
-    ) -> AsyncGenerator[RequestOutput]:
-        """Return what `outputs_of` returns, of one conversation; ``template`` as for `chat`."""
-        if prefix is not None:
-            prefix.stream_for(self._client)
-        [params] = self._params(sampling_params, 1, prefix)
-        ends = params.return_sources > 0
-        encoded = encode_chat(self._encoder, messages, prefix, ends, **template)
-        return self._outputs(encoded, params, prefix)
-
-    def _outputs(
-        self,
-        encoded: Encoded,
-        params: SamplingParams,
-        prefix: Prefix | None,
-        on_progress: OnProgress | None = None,
-    ) -> AsyncGenerator[RequestOutput]:
-        before = 0 if prefix is None else prefix.num_tokens
-        [checked] = self._check([encoded], [params], before)
-        return self._call(prefix).stream((encoded, checked), on_progress)
+        ``encode`` makes token ids of the prompt: `encode`, or `encode_chat` of a conversation.
+        """
+        [ready] = self._ready(encode, [prompt], sampling_params, prefix)
+        return self._call(prefix).stream(ready, on_progress)
 
     def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
@@ -215,7 +149,7 @@ class LLM:
         Takes one prompt, and ``use_tqdm``, as `generate` does. Raises `RequestError` if the prompt
         cannot be served, or leaves no room to continue it, and `EngineError` if the engine dies.
         """
-        return self._keep(encode(self._encoder, prompt).ids, use_tqdm)
+        return self._pinned(prompt, use_tqdm)
 
     def prefill_chat(
         self,
@@ -239,7 +173,8 @@ class LLM:
         """
         template = {**(chat_template_kwargs or {}), "continue_final_message": True}
         text = self._encoder.chat_text(messages, add_generation_prompt=False, **template)
-        return self._keep(self._encoder.text(text, special_tokens=False), use_tqdm, text)
+        ids = self._encoder.text(text, special_tokens=False)
+        return self._pinned(Encoded(None, ids), use_tqdm, text)
 
     def chat(
         self,
@@ -266,60 +201,13 @@ class LLM:
             What `prefill_chat` returned. Every conversation begins with its messages, as texts
             (`RequestError` otherwise); what is beyond them is read.
         """
-        if prefix is not None:
-            prefix.stream_for(self._client)  # refused before anything is tokenised
+        template = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        encode = partial(encode_chat, **template)
         conversations = conversations_of(messages)
-        params = self._params(sampling_params, len(conversations), prefix)
-        encoded = [
-            encode_chat(
-                *(self._encoder, conversation, prefix, own.return_sources > 0),
-                add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation, own in zip(conversations, params, strict=True)
-        ]
-        return self._answer(encoded, params, use_tqdm, prefix)
+        return self._answers(encode, conversations, sampling_params, use_tqdm, prefix)
 
-    def stats(self) -> Fields:
-        """The engine's counters: see `razor_dist.protocol.messages.Stats`."""
-        return self.loop.run(self._client.stats())
-
-    @property
-    def info(self) -> EngineInfo:
-        """The engine's ``max_model_len`` and ``vocab_size``, and all that it says of itself.
-
-        `EngineError` if it cannot be started again after a failure.
-        """
-        return self.loop.run(self._client.ready())
-
-    @property
-    def failed(self) -> bool:
-        """True if the ranks died too often to be started again: every call will fail."""
-        return self._engine.client.status.state == "failed"
-
-    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer; ``None`` if its folder has none."""
-        return self._encoder.tokenizer
-
-    def close(self) -> None:
-        """End the ranks. Another `close` does nothing; other calls raise `EngineError`."""
-        self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def _client(self) -> EngineClient:
-        """The engine's client, for calls from outside; refused once `close` was called."""
-        if not self._close.alive:
-            raise EngineError(CLOSED)
-        return self._engine.client
-
-    def _keep(
-        self, ids: list[int], use_tqdm: UseTqdm | None, chat_text: str | None = None
+    def _pinned(
+        self, prompt: Prompt, use_tqdm: UseTqdm | None, chat_text: str | None = None
     ) -> Prefix:
         if self.config.max_num_seqs < 2:
             raise RequestError(
@@ -327,31 +215,51 @@ class LLM:
                 "max_num_seqs of at least 2",
                 param="max_num_seqs",
             )
-        [checked] = self._check([Encoded(None, ids)], [SamplingParams(max_tokens=1)])
+        [(_, checked)] = self._ready(encode, [prompt], SamplingParams(max_tokens=1), None)
         request_id = str(next(self._ids))
         return self.loop.run(
-            read_prefix(self._engine.client, request_id, checked, self._bar(use_tqdm), chat_text)
+            read_prefix(self._client, request_id, checked, self._bar(use_tqdm), chat_text)
         )
 
-    def _answer(
+    def _answers(
         self,
-        prompts: Sequence[Encoded],
-        params: list[SamplingParams],
+        encode: Encode,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: UseTqdm | None,
         prefix: Prefix | None,
     ) -> list[RequestOutput]:
-        before = 0 if prefix is None else prefix.num_tokens
-        checked = self._check(prompts, params, before)
-        ready = list(zip(prompts, checked, strict=True))
+        ready = self._ready(encode, prompts, sampling_params, prefix)
         return self.loop.run(self._call(prefix).run(ready, self._bar(use_tqdm)))
 
-    def _params(
+    def _ready(
         self,
-        given: SamplingParams | Sequence[SamplingParams] | None,
-        count: int,
+        encode: Encode,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         prefix: Prefix | None,
-    ) -> list[SamplingParams]:
-        return params_for(given, count, self.get_default_sampling_params(), prefix)
+    ) -> list[CheckedPrompt]:
+        """Return prompts as the engine takes them; raises as `generate` does."""
+        if prefix is not None:
+            prefix.stream_for(self._client)  # refused before anything is tokenised
+        default = self.get_default_sampling_params()
+        params = params_for(sampling_params, len(prompts), default, prefix)
+        encoded = [
+            encode(self._encoder, prompt, prefix, own.return_sources > 0)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        info = self.info
+        limits = PromptLimits(
+            info.max_model_len,
+            info.vocab_size,
+            has_tokenizer=self._encoder.tokenizer is not None,
+            default_max_tokens=self.config.default_max_tokens,
+        )
+        before = 0 if prefix is None else prefix.num_tokens
+        return [
+            (one, limits.checked(one.ids, own, before=before, text=one.where))
+            for one, own in zip(encoded, params, strict=True)
+        ]
 
     def _call(self, prefix: Prefix | None) -> GenerationCall:
         return GenerationCall(
@@ -365,27 +273,9 @@ class LLM:
     def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:
         return self.use_tqdm if use_tqdm is None else use_tqdm
 
-    def _check(
-        self, prompts: Sequence[Encoded], params: list[SamplingParams], before: int = 0
-    ) -> list[Checked]:
-        info = self.info
-        return [
-            check_prompt(
-                prompt.ids,
-                p,
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                has_tokenizer=self._encoder.tokenizer is not None,
-                before=before,
-                default_max_tokens=self.config.default_max_tokens,
-                text=prompt.where,
-            )
-            for prompt, p in zip(prompts, params, strict=True)
-        ]
-
 
 async def closed(outputs: AsyncGenerator[RequestOutput]) -> None:
-    """Close what `LLM.outputs_of` returned, also while a cancelled step of it is still ending."""
+    """Close what `LLM.outputs` returned, also while a cancelled step of it is still ending."""
     while True:
         try:
             return await outputs.aclose()
@@ -395,7 +285,3 @@ async def closed(outputs: AsyncGenerator[RequestOutput]) -> None:
 
 async def _next(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput | None:
     return await anext(outputs, None)
-
-
-def _close(loop: LoopThread, engine: ManagedEngine) -> None:
-    loop.finish(engine.close(reason="the LLM was closed"))

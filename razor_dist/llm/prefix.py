@@ -8,8 +8,9 @@ import weakref
 from typing import Self
 
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.client import EngineClient, RequestStream
+from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import Checked
+from razor_dist.frontend.stream import RequestStream
 from razor_dist.llm.progress import PromptBar, UseTqdm
 from razor_dist.protocol.messages import Progress, Tokens
 
@@ -104,7 +105,7 @@ async def read_prefix(
 ) -> Prefix:
     """Prefill a prompt that the engine then keeps; arguments as in `PromptBar` and `Prefix`."""
     tokens = len(prompt.tokens)
-    stream = client.generate(request_id, prompt.tokens, prompt.params, pin=True)
+    [stream] = client.submit(request_id, prompt.tokens, prompt.params, pin=True)
     try:
         with PromptBar(use_tqdm, [tokens]) as bar:
             async for message in stream:

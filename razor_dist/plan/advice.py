@@ -108,12 +108,12 @@ def _levers(d: Deployment, context: int) -> Iterator[tuple[str, Any]]:
 
 
 def fewest_ranks(
-    d: Deployment, budget: Callable[[int], float], needs: Bytes, found: Remedies | None = None
+    d: Deployment, fits: Callable[[dict[str, Any]], bool], found: Remedies | None = None
 ) -> str:
     """Say on how many ranks it fits, a power of two up to 16; also with the settings ``found``."""
 
     def fewest(changes: dict[str, Any]) -> str:
-        fit = (n for n in _RANKS if needs({"world_size": n, **changes}) <= budget(n))
+        fit = (n for n in _RANKS if fits({"world_size": n, **changes}))
         return str(next(fit, f"more than {_RANKS[-1]}"))
 
     said = f"fewest ranks that fit: {fewest({})}"

@@ -6,14 +6,13 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
@@ -28,6 +27,18 @@ _POINTWISE = _COMPARISONS | {
     _aten.where.ScalarOther,
 }
 _IN_PLACE = _aten.addcmul_.default
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, and in their lists.
+
+    torch's pytrees do so for any nesting, and took half of a plan's time.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
 
 
 def _like_pointwise(func: Any, inputs: Sequence[Tensor]) -> Tensor:
@@ -63,7 +74,7 @@ class Allocations(TorchDispatchMode):
         # the positions are of several packed sequences, to make a mask, and ours needs none.
         if func in _READS and args[0].is_meta:
             return 0
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(_tensors_in((*args, *(kwargs or {}).values())))
         for tensor in inputs:
             self._known.setdefault(tensor.untyped_storage(), -1)
         if func is _IN_PLACE and args[0].is_meta:
@@ -72,9 +83,8 @@ class Allocations(TorchDispatchMode):
             result = _like_pointwise(func, inputs)
         else:
             result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
+        for tensor in _tensors_in([result]):
+            self._count(tensor)
         return result
 
     def _count(self, tensor: Tensor) -> None:

@@ -257,11 +257,21 @@ class MemoryPlanner:
         self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
 
     def at(self, max_model_len: int, context: int) -> Memory:
+        held = self._held(max_model_len, context)
+        return replace(held, activations=dict(self._activations(context)))
+
+    def fits(self, max_model_len: int, context: int) -> bool:
+        """Return whether everything fits; faster than `at` where weights and caches do not."""
+        held = self._held(max_model_len, context)
+        return held.total <= self.budget and self.at(max_model_len, context).total <= self.budget
+
+    def _held(self, max_model_len: int, context: int) -> Memory:
+        """Memory without the activations, which take seconds to look up."""
         return Memory(
             weights=self._weights,
             weight_copies=self._d.copied_bytes,
             window_between_chunks=self._window(context),
-            activations=dict(self._activations(context)),
+            activations={},
             logits=self._logits,
             **self._dry_run.caches(max_model_len, context),
         )

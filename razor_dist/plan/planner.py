@@ -89,13 +89,22 @@ class Plan:
         if self.memory.weights > self.budget:
             said[0] += f" (weights, whole on every rank, take {self.memory.weights / 1e9:.1f} GB)"
         if not self.device.shared:
-            said.append(fewest_ranks(self.deployment, self.device.memory, self._bytes, found))
+            said.append(fewest_ranks(self.deployment, self._fits, found))
         return said
 
     def _bytes(self, changes: dict[str, Any]) -> int:
         """Bytes per rank with some settings changed."""
         planner = MemoryPlanner(self._with(changes), self.device)
-        return planner.at(self.deployment.config.max_model_len or self.context, self.context).total
+        return planner.at(self._max_model_len, self.context).total
+
+    def _fits(self, changes: dict[str, Any]) -> bool:
+        """Return whether it fits with some settings changed."""
+        planner = MemoryPlanner(self._with(changes), self.device)
+        return planner.fits(self._max_model_len, self.context)
+
+    @property
+    def _max_model_len(self) -> int:
+        return self.deployment.config.max_model_len or self.context
 
     def _prefill_seconds(self, changes: dict[str, Any]) -> float:
         d = self._with(changes)

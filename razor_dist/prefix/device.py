@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from razor_dist.cache.accounting import Allocation, Bools, CacheAccounts, Ints
+from razor_dist.cache.accounting import Bools, CacheAccounts, Ints
 from razor_dist.prefix.radix import RadixIndex, Tokens
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ class PrefillCost(Protocol):
 class Entry:
     key: int  # the ranks' name for its sequence
     length: int  # its tokens
-    allocation: Allocation
     used_at: float  # the clock of evictions when it was used last
     tier: str = "device"  # from which it came, until it is used
 
@@ -63,19 +62,11 @@ class PrefixCache:
         # queries, hits, their tokens in all and those that were found; evictions.
         self.counts: Counter[str] = Counter()
 
-    def add(
-        self,
-        namespace: Hashable,
-        tokens: Tokens,
-        key: int,
-        allocation: Allocation,
-        tier: str = "device",
-    ) -> None:
+    def add(self, namespace: Hashable, tokens: Tokens, key: int, tier: str = "device") -> None:
         """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
         self.remove(key)
-        least = self._accounts.grown(allocation, len(tokens))
-        self._index.add(namespace, tokens, key, least)
-        self._entries[key] = Entry(key, len(tokens), allocation, self._clock, tier)
+        self._index.add(namespace, tokens, key, self._accounts.grown(key, len(tokens)))
+        self._entries[key] = Entry(key, len(tokens), self._clock, tier)
 
     def remove(self, key: int) -> None:
         """Forget a sequence, if it is here."""
@@ -84,9 +75,8 @@ class PrefixCache:
 
     def grown(self, key: int, length: int) -> None:
         """Note that an entry in use has become longer, so that it cannot be cut where it could."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._index.set_least_cut(key, self._accounts.grown(entry.allocation, length))
+        if key in self._entries:
+            self._index.set_least_cut(key, self._accounts.grown(key, length))
 
     def find(self, namespace: Hashable, tokens: Tokens, most: int) -> Hit:
         match = self._index.match(namespace, tokens, most)
@@ -109,12 +99,12 @@ class PrefixCache:
             if cached > 1024:
                 log.info("%d of %d prompt tokens are cached", cached, prompt_tokens)
 
-    def evict(self, short: Bools, *but: Allocation) -> Entry | None:
+    def evict(self, short: Bools, *but: int) -> Entry | None:
         """Forget the entry that is worth least and holds any of what is ``short``; not ``but``."""
         worths = []
         for entry in self._entries.values():
-            if entry.allocation.cached and entry.allocation not in but:
-                frees = self._accounts.exclusive(entry.allocation)
+            if self._accounts[entry.key].cached and entry.key not in but:
+                frees = self._accounts.exclusive(entry.key)
                 helps = bool((short & (frees > 0)).any())
                 worths.append((not helps, self._worth(entry, frees), entry.key))
         if not worths:
@@ -128,7 +118,7 @@ class PrefixCache:
     @property
     def evictable(self) -> int:
         """The number of entries that may be evicted."""
-        return sum(entry.allocation.cached for entry in self._entries.values())
+        return sum(self._accounts[key].cached for key in self._entries)
 
     def _worth(self, entry: Entry, frees: Ints) -> float:
         covered = self._index.covered(entry.key)

@@ -98,7 +98,7 @@ class Nodes:
         store: PrefixStore | None,
         room: dict[Tier, float],
     ) -> None:
-        self._arenas, self._cost, self._store = accounts.cache.arenas, cost, store
+        self._accounts, self._cost, self._store = accounts, cost, store
         self.names, self.room = names, room
         self._index = RadixIndex()
         self._nodes: dict[str, Node] = {}  # by the digests of their manifests
@@ -164,7 +164,7 @@ class Nodes:
                 continue
             try:
                 manifest, own = self._store.read(name)
-                if len(manifest.tails) != len(self._arenas):
+                if len(manifest.tails) != len(self._accounts.cache.arenas):
                     raise BadPartError("its windows are others")
                 fresh[name] = manifest, own
             except BadPartError as error:
@@ -219,12 +219,9 @@ class Nodes:
             self.bytes[tier] += manifest.nbytes
 
     def _least_cut(self, manifest: Manifest) -> int:
-        end = manifest.end
-        cuts = [
-            arena.least_cut(end, arena.tail_begin(end, tail))
-            for arena, tail in zip(self._arenas, manifest.tails, strict=True)
-        ]
-        return max(cuts, default=0)
+        arenas, end = self._accounts.cache.arenas, manifest.end
+        pairs = zip(arenas, manifest.tails, strict=True)
+        return self._accounts.least_cut(end, [arena.tail_begin(end, at) for arena, at in pairs])
 
     def leave(self, node: Node, tier: Tier) -> None:
         """Note that a node is no longer in a tier; what follows on it there is of no use then."""

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 from torch import Tensor
 
-from razor_dist.cache.accounting import Allocation, CacheAccounts
+from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.parallel.sharding import shard_lengths
 from razor_dist.prefix.device import PrefillCost
 from razor_dist.prefix.nodes import Found, Node, Nodes, Tier
@@ -56,7 +56,6 @@ class Candidate:
     key: int
     namespace: Namespace
     tokens: Tokens
-    allocation: Allocation
 
 
 @dataclass(eq=False)
@@ -75,7 +74,6 @@ class Loading:
     chain: list[Node]
     namespace: Namespace
     tokens: Tokens
-    allocation: Allocation
     tier: Tier
 
 
@@ -122,12 +120,10 @@ class Tiers:
         self.nodes.refresh()
         return self.nodes.find(namespace, tokens, most)
 
-    def load(self, node: Node, key: int, namespace: Namespace, allocation: Allocation) -> StepPlan:
+    def load(self, node: Node, key: int, namespace: Namespace) -> StepPlan:
         """Begin to load a node into a sequence that has room for it; return the plan to open it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
-        self.loading = Loading(
-            key, node.chain, namespace, self.nodes.tokens(node), allocation, tier
-        )
+        self.loading = Loading(key, node.chain, namespace, self.nodes.tokens(node), tier)
         chain = [
             NodeJob(
                 node=m.node,
@@ -144,7 +140,7 @@ class Tiers:
             )
             for m, cut in ((one.manifest, cut) for one, cut in node.parts)
         ]
-        chunks = Manifest.rows_of(allocation.chunks, 0, node.manifest.end)
+        chunks = Manifest.rows_of(self._accounts[key].chunks, 0, node.manifest.end)
         same = node.written_by(self._accounts.world_size)
         job = LoadJob(chain, same, chunks, namespace[1])
         return StepPlan(Op.LOAD, key, total=node.manifest.end, payload=as_payload(job))
@@ -249,12 +245,11 @@ class Tiers:
             len(of.tokens),
             self._accounts.cache,
         )
-        size, chunks = self._accounts.world_size, of.allocation.chunks
+        held = self._accounts[of.key]
+        size, chunks = self._accounts.world_size, held.chunks
         after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
-        tails = [
-            a.tail_begin(end, t) for a, t in zip(cache.arenas, of.allocation.tails, strict=True)
-        ]
-        if not of.allocation.cached:
+        tails = [a.tail_begin(end, t) for a, t in zip(cache.arenas, held.tails, strict=True)]
+        if not held.cached:
             # Its answer goes on meanwhile, and its tail with it: half of it is given up for that.
             windows = (max(a.policy.sinks, a.policy.start(end)) for a in cache.arenas)
             later = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -29,22 +29,48 @@ _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-# Fields, what holds of their values, and how that is said.
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("n", lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
-    ("max_tokens", lambda n: n >= 1, "at least 1"),
-    ("min_tokens", lambda n: n >= 0, "at least 0"),
-    ("temperature", lambda t: 0.0 <= t <= 2.0, "between 0 and 2"),
-    ("top_p", lambda p: 0.0 < p <= 1.0, "in (0, 1]"),
-    ("top_k", lambda k: k >= -1, "-1, 0 or positive"),
-    ("min_p", lambda p: 0.0 <= p <= 1.0, "between 0 and 1"),
-    ("presence_penalty", lambda p: -2.0 <= p <= 2.0, "between -2 and 2"),
-    ("frequency_penalty", lambda p: -2.0 <= p <= 2.0, "between -2 and 2"),
-    ("repetition_penalty", lambda p: 0.01 <= p <= 100.0, "between 0.01 and 100"),
-    ("logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-    ("prompt_logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-    ("return_sources", lambda n: 0 <= n <= MAX_SOURCES, f"between 0 and {MAX_SOURCES}"),
-)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a field may have, from ``low`` on; those above it alone if ``is_open``."""
+
+    low: float
+    high: float | None = None
+    is_open: bool = False
+    words: str | None = None  # instead of those made of the bounds
+
+    def __contains__(self, value: Any) -> bool:
+        above = value > self.low if self.is_open else value >= self.low
+        return above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.words is not None:
+            return self.words
+        if self.high is None:
+            return f"at least {self.low}"
+        return (
+            f"in ({self.low}, {self.high}]"
+            if self.is_open
+            else f"between {self.low} and {self.high}"
+        )
+
+
+RANGES: dict[str, Range] = {
+    "n": Range(1, MAX_N),
+    "max_tokens": Range(1),
+    "min_tokens": Range(0),
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, is_open=True),
+    "top_k": Range(-1, words="-1, 0 or positive"),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0.01, 100),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+    "return_sources": Range(0, MAX_SOURCES),
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +141,9 @@ class SamplingParams:
         repetition = RepetitionDetectionParams.of(self.repetition_detection)
         object.__setattr__(self, "repetition_detection", repetition)
         self._check_types()
-        for name, holds, range_ in _RANGES:
+        for name, range_ in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not holds(value):
+            if value is not None and value not in range_:
                 raise RequestError(f"{name} must be {range_}, got {value}", param=name)
         self._check_min_tokens()
         if any(not s for s in self.stop):

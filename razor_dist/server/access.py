@@ -166,7 +166,7 @@ class Access:
             if counted is not None:
                 counted.check_request()
         except RequestError as error:
-            response = Failure.of(error).response(self._retry_after(error))
+            response = Failure.of(error).response(self._retry_after(error), scope["path"])
             await response(scope, receive, send)
             return
         with _on_account(counted):
@@ -197,6 +197,8 @@ class Access:
         if not self._holders or path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not given:  # Anthropic's header
+            scheme, given = "bearer", headers.get("x-api-key", "")
         digest = hashlib.sha256(given.strip().encode()).digest()
         found = None
         # All of them, so that the time does not show which key matched.
@@ -205,7 +207,8 @@ class Access:
                 found = holder
         if found is None or scheme.lower() != "bearer":
             raise RequestError(
-                "this server wants a key that it knows, in the header 'Authorization: Bearer KEY'",
+                "this server wants a key that it knows, in the header 'Authorization: Bearer KEY' "
+                "or 'x-api-key: KEY'",
                 code="invalid_api_key",
             )
         current_record().key = found.id

@@ -14,13 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from razor_dist import __version__
-from razor_dist.api.errors import Failure
-from razor_dist.api.parsing import Endpoint, check_model
+from razor_dist.api.errors import MESSAGES, Failure
+from razor_dist.api.request import Endpoint, no_such_model
 from razor_dist.config.errors import RazorError
+from razor_dist.documents.read import Document
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.docs_page import POLICY, docs_page
-from razor_dist.server.documents import DocumentReader
 from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
 from razor_dist.server.service import Service
@@ -32,6 +32,8 @@ _ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    MESSAGES: "messages",
+    f"{MESSAGES}/count_tokens": "count_tokens",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -42,8 +44,34 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # a path with one more slash is an unknown path
     bodies = BodyReader(service.config)
-    documents = DocumentReader(int(service.config.max_body_mb * 2**20))
-    page = PageFiles()
+    service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
+    _add_answers(app, service, bodies)
+    _add_descriptions(app, service)
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return Failure.of(error).response(service.retry_after(error), request.url.path)
+
+    app.add_exception_handler(RazorError, on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    # The last that is added hears first.
+    holders, retry_after = dict(keys or {}), service.retry_after
+    app.add_middleware(Access, config=service.config, holders=holders, retry_after=retry_after)
+    count = service.metrics.http_requests
+    app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
+    if service.config.allowed_origins:  # the outermost, so that errors can be read as well
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Request-Id"),
+        )
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
+    """Add the routes that read a body and answer it."""
 
     def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -55,6 +83,18 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
 
     for path, endpoint in _ENDPOINTS.items():
         app.add_api_route(path, answering(endpoint), methods=["POST"], response_model=None)
+
+    @app.post("/documents/text")
+    async def document_text(request: Request, name: str = "") -> Response:
+        service.require_open()
+        body = await bodies.read(request, "application/octet-stream", "a file")
+        read = service.documents.read(body, name, current_record().key)
+        return await _unless_gone(request, asyncio.create_task(_as_text(read)))
+
+
+def _add_descriptions(app: FastAPI, service: Service) -> None:
+    """Add the routes that tell of the server, and the page."""
+    page = PageFiles()
 
     @app.get("/openapi.json")
     async def openapi_json() -> dict[str, Any]:
@@ -69,20 +109,14 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.post("/documents/text")
-    async def document_text(request: Request, name: str = "") -> Response:
-        service.require_open()
-        body = await bodies.read(request, "application/octet-stream", "a file")
-        read = asyncio.create_task(_as_text(documents.read(body, name, current_record().key)))
-        return await _unless_gone(request, read)
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name, service.config.name)
+        if name != service.config.name:
+            raise no_such_model(name, service.config.name)
         return service.model_card()
 
     @app.api_route("/ping", methods=["GET", "POST"])
@@ -105,32 +139,10 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def page_file(request: Request, name: str = "index.html") -> Response:
         return await page.get_response(name, request.scope)
 
-    async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return Failure.of(error).response(service.retry_after(error))
 
-    app.add_exception_handler(RazorError, on_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
-    # The last that is added hears first.
-    holders, retry_after = dict(keys or {}), service.retry_after
-    app.add_middleware(Access, config=service.config, holders=holders, retry_after=retry_after)
-    count = service.metrics.http_requests
-    app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
-    if service.config.allowed_origins:  # the outermost, so that errors can be read as well
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.config.allowed_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id"),
-        )
-    return app
-
-
-async def _as_text(text: Awaitable[bytes]) -> Response:
+async def _as_text(file: Awaitable[Document]) -> Response:
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    return Response(await text, media_type="text/plain", headers=headers)
+    return Response((await file).text, media_type="text/plain", headers=headers)
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:
@@ -154,7 +166,7 @@ async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Respon
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = Failure(error.status_code, message).response()
+    response = Failure(error.status_code, message).response(path=request.url.path)
     response.headers.update(error.headers or {})
     return response
 

@@ -16,6 +16,7 @@ from razor_dist.config.errors import (
     RequestError,
 )
 from razor_dist.documents.read import (
+    Document,
     ReadLimits,
     kind_of,
     reader_arguments,
@@ -40,8 +41,8 @@ class DocumentReader:
         # By API key, and for small files or others: those for which some file waits or is read.
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
-    async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> bytes:
-        """Return a file's text in UTF-8; if this is cancelled, the process is killed.
+    async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> Document:
+        """Return a file's text and pages; if this is cancelled, the process is killed.
 
         Files of one API ``key`` are read one after the other, so that a second key's need not wait
         for all of them; small files do not wait for large ones.
@@ -63,7 +64,7 @@ class DocumentReader:
             return nullcontext()
         return self._turns.setdefault((key, small), asyncio.Lock())
 
-    async def _read(self, data: bytes | bytearray, named: str | None) -> bytes:
+    async def _read(self, data: bytes | bytearray, named: str | None) -> Document:
         arguments = reader_arguments(None, limits=self._limits, named=named)
         process = await asyncio.create_subprocess_exec(
             *guarded("razor_dist.documents.read", arguments),
@@ -81,5 +82,5 @@ class DocumentReader:
             send_signal(process, signal.SIGKILL)
             await process.wait()
         assert process.returncode is not None
-        text, _ = reader_output(process.returncode, output, self._limits)
-        return text
+        text, pages = reader_output(process.returncode, output, self._limits)
+        return Document(text.decode(), pages)

@@ -316,7 +316,7 @@ async def _serve_torchrun(
 ) -> int:
     client = EngineClient(socket_path, max_queue=config.max_queue)
     # At once, not when the model is found: rank 0 waits for the socket.
-    await client.start()
+    await client.rank0.listen()
     watch = asyncio.create_task(_kill_when_silent(client, config.heartbeat_timeout))
     try:
         return await Frontend(config, client, listener, agent=agent).run()

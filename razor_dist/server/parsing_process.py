@@ -15,25 +15,21 @@ import argparse
 import asyncio
 import json
 import logging
-import os
-import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.tools import ToolUse
-from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
+from razor_dist.config.errors import EngineError, ProcessKilledError, RazorError, RequestError
 from razor_dist.config.logs import inherit_logging
-from razor_dist.frontend.child_process import CLOSED, ChildProcess
+from razor_dist.documents.read import Document
+from razor_dist.frontend.child_process import CLOSED, ChildProcess, Pipes
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.messages import (
-    HEADER_SIZE,
     Fields,
-    body_length,
-    decode_fields,
     encode,
     failure,
     pack,
@@ -63,8 +59,9 @@ class ParsingProcess(ChildProcess):
         raw: bytes | bytearray,
         limits: Limits,
         key: Hashable = None,
+        files: Sequence[Document] = (),
     ) -> ParsedRequest:
-        """Parse as `request_parsing.parse_request`, one body after the other.
+        """Parse as `razor_dist.api.parsing.parse_request`, one body after the other.
 
         Those of each ``key`` take turns with those of others. If this is cancelled, a body that
         waits is forgotten, and one that is being read is read to its end.
@@ -72,13 +69,20 @@ class ParsingProcess(ChildProcess):
         Raises `RequestError` if the request cannot be served, and `EngineError` if the process
         dies, is stuck (`_PATIENCE`; the next body then gets a new one) or is closed.
         """
-        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits), key)
+        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits, files), key)
         raise_failure(answer)
         return _parsed_of(answer)
 
-    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Fields:
+    async def _read(
+        self,
+        endpoint: Endpoint,
+        raw: bytes | bytearray,
+        limits: Limits,
+        files: Sequence[Document],
+    ) -> Fields:
         patience = _PATIENCE + _PATIENCE_PER_MB * len(raw) / 2**20
-        head = encode({"endpoint": endpoint, "limits": limits, "bytes": len(raw)})
+        asked = {"endpoint": endpoint, "limits": limits, "files": files, "bytes": len(raw)}
+        head = encode(asked)
         try:
             return await self.ask(patience, head, raw)
         except TimeoutError:
@@ -93,19 +97,21 @@ class ParsingProcess(ChildProcess):
             ) from None
 
 
-def _answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
+def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
     """Return the frame that answers one body, whatever it holds."""
     try:
         limits = Limits(*message["limits"])
-        return encode(_message_of(parse_request(message["endpoint"], raw, encoder, limits)))
+        files = [Document(*file) for file in message["files"]]
+        parsed = parse_request(message["endpoint"], raw, encoder, limits, files)
+        return encode(_message_of(parsed))
     except RequestError as error:
-        return encode(failure(error))
+        refusal: RazorError = error
     except RecursionError:
-        nested = RequestError("the body is nested too deeply")
-        return encode(failure(nested))
+        refusal = RequestError("the body is nested too deeply")
     except Exception:
         log.exception("a body cannot be read")
-        return encode(failure(EngineError(_FAILED)))
+        refusal = EngineError(_FAILED)
+    return encode(failure(refusal))
 
 
 def _message_of(parsed: ParsedRequest) -> Fields:
@@ -131,24 +137,17 @@ def _parsed_of(answer: Fields) -> ParsedRequest:
     return ParsedRequest(prompts, **flags | {"tools": tools, "described": described})
 
 
-def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:
-    while header := source.read(HEADER_SIZE):
-        message = decode_fields(source.read(body_length(header)))
-        sink.write(_answer(message, source.read(message["bytes"]), encoder))
-        sink.flush()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
     inherit_logging(discreet=True)
-    # What a tokenizer may print must not get between the frames.
-    sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    pipes = Pipes()
     tokenizer = load_tokenizer(arguments.folder, trust_remote_code=arguments.trust_remote_code)
-    _serve(PromptEncoder(tokenizer), sys.stdin.buffer, sink)
+    encoder = PromptEncoder(tokenizer)
+    while (message := pipes.read()) is not None:
+        pipes.write(answer(message, pipes.read_bytes(message["bytes"]), encoder))
 
 
 if __name__ == "__main__":

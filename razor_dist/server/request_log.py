@@ -88,7 +88,8 @@ class RequestLog:
             log.exception("the request %s failed", record.request_id)
             if status:
                 raise  # in mid-answer: the connection must break
-            await Failure.of(error).response()(scope, receive, noting)
+            response = Failure.of(error).response(path=scope["path"])
+            await response(scope, receive, noting)
         finally:
             _record.reset(token)
             # The route's pattern, not the path: that is the client's writing.

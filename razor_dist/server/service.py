@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
@@ -15,11 +15,13 @@ from fastapi.responses import JSONResponse, Response
 from razor_dist.api.errors import NotReadyError
 from razor_dist.api.fields import naming
 from razor_dist.api.openapi import openapi
-from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.tools import knows_tools
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.documents.read import Document
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
@@ -27,6 +29,7 @@ from razor_dist.protocol.messages import EngineInfo, Fields
 from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
+from razor_dist.server.documents import DocumentReader
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
@@ -67,6 +70,7 @@ class Service:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
+        self.documents = DocumentReader(int(config.max_body_mb * 2**20))
         self._asking: asyncio.Task[Fields] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
         self.metrics = client.observer = Metrics(config.name)
@@ -115,6 +119,9 @@ class Service:
         try:
             async with asyncio.timeout_at(arrived + seconds):
                 parsed = await self._parse(endpoint, raw)
+                if parsed.unread:
+                    files = await self._read_files(parsed.unread)
+                    parsed = await self._parse(endpoint, raw, files)
         except TimeoutError:
             raise _late(seconds) from None
         if parsed.answer is not None:
@@ -138,7 +145,7 @@ class Service:
         )
         note_answers(choices.ids)
         choices.fail_at(arrived + seconds, _late(seconds))
-        form = make_format(endpoint, parsed, self.config.name, choices.choices, tokenizer)
+        form = FORMATS[endpoint](parsed, self.config.name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
                 async for _ in choices.events():
@@ -166,7 +173,20 @@ class Service:
         full = isinstance(error, RequestError) and error.code == "queue_full"
         return self.client.retry_after() if full else 1
 
-    async def _parse(self, endpoint: Endpoint, raw: bytes | bytearray) -> ParsedRequest:
+    async def _read_files(self, files: Sequence[tuple[str, bytes]]) -> list[Document]:
+        """Read the files of a request's fields; it counts for ``max_queue`` meanwhile."""
+        found = []
+        with self.client.reading():
+            for field, data in files:
+                try:
+                    found.append(await self.documents.read(data, "a.pdf", current_record().key))
+                except RequestError as error:
+                    raise RequestError(f"{field}: {error}", param=field) from None
+        return found
+
+    async def _parse(
+        self, endpoint: Endpoint, raw: bytes | bytearray, files: Sequence[Document] = ()
+    ) -> ParsedRequest:
         """Read a request's body; the request counts for ``max_queue`` meanwhile."""
         info, reader = self._require_ready()
         config = self.config
@@ -175,10 +195,12 @@ class Service:
             limits = self._limits(info, reader)._replace(room=room)
             if len(raw) >= _LONG:
                 key = current_record().turn
-                parsed = await reader.process.parse_request(endpoint, raw, limits, key)
+                parsed = await reader.process.parse_request(endpoint, raw, limits, key, files)
             else:
                 encoder = reader.encoder
-                parsed = await asyncio.to_thread(parse_request, endpoint, raw, encoder, limits)
+                parsed = await asyncio.to_thread(
+                    parse_request, endpoint, raw, encoder, limits, files
+                )
         for name in map(repr, parsed.ignored):
             if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
                 self._ignored.add(name)

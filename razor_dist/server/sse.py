@@ -10,15 +10,13 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from razor_dist.api.errors import Failure
-from razor_dist.api.formats import Format, Json
+from razor_dist.api.formats import Format
+from razor_dist.api.logprobs import Json
 from razor_dist.config.errors import RazorError
 from razor_dist.frontend.answers import ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
 
 log = logging.getLogger(__name__)
-
-# A line that begins with a colon is a comment: clients skip it, proxies see traffic.
-HEARTBEAT = ": heartbeat\n\n"
 
 
 async def stream(
@@ -46,17 +44,18 @@ async def stream(
             yield line(chunk)
         async for event in events:
             if event is None:
-                yield HEARTBEAT
-            elif isinstance(event.what, TextPiece):
+                yield form.heartbeat
+                continue
+            if not isinstance(event.what, TextPiece):
+                chunks = form.progress(event.index, event.what)
+            else:
                 sent += 1
                 if form.is_slow:
                     chunks = await asyncio.to_thread(form.piece, event.index, event.what)
                 else:
                     chunks = form.piece(event.index, event.what)
-                for chunk in chunks:
-                    yield line(chunk)
-            else:
-                yield line(form.progress(event.index, event.what))
+            for chunk in chunks:
+                yield line(chunk)
         for chunk in form.closing(include_usage):
             yield form.frame(chunk)
     except Exception as error:

@@ -105,7 +105,7 @@ def measure_many(model: str) -> tuple[int, int, int]:
     for index in range(64):
         core.add(str(index), [index] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
     core.step()
-    assert len(core.scheduler.running) == 64
+    assert core.scheduler.sequences == 64
     held = core.runner.kv_bytes
     while core.has_work:
         core.step()

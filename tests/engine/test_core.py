@@ -91,7 +91,7 @@ def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
         core.add(f"r{index}", prompt(20 + index % 7, index), GREEDY)
     alone = core_of(0.0)
     core.step()
-    assert len(core.scheduler.running) == 64
+    assert core.scheduler.sequences == 64
     together = run(core)
     for name in ("r0", "r63"):
         index = int(name[1:])
@@ -317,7 +317,7 @@ def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Pat
     for i in range(3):
         core.add(f"r{i}", prompt(150, i), GREEDY)
     core.step()
-    assert len(core.scheduler.running) == 1
+    assert core.scheduler.sequences == 1
     assert {name: len(tokens(m)) for name, m in run(core).items()} == {f"r{i}": 8 for i in range(3)}
     with pytest.raises(RequestError, match="on a rank") as refused:
         core.add("big", prompt(300), GREEDY)
@@ -400,7 +400,7 @@ def test_a_long_prompt_is_read_in_the_answers_steps(
 ) -> None:
     def ask(*names: str) -> tuple[dict[str, list[int]], list[int]]:
         core = make_core(tiny("llama"))
-        core.scheduler.prefill_policy.is_short = lambda request: len(request.prompt) < 100
+        core.scheduler.prefill_policy.is_short = lambda request, _: len(request.prompt) < 100
         execute, shared = core.runner.execute, []
 
         def watch(plan: StepPlan) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.messages import Progress, Token, answer_ids
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
@@ -364,7 +364,7 @@ def test_a_sequence_in_use_is_never_evicted() -> None:
     while not any(isinstance(m, Token) for m in messages):
         messages += step(core)
     [kept] = runner.cached
-    used = core._requests["used"].key
+    [used] = core.scheduler.running
     add(core, "other", 10, salt="3")
     messages += step(core)
     assert kept not in runner.tables and used in runner.tables
@@ -396,13 +396,6 @@ def test_exact_prefill_needs_scratch_pages_for_the_prompt_alone() -> None:
     assert runner.scratch[0].free_pages == 4
 
 
-def evict_all(core: EngineCore) -> list[StepPlan]:
-    admission, plans = core.scheduler.admission, []
-    while admission.prefix_cache is not None and admission.prefix_cache.evictable:
-        plans += admission._evict(admission.accounts.free < admission.accounts.sizes)
-    return plans
-
-
 class Engine(RuleBasedStateMachine):
     """Random requests, pinned prefixes, continuations and aborts: nothing gets stuck or is lost.
 
@@ -425,6 +418,7 @@ class Engine(RuleBasedStateMachine):
         self.by_priority = by_priority
         self.names = 0
         self.pinned: list[str] = []
+        self.asked: list[str] = []  # answers and pinned prefixes
 
     @rule(
         prompt=st.integers(1, 20),
@@ -461,6 +455,7 @@ class Engine(RuleBasedStateMachine):
             if error.code != "context_length_exceeded" and n == 1:
                 self.was_right_to_refuse(prompt, 0 if pin else answer, prefix)
             return
+        self.asked += answer_ids(name, n)
         if pin:
             self.pinned.append(name)
 
@@ -472,17 +467,15 @@ class Engine(RuleBasedStateMachine):
             return  # pinned prefixes may share more than could be foreseen
         begin, held = 0, [0] * len(runner.pools)
         if prefix is not None:
-            key = self.core._requests[prefix].key
+            [key] = [r.key for r in self.core.scheduler.pinned.values() if r.id == prefix]
             begin, held = runner.lengths[key], [t.tokens for t in runner.tables[key]]
         end = begin + prompt
         request = SimpleNamespace(
-            prompt=range(prompt),
-            begin=begin,
             end=end,
             params=SamplingParams(),
             chunked_prefill_size=CHUNK,
         )
-        short = self.core.scheduler.prefill_policy.is_short(cast("Request", request))
+        short = self.core.scheduler.prefill_policy.is_short(cast("Request", request), begin)
         chunks_end = begin if short else end
         new = shard_sizes(begin, chunks_end, end + answer, runner.comm.size)
         fits = all(
@@ -501,9 +494,8 @@ class Engine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
-        alive = list(self.core._requests)
-        if alive:
-            name = alive[which % len(alive)]
+        if self.asked:  # those that have ended are ignored
+            name = self.asked[-1 - which % len(self.asked)]
             self.core.abort(name)
             if name in self.pinned:
                 self.pinned.remove(name)
@@ -519,18 +511,19 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def the_scheduler_knows_what_is_free(self) -> None:
         # Siblings have their room before any rank knows of them.
-        if hasattr(self, "core") and not any(
-            request.unforked for request in self.core.scheduler.running.values()
-        ):
+        if not hasattr(self, "core"):
+            return
+        scheduler = self.core.scheduler
+        if not any(prefill.request.forks for prefill in scheduler.prefills.values()):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
             places = [[free_places(cache)] * len(free) for cache in self.runner.streaming]
-            accounts = self.core.scheduler.admission.accounts
+            accounts = scheduler.admission.accounts
             assert accounts.free.tolist() == [free, *places, scratch]
             available = [pool.available_pages for pool in self.runner.pools]
             assert accounts.available()[0].tolist() == available
-            running = {request.key for request in self.core.scheduler.running.values()}
-            assert set(self.runner.tables) == running | self.runner.cached
+            used = {*scheduler.prefills, *scheduler.running, *scheduler.pinned}
+            assert set(self.runner.tables) == used | self.runner.cached
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -538,13 +531,12 @@ class Engine(RuleBasedStateMachine):
         run(self.core)
         for name in self.pinned:
             self.core.abort(name)
-        assert not self.core._requests
-        assert not self.core.scheduler.running
-        assert not self.core.scheduler.waiting
+        assert self.core.scheduler.idle and not self.core.scheduler.sequences
         assert set(self.runner.tables) == self.runner.cached
         assert all(pool.available_pages == pool.num_pages for pool in self.runner.pools)
-        for plan in evict_all(self.core):
-            self.runner.execute(plan)
+        if self.core.scheduler.admission.prefix_cache is not None:
+            for plan in self.core.scheduler.admission.shrink_to(0):
+                self.runner.execute(plan)
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )

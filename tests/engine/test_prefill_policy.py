@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Prefill, Request
 from razor_dist.engine.step_cost import StepCost, Work
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -21,17 +20,20 @@ STEP = 0.25
 CHUNK = 2048
 
 
-def request(key: int, tokens: int, arrived: float, priority: int = 0) -> Request:
-    return Request(
-        id=str(key),
-        key=key,
-        prompt=np.zeros(tokens, np.int32),
-        params=SamplingParams(priority=priority),
-        max_tokens=1,
-        chunked_prefill_size=CHUNK,
-        generator=torch.Generator(),
-        arrived=arrived,
-    )
+def request(key: int, tokens: int, arrived: float, priority: int = 0, **changed: Any) -> Request:
+    given: dict[str, Any] = {
+        "params": SamplingParams(priority=priority),
+        "max_tokens": 1,
+        "chunked_prefill_size": CHUNK,
+    }
+    prompt = np.zeros(tokens, np.int32)
+    return Request(id=str(key), key=key, prompt=prompt, arrived=arrived, **(given | changed))
+
+
+def prefill(
+    key: int, tokens: int, arrived: float, *, short: bool = False, **changed: Any
+) -> Prefill:
+    return Prefill(request(key, tokens, arrived, **changed), 0, short)
 
 
 def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: int = 0) -> None:
@@ -44,7 +46,7 @@ def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: in
 class Simulation:
     """Prompts that arrive and are read by `PrefillPolicy`; every chunk takes what ``sab`` says."""
 
-    arrivals: list[Request]
+    arrivals: list[Prefill]
     sab: tuple[float, float, float] = (0.05, 0.002, 0.0)
     now: float = 0.0
     finished: dict[int, float] = field(default_factory=dict)  # when, by key
@@ -54,45 +56,45 @@ class Simulation:
 
     def run(self) -> Simulation:
         policy = PrefillPolicy(STEP, by_priority=self.by_priority)
-        coming, present = sorted(self.arrivals, key=lambda r: r.arrived), []
+        coming, present = sorted(self.arrivals, key=lambda p: p.request.arrived), []
         while coming or present:
             if not present:
-                self.now = max(self.now, coming[0].arrived)
-            while coming and coming[0].arrived <= self.now:
+                self.now = max(self.now, coming[0].request.arrived)
+            while coming and coming[0].request.arrived <= self.now:
                 present.append(coming.pop(0))
             chosen = policy.choose(present)
             others = [prompt for prompt in present if prompt is not chosen]
             tokens = max(2, int(policy.take(chosen, others)[0]))
-            tokens = min(tokens, chosen.end - chosen.prefilled_to)
+            tokens = min(tokens, chosen.end - chosen.position)
             s, a, b = self.sab
-            seconds = s + a * tokens + b * tokens * (chosen.prefilled_to + tokens / 2)
+            seconds = s + a * tokens + b * tokens * (chosen.position + tokens / 2)
             self.now += seconds
             policy.took(present, chosen, seconds)
-            observe(policy.cost, tokens, chosen.prefilled_to, seconds)
+            observe(policy.cost, tokens, chosen.position, seconds)
             self.chunks.append((chosen.key, seconds, len(present) > 1, tokens))
-            chosen.prefilled_to += tokens
-            if chosen.prefilled:
+            chosen.position += tokens
+            if chosen.done:
                 present.remove(chosen)
                 self.finished[chosen.key] = self.now
         return self
 
 
 def test_short_prompts_overtake_a_long_one_and_cost_it_their_own_time() -> None:
-    def long() -> Request:
-        return request(0, 40_000, 0.0)
+    def long() -> Prefill:
+        return prefill(0, 40_000, 0.0)
 
     alone = Simulation([long()]).run().finished[0]
-    shorts = [request(key, 50, 10.0 + 4 * key) for key in range(1, 11)]
+    shorts = [prefill(key, 50, 10.0 + 4 * key) for key in range(1, 11)]
     together = Simulation([long(), *shorts]).run()
-    waits = [together.finished[r.key] - r.arrived for r in shorts]
+    waits = [together.finished[r.key] - r.request.arrived for r in shorts]
     # Its own 0.15 s, and what is left of a lone prompt's chunk that had begun before it came.
     assert max(waits) <= 4 * STEP + 0.15 + 0.01
     assert together.finished[0] <= alone + 10 * (0.15 + STEP)
 
 
 def test_shorts_that_come_together_are_served_in_between_chunks_of_one_step() -> None:
-    shorts = [request(key, 50, 5.0) for key in range(1, 21)]
-    found = Simulation([request(0, 40_000, 0.0), *shorts]).run()
+    shorts = [prefill(key, 50, 5.0) for key in range(1, 21)]
+    found = Simulation([prefill(0, 40_000, 0.0), *shorts]).run()
     waits = sorted(found.finished[r.key] - 5.0 for r in shorts)
     # After the chunk that had begun, one of 0.15 s and one of the long prompt in turn.
     assert waits[-1] <= 4 * STEP + 0.01 + 20 * (0.15 + STEP * 1.2)
@@ -105,7 +107,7 @@ def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
     # is known, but not before the prompt has been alone for 16 s.
     # Every other one is shorter, so that it stays known.
     for cost, long, short in ((0.2, 1900, 1300), (0.05, 475, 325)):
-        found = Simulation([request(0, 60_000, 0.0)], sab=(cost, 0.002, 0.0)).run()
+        found = Simulation([prefill(0, 60_000, 0.0)], sab=(cost, 0.002, 0.0)).run()
         lengths = sorted(chunk[3] for chunk in found.chunks[-6:-2])
         assert lengths == pytest.approx([short, short, long, long], rel=0.1)
         spent = found.chunks[0][1]
@@ -117,12 +119,12 @@ def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
 def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
     def waited(*arrivals: float) -> tuple[list[float], list[float]]:
         """Return short prompts' waits, and the long one's chunks after the first came."""
-        shorts = [request(key, 50, at) for key, at in enumerate(arrivals, 1)]
-        found = Simulation([request(0, 150_000, 0.0), *shorts], sab=(0.2, 0.002, 0.0)).run()
+        shorts = [prefill(key, 50, at) for key, at in enumerate(arrivals, 1)]
+        found = Simulation([prefill(0, 150_000, 0.0), *shorts], sab=(0.2, 0.002, 0.0)).run()
         ends = np.cumsum([seconds for _, seconds, _, _ in found.chunks])
         steps = zip(ends, found.chunks, strict=True)
         late = [s for end, (key, s, _, _) in steps if key == 0 and arrivals[0] + 10 < end < 300]
-        return [found.finished[r.key] - r.arrived for r in shorts], late
+        return [found.finished[r.key] - r.request.arrived for r in shorts], late
 
     _, chunks = waited(*(60.0 * n for n in range(1, 6)))
     # 0.2 s is 5 % of 4 s; beside such chunks, one of each minute is shared and short.
@@ -146,17 +148,17 @@ def learned(ranks: int = 1, *, shared: bool = False) -> PrefillPolicy:
 
 def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
     def short(tokens: int, ranks: int) -> bool:
-        return learned(ranks).is_short(request(0, tokens, 0.0))
+        return learned(ranks).is_short(request(0, tokens, 0.0), 0)
 
     # Alone, whatever fits into a step; of several ranks all but one repeat 2 ms a token, which a
     # step of its own would cost 0.05 s.
     for ranks, most in ((1, 187), (2, 24), (4, 8), (8, 3)):
         assert [short(n, ranks) for n in (1, most, most + 2)] == [True, True, False]
-    explained = dataclasses.replace(request(0, 5, 0.0), params=SamplingParams(prompt_logprobs=0))
+    explained = request(0, 5, 0.0, params=SamplingParams(prompt_logprobs=0))
     policy = learned()
-    assert not policy.is_short(explained)
-    assert not policy.is_short(dataclasses.replace(request(0, 5, 0.0), chunked_prefill_size=4))
-    assert not PrefillPolicy(math.inf).is_short(request(0, 513, 0.0))
+    assert not policy.is_short(explained, 0)
+    assert not policy.is_short(request(0, 5, 0.0, chunked_prefill_size=4), 0)
+    assert not PrefillPolicy(math.inf).is_short(request(0, 513, 0.0), 0)
 
 
 def test_what_stays_sharded_is_not_repeated() -> None:
@@ -166,30 +168,30 @@ def test_what_stays_sharded_is_not_repeated() -> None:
         policy.cost.learn(Work(answers=0), 0.01)
         seconds = 0.03 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
         observe(policy.cost, tokens, context, seconds, chunk=1)
-    prefix = dataclasses.replace(request(0, 10**6, 0.0), max_tokens=0)
+    prefix = request(0, 10**6, 0.0, max_tokens=0)
     for tokens, short in ((10, True), (50, True), (100, False)):
-        question = dataclasses.replace(request(1, tokens, 0.0), prefix=prefix)
-        assert policy.is_short(question) is short  # 7 times 50 us a token, of 20 ms
+        question = request(1, tokens, 0.0, prefix=prefix)
+        assert policy.is_short(question, prefix.end) is short  # 7 times 50 us a token, of 20 ms
 
 
 def test_prompts_share_a_step_as_far_as_it_goes() -> None:
-    prompts = [request(key, 50, 0.0) for key in range(5)]
+    prompts = [prefill(key, 50, 0.0) for key in range(5)]
     for ranks in (1, 2, 8):  # 0.1 s each, in chunks; on one rank also if they are short
         assert learned(ranks).together(prompts) == (prompts[:2], pytest.approx(0.2, rel=0.01))
         assert learned(ranks).together(prompts, part=0.5)[0] == prompts[:1]  # beside a chunk
-    short = [dataclasses.replace(prompt, short=True) for prompt in prompts]
+    short = [prefill(key, 50, 0.0, short=True) for key in range(5)]
     assert learned(1).together(short)[0] == short[:2]
     assert learned(2).together(short)[0] == short[:1]  # 0.2 s each
     policy = learned(8)
-    assert policy.together([request(0, 4000, 0.0)])[0] != []  # one at least
+    assert policy.together([prefill(0, 4000, 0.0)])[0] != []  # one at least
     assert policy.together([]) == ([], 0)
     urgent = PrefillPolicy(STEP, by_priority=True)
-    first = request(9, 50, 0.0, priority=-1)
+    first = prefill(9, 50, 0.0, priority=-1)
     assert urgent.together([*prompts, first])[0] == [first]
 
 
 def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
-    policy, long = learned(), request(0, 40_000, 0.0)
+    policy, long = learned(), prefill(0, 40_000, 0.0)
     # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
         found, _ = policy.take(long, [], answering=[0], joined=joined)
@@ -198,28 +200,29 @@ def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
 
 def test_who_joins_a_step() -> None:
     policy = learned(2)
-    assert policy.joins(request(0, 187, 0.0)) and not policy.joins(request(0, 189, 0.0))  # 0.375 s
-    begun = dataclasses.replace(request(0, 100, 0.0), prefilled_to=50)
+    assert policy.joins(prefill(0, 187, 0.0)) and not policy.joins(prefill(0, 189, 0.0))  # 0.375 s
+    begun = prefill(0, 100, 0.0)
+    begun.advance(50)
     assert not policy.joins(begun)
-    assert policy.joins(dataclasses.replace(request(0, 200, 0.0), short=True))
-    assert not policy.joins(dataclasses.replace(request(0, 100, 0.0), chunked_prefill_size=99))
+    assert policy.joins(prefill(0, 200, 0.0, short=True))
+    assert not policy.joins(prefill(0, 100, 0.0, chunked_prefill_size=99))
     fast = PrefillPolicy(math.inf, 2)
-    assert fast.joins(request(0, 1024, 0.0)) and not fast.joins(request(0, 1025, 0.0))
+    assert fast.joins(prefill(0, 1024, 0.0)) and not fast.joins(prefill(0, 1025, 0.0))
 
 
 def test_long_prompts_are_not_cut_for_each_other() -> None:
-    found = Simulation([request(key, 20_000, 0.0) for key in range(4)]).run()
+    found = Simulation([prefill(key, 20_000, 0.0) for key in range(4)]).run()
     usual = [seconds for _, seconds, _, tokens in found.chunks[1:] if tokens > 300]
     assert np.median(usual) == pytest.approx(4 * STEP, rel=0.1)
     # They are read one after the other, but for the oldest's half of the time.
     assert sorted(found.finished.values()) == pytest.approx([42, 84, 126, 168], rel=0.2)
     policy = learned()
-    answered = policy.take(request(0, 20_000, 0.0), [], answering=[0])[0]
+    answered = policy.take(prefill(0, 20_000, 0.0), [], answering=[0])[0]
     assert answered == pytest.approx(100, abs=1)
 
 
 def test_a_lone_prompt_is_not_cut_into_more_chunks_beside_other_programs() -> None:
-    policy, quiet, long = learned(), learned(), request(0, 20_000, 0.0)
+    policy, quiet, long = learned(), learned(), prefill(0, 20_000, 0.0)
     policy.slowdown = 4.0
     for beside in ([], [0]):  # nothing else to do, and one sequence that decodes
         slowed = policy.take(long, [], answering=beside)[0]
@@ -230,33 +233,33 @@ def test_a_lone_prompt_is_not_cut_into_more_chunks_beside_other_programs() -> No
 
 arrivals = st.lists(
     st.tuples(st.integers(1, 20_000), st.floats(0, 60)), min_size=1, max_size=12
-).map(lambda found: [request(key, n, at) for key, (n, at) in enumerate(found)])
+).map(lambda found: [prefill(key, n, at) for key, (n, at) in enumerate(found)])
 
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals)
-def test_nobody_starves_and_work_is_conserved(prompts: list[Request]) -> None:
+def test_nobody_starves_and_work_is_conserved(prompts: list[Prefill]) -> None:
     found = Simulation(prompts).run()
     assert found.finished.keys() == {prompt.key for prompt in prompts}
     for prompt in prompts:
-        assert sum(n for key, _, _, n in found.chunks if key == prompt.key) == len(prompt.prompt)
+        assert sum(n for key, _, _, n in found.chunks if key == prompt.key) == prompt.end
     # The clock stands still only when there is nothing to read.
     busy = sum(seconds for _, seconds, _, _ in found.chunks)
-    last = max(prompt.arrived for prompt in prompts)
+    last = max(prompt.request.arrived for prompt in prompts)
     assert found.now <= last + busy + 1e-6
 
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals)
-def test_the_oldest_gets_at_least_half_of_the_time(prompts: list[Request]) -> None:
+def test_the_oldest_gets_at_least_half_of_the_time(prompts: list[Prefill]) -> None:
     """Up to one step, from when it is the oldest until it is read."""
     turns_of = Simulation(prompts).run()
-    present: dict[int, Request] = {p.key: p for p in prompts}
+    present: dict[int, Prefill] = {p.key: p for p in prompts}
     now, own, others, oldest = 0.0, 0.0, 0.0, -1
     for key, seconds, _, _ in turns_of.chunks:
-        here = [p for p in present.values() if p.arrived <= now] or [present[key]]
-        now = max(now, present[key].arrived)
-        first = min(here, key=lambda p: (p.arrived, p.key))
+        here = [p for p in present.values() if p.request.arrived <= now] or [present[key]]
+        now = max(now, present[key].request.arrived)
+        first = min(here, key=lambda p: (p.request.arrived, p.key))
         if first.key != oldest:
             own, others, oldest = 0.0, 0.0, first.key
         if key == oldest:
@@ -271,7 +274,7 @@ def test_the_oldest_gets_at_least_half_of_the_time(prompts: list[Request]) -> No
 
 
 def test_priority_goes_before_everything_else() -> None:
-    prompts = [request(0, 9_000, 0.0, priority=1), request(1, 9_000, 1.0, priority=0)]
+    prompts = [prefill(0, 9_000, 0.0, priority=1), prefill(1, 9_000, 1.0, priority=0)]
     found = Simulation(prompts, by_priority=True).run()
     begun = next(i for i, (key, *_) in enumerate(found.chunks) if key == 1)
     assert begun == 1  # after the chunk that had begun
@@ -317,14 +320,14 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
         """Read a hundred prompts of 94 tokens beside an answer; return how often one was cut."""
         count = 0
         for key in range(100):
-            prompt = request(key, 94, 0)
+            prompt = prefill(key, 94, 0)
             policy.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
-            while not prompt.prefilled:
-                left = prompt.end - prompt.prefilled_to
+            while not prompt.done:
+                left = prompt.end - prompt.position
                 tokens = min(left, max(2, int(policy.take(prompt, [], answering=[0])[0])))
                 seconds = random.uniform(0.8, 1.2) * (s + a * tokens)
-                observe(policy.cost, tokens, prompt.prefilled_to, seconds)
-                prompt.prefilled_to += tokens
+                observe(policy.cost, tokens, prompt.position, seconds)
+                prompt.position += tokens
                 count += tokens < left
         return count
 
@@ -335,12 +338,12 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
 
 
 def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> None:
-    long, policy = request(0, 40_000, 0.0), learned(2, shared=True)
+    long, policy = prefill(0, 40_000, 0.0), learned(2, shared=True)
     # Of 0.25 s, 0.05 are for the step, and would be as many for a chunk.
     assert policy.take(long, [], answering=[0]) == (pytest.approx(100, rel=0.02), False)
     assert learned(2).take(long, [], answering=[0]) == (pytest.approx(75, rel=0.02), True)
-    assert policy.take(long, [request(1, 50, 0.0)])[1] is False
-    assert policy.take(long, [])[1] and policy.take(long, [request(1, 9_000, 0.0)])[1]
+    assert policy.take(long, [prefill(1, 50, 0.0)])[1] is False
+    assert policy.take(long, [])[1] and policy.take(long, [prefill(1, 9_000, 0.0)])[1]
     assert learned(1, shared=True).take(long, [], answering=[0])[1]
     fast = PrefillPolicy(math.inf, 2, shared=True)
     assert fast.take(long, [], answering=[0]) == (512, False)
@@ -354,12 +357,12 @@ def on_eight_h200(tokens: int, answers: int, eager: float) -> tuple[float, int]:
     is not, and takes ``eager`` seconds.
     """
     policy = PrefillPolicy(STEP, 8, shared=True, replayed=True)
-    prompt = dataclasses.replace(request(0, tokens, 0.0), chunked_prefill_size=1 << 20)
+    prompt = prefill(0, tokens, 0.0, chunked_prefill_size=1 << 20)
     now, steps = 0.0, 0
     for _ in range(20):
         policy.cost.learn(Work(answers=1), 0.005)
-    while not prompt.prefilled:
-        at = prompt.prefilled_to
+    while not prompt.done:
+        at = prompt.position
         n, sharded = policy.take(prompt, [], answering=[1000] * answers)
         n = min(max(2, int(n)), prompt.end - at)
         pairs = n * (at + n / 2)
@@ -369,7 +372,7 @@ def on_eight_h200(tokens: int, answers: int, eager: float) -> tuple[float, int]:
         work = Work(1, int(sharded), int(not sharded), answers, at + 1000 * answers, n, pairs)
         policy.cost.learn(work, seconds)
         policy.took([prompt], prompt, seconds)
-        now, steps, prompt.prefilled_to = now + seconds, steps + 1, at + n
+        now, steps, prompt.position = now + seconds, steps + 1, at + n
     return now, steps
 
 
@@ -394,7 +397,7 @@ def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
     for _ in range(8):
         policy.cost.learn(Work(answers=1), 0.09 * noise())
         observe(policy.cost, 2000, 4000, 5.33 * noise(), 1)
-    long, lengths = request(0, 40_000, 0.0), []
+    long, lengths = prefill(0, 40_000, 0.0), []
     for answers in [1, 2, 4, 6, 8, 9] + [9] * 60:
         tokens, sharded = policy.take(long, [], answering=[0] * answers)
         assert sharded

@@ -98,14 +98,13 @@ def serve(
             step(core, answers, cached)
     while core.has_work:
         step(core, answers, cached)
-    for request in list(core._requests):
-        core.abort(request)
+    for ask in asks:
+        core.abort(ask.name)
     stats = core.stats()
     assert sum(stats["kv_bytes_per_rank"]) == 0
     admission = core.scheduler.admission
     if admission.prefix_cache is not None:
-        while admission.prefix_cache.evictable:
-            core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
+        core._run_all(admission.shrink_to(0))
     assert (admission.accounts.free == admission.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences

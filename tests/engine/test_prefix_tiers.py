@@ -101,8 +101,7 @@ def life(
     stats = core.stats()["prefix_cache"]
     admission = core.scheduler.admission
     assert admission.prefix_cache is not None and admission.tiers is not None
-    while admission.prefix_cache.evictable:
-        core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
+    core._run_all(admission.shrink_to(0))
     assert (admission.accounts.free == admission.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
@@ -178,12 +177,12 @@ def half_read(comm: Communicator, path: str, given: dict[str, Any], ask: Ask) ->
     with mock.patch.object(admission, "_CHECKPOINT_SECONDS", 0.0):
         core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
         core.step()  # which admits it
-        [request] = core.scheduler.running.values()
-        while request.prefilled_to < request.end * 3 // 4:
+        [prefill] = core.scheduler.prefills.values()
+        while prefill.position < prefill.end * 3 // 4:
             core.step()
             time.sleep(0.05)  # for the disk
     tiers = core.scheduler.admission.tiers
-    assert tiers is not None and not request.prefilled and tiers.nodes.entries("disk")
+    assert tiers is not None and not prefill.done and tiers.nodes.entries("disk")
     tiers.close()  # the lock, which a kill gives back
     core._run(StepPlan(Op.STOP))  # nothing is saved any more
     return tiers.nodes.entries("disk")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from razor_dist.api.schema import CompletionBody
-from razor_dist.api.validate import parse
+from razor_dist.api.validate import validated
 from razor_dist.config.errors import ModelError
 from razor_dist.protocol.sampling_params import sampling_defaults
 
@@ -24,7 +24,9 @@ def write(folder: Path, values: Any) -> Path:
 def test_a_request_gets_the_models_values_where_it_gives_none(tmp_path: Path) -> None:
     defaults = sampling_defaults(write(tmp_path, RECOMMENDED), "auto")
     assert defaults == {"temperature": 0.2, "top_p": 0.9}
-    body = parse(CompletionBody, {"model": "m", "prompt": "a", "top_p": 0.5, "temperature": None})
+    body = validated(
+        CompletionBody, {"model": "m", "prompt": "a", "top_p": 0.5, "temperature": None}
+    )
     params = body.sampling(defaults)
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.5, 0)
 
@@ -32,7 +34,7 @@ def test_a_request_gets_the_models_values_where_it_gives_none(tmp_path: Path) ->
 def test_no_file_and_none_mean_openais_defaults(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path, "auto") == {}
     assert sampling_defaults(write(tmp_path, RECOMMENDED), "none") == {}
-    params = parse(CompletionBody, {"model": "m", "prompt": "a"}).sampling({})
+    params = validated(CompletionBody, {"model": "m", "prompt": "a"}).sampling({})
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
 
 

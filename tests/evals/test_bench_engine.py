@@ -28,7 +28,7 @@ from razor_dist.evals.bench.measure import (
 )
 from razor_dist.evals.bench.peers import open_peers
 from razor_dist.evals.bench.settings import EngineBenchSettings, ProbeBenchSettings
-from razor_dist.evals.run_notes import cpu_name
+from razor_dist.evals.report import cpu_name
 from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import load_model

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from razor_dist import cli
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals import demo
+from razor_dist.evals import demo, serving
 from razor_dist.evals.demo import Savings
 from razor_dist.plan.deployment import Deployment
 
@@ -37,11 +37,11 @@ def test_too_little_prose_is_refused() -> None:
 
 def test_events_are_the_data_lines_up_to_done() -> None:
     lines = [": heartbeat", "", 'data: {"a": 1}', "", "data: [DONE]", 'data: {"a": 2}']
-    assert list(demo.events(lines)) == [{"a": 1}]
+    assert list(serving.events(lines)) == [{"a": 1}]
 
 
 def test_decode_speed_leaves_the_first_token_out() -> None:
-    answer = demo.DemoAnswer("", 7000, 11, first_token_seconds=20.0, total_seconds=25.0)
+    answer = serving.Answer("", 7000, 0, 11, first_token_seconds=20.0, total_seconds=25.0)
     assert answer.tokens_per_second == 2.0
 
 
@@ -112,10 +112,10 @@ def test_progress_without_a_terminal_is_lines() -> None:
 def test_other_flags_go_to_the_server_and_prevail(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
 
-    def no_server(*flags: str) -> None:
+    def no_server(*flags: str, **_: object) -> None:
         given.extend(flags)
-        raise demo.ServingError("none here")
+        raise serving.ServingError("none here")
 
-    monkeypatch.setattr(demo, "server", no_server)
+    monkeypatch.setattr(demo, "serve", no_server)
     assert cli.main(["demo", "--world-size", "3", "--window-ratio", "7"]) == 1
     assert "--world-size=3" in given and given[-2:] == ["--window-ratio", "7"]

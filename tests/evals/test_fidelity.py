@@ -16,16 +16,13 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.fidelity import report
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
-from razor_dist.evals.fidelity.methods import methods_of
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask
-from razor_dist.evals.needle.replay import FULL_METHOD, Method
+from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.results import read_job
 from tests.literal import literal_logits
-from tests.tiny_models import make_tiny
-from tests.tokenizer import write_letters
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 WINDOW = {"window_min": 30, "window_ratio": 5, "block": 16, "sink_tokens": 4}
@@ -33,16 +30,9 @@ PROMPT, END = 100, 230
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
-    write_letters(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> FidelityModel:
+def model(letters: Path) -> FidelityModel:
     settings = {"attention": "full", "threads": 1, "chunked_prefill_size": 64}
-    return FidelityModel(FidelityEngineConfig(model=str(folder), **settings))
+    return FidelityModel(FidelityEngineConfig(model=str(letters), **settings))
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +41,13 @@ def text() -> Scored:
     return Scored(tuple(torch.randint(4, 99, (END,), generator=generator).tolist()), PROMPT)
 
 
-def stock_logits(folder: Path, text: Scored, mask: Tensor | None = None) -> Tensor:
+def _methods(config: FidelityConfig) -> list[Method]:
+    return methods_of(config, config.method_settings)
+
+
+def stock_logits(letters: Path, text: Scored, mask: Tensor | None = None) -> Tensor:
     """Logits ``[N, V]`` of transformers' own model, under a mask ``[N, N]`` or the causal one."""
-    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    stock = AutoModelForCausalLM.from_pretrained(letters, attn_implementation="eager")
     ids = torch.tensor([text.ids])
     added = None
     if mask is not None:
@@ -91,18 +85,18 @@ def test_full_attention_differs_from_itself_in_nothing(model: FidelityModel, tex
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["prefill", "decode"])
 def test_razor_is_as_far_from_full_as_its_literal_definition(
-    model: FidelityModel, folder: Path, text: Scored, one_by_one: bool
+    model: FidelityModel, letters: Path, text: Scored, one_by_one: bool
 ) -> None:
     figures, cost = model.measure(Method("razor", WINDOW, HEADS), text, one_by_one=one_by_one)
     literal = {"minimum": 30, "ratio": 5, "maximum": None, "block": 16, "sinks": 4}
-    own = literal_logits(str(folder), list(text.ids), HEADS, literal | {"compensation": True})
-    assert_figures_are(figures, text, stock_logits(folder, text), own)
+    own = literal_logits(str(letters), list(text.ids), HEADS, literal | {"compensation": True})
+    assert_figures_are(figures, text, stock_logits(letters, text), own)
     assert 0 < cost["kv_bytes"] < cost["kv_bytes_full"]
 
 
 @pytest.mark.parametrize("prefill", ["local", "exact"])
 def test_streaming_is_stock_transformers_with_a_mask(
-    model: FidelityModel, folder: Path, text: Scored, prefill: str
+    model: FidelityModel, letters: Path, text: Scored, prefill: str
 ) -> None:
     own = {"attention": "streaming", "prefill": prefill, "compensation": False}
     figures, _ = model.measure(Method("streaming", {**WINDOW, **own}), text)
@@ -113,8 +107,8 @@ def test_streaming_is_stock_transformers_with_a_mask(
     if prefill == "exact":
         seen |= query < PROMPT
     mask = seen & (key <= query)
-    full = stock_logits(folder, text)
-    assert_figures_are(figures, text, full, stock_logits(folder, text, mask))
+    full = stock_logits(letters, text)
+    assert_figures_are(figures, text, full, stock_logits(letters, text, mask))
 
 
 def test_a_dtype_of_keys_and_values_is_measured_alone(model: FidelityModel, text: Scored) -> None:
@@ -124,17 +118,17 @@ def test_a_dtype_of_keys_and_values_is_measured_alone(model: FidelityModel, text
 
 
 def test_a_budget_is_filled_by_a_maps_own_scores(
-    model: FidelityModel, folder: Path, text: Scored, tmp_path: Path
+    model: FidelityModel, letters: Path, text: Scored, tmp_path: Path
 ) -> None:
     scores = tuple((float(flags[0]), float(flags[1])) for flags in HEADS)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(letters)
     found = HeadMap.of_model(
         "tiny", config, method="duo", settings={}, retrieval=HEADS, kv_scores={"gate": scores}
     )
     found.save(tmp_path / "map.json")
     own = {"head_map": str(tmp_path / "map.json"), **WINDOW}
     settings = {"as it is": own, "half": {**own, "percent": 50}, "less": {**own, "percent": 20}}
-    as_it_is, half, less = methods_of(FidelityConfig(model=str(folder), methods=settings))
+    as_it_is, half, less = _methods(FidelityConfig(model=str(letters), methods=settings))
     assert (half.retrieval, as_it_is.retrieval) == (HEADS, HEADS)
     assert less.retrieval is not None and sum(map(sum, less.retrieval)) == 2
     figures, cost = model.measure(half, text)
@@ -144,7 +138,7 @@ def test_a_budget_is_filled_by_a_maps_own_scores(
 
 def test_a_run_goes_on_with_other_methods_and_texts(
     model: FidelityModel,
-    folder: Path,
+    letters: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -157,7 +151,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
     (tmp_path / "one.py").write_text("def f(x): return x * 2  # twice\n" * 9)
     (tmp_path / "two.txt").write_text("It is a truth universally acknowledged, that. " * 6)
     out = tmp_path / "run"
-    shared = ["--model", str(folder), "--no-ray", "--out", str(out), "--tokens", "200"]
+    shared = ["--model", str(letters), "--no-ray", "--out", str(out), "--tokens", "200"]
     shared += ["--window-min", "30", "--window-ratio", "5", "--block", "16", "--ranges", "2"]
 
     def run(texts: list[str], methods: str) -> int:
@@ -219,16 +213,16 @@ def test_a_run_goes_on_with_other_methods_and_texts(
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value)),
 )
-def test_settings_that_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_are_refused(letters: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, HeadMapError)) as error:
-        methods_of(FidelityConfig(model=str(folder), **settings))
+        _methods(FidelityConfig(model=str(letters), **settings))
     assert str(error.value).startswith(message)
 
 
-def test_texts_that_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_texts_that_are_refused(letters: Path, tmp_path: Path) -> None:
     short, other = tmp_path / "short.txt", tmp_path / "other" / "short.txt"
     short.write_text("Not much.")
-    config = FidelityConfig(model=str(folder), methods=("streaming",), tokens=200)
+    config = FidelityConfig(model=str(letters), methods=("streaming",), tokens=200)
     for files, message in (
         ([short], "short.txt has 9 tokens, fewer than the 200 wanted"),
         ([short, other], "two texts are named short.txt; rename one"),

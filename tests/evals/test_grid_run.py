@@ -13,33 +13,29 @@ from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.evals.grid import PRESET, GridTask, grid_reading, place_seed
+from razor_dist.evals.methods import FULL_METHOD, Method
 from razor_dist.evals.needle.config import GridConfig
-from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.replay import (
-    FULL_METHOD,
-    Method,
+from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.one_rank import (
     ReplayConfig,
     ReplayModel,
     kept_layers,
     prefill,
     run_core,
 )
-from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.texts import Haystack, Prompter
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.tiny_models import make_tiny
-from tests.tokenizer import smollm2_tokenizer, write_letters
+from tests.tokenizer import smollm2_tokenizer
 
 WINDOW = {"window_min": 40, "window_ratio": 5, "block": 16}
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ReplayModel:
-    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
-    write_letters(folder)
-    return ReplayModel(EngineConfig(model=str(folder), threads=1, chunked_prefill_size=128))
+def model(letters: Path) -> ReplayModel:
+    return ReplayModel(EngineConfig(model=str(letters), threads=1, chunked_prefill_size=128))
 
 
 def _decode(core: EngineCore, question: list[int]) -> list[int]:

@@ -13,7 +13,8 @@ from PIL import Image
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.needle.results import FULL, NeedleResults
+from razor_dist.evals.methods import FULL
+from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.studies import Ablations, HeadMapComparison, read_maps
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.results import read_job

@@ -10,11 +10,12 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.grid import METHODS, named_method, place_seed
+from razor_dist.evals.grid import place_seed
+from razor_dist.evals.methods import METHODS, named_method
 from razor_dist.evals.needle.config import Place
-from razor_dist.evals.needle.documents import Haystack
 from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
 from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.texts import Haystack
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)
 DEPTHS = (0, 25, 50, 75, 100)

@@ -23,8 +23,6 @@ from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.jobs.results import read_job
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.tiny_models import make_tiny
-from tests.tokenizer import write_letters
 
 
 @pytest.mark.parametrize(
@@ -90,38 +88,34 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
         "haystack_fingerprint": "0123",
     }
     scores = {("vt", 100): [1.0, 0.5], ("cwe", 100): [0.25, 0.0], ("vt", 200): [1.0, 1.0]}
-    records = [
-        {
-            "status": "done",
-            "result": {"method": "full", "task": task, "length": length, "score": value},
-        }
+    results = [
+        {"method": "full", "task": task, "length": length, "score": value}
         for (task, length), values in scores.items()
         for value in values
     ]
-    error = {"type": "ConfigError", "message": "cwe cannot be made"}
-    lost = [
-        {"id": f"full/cwe/200/{n}", "status": "failed", "result": None, "error": error}
-        for n in range(2)
-    ]
-    page = report(about, [*records, *lost], {"full": {"attention": "full"}})
+    why = "ConfigError: cwe cannot be made"
+    lost = {f"full/cwe/200/{n}": why for n in range(2)}
+    page = report(about, results, lost, {"full": {"attention": "full"}})
     assert "| vt | 75.0 | 100.0 | 87.5 |" in page
     assert "| cwe | 12.5 | - | - |" in page
     assert "| **average** | 43.8 | - | - |" in page
     assert "2 of 8 samples failed" in page and "not been asked" not in page
     assert "kvpress" not in page
-    page_of_press = report(about, records, {"full": {"press": "tova", "kv_budget": 0.25}})
+    page_of_press = report(about, results, {}, {"full": {"press": "tova", "kv_budget": 0.25}})
     assert (
         "full: kvpress 0.5.5. Every head reads in full; then 0.25 of all is kept" in page_of_press
     )
     assert "## Failed\n\n- `full/cwe/200/0`, `full/cwe/200/1`: ConfigError: cwe cannot" in page
-    assert "1 of 8 samples have not been asked yet" in report(about, [*records, lost[0]], {})
+    assert "1 of 8 samples have not been asked yet" in report(
+        about, results, {"full/cwe/200/0": why}, {}
+    )
 
 
-def test_a_run_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_tiny("llama", tmp_path / "tiny")
-    write_letters(model)
+def test_a_run_on_a_tiny_model(
+    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    command = ["eval", "ruler", "--model", str(model), "--out", str(out), "--no-ray"]
+    command = ["eval", "ruler", "--model", str(letters), "--out", str(out), "--no-ray"]
     command += ["--tasks", "niah_single_1,fwe", "--lengths", "1200", "--samples", "1"]
     command += ["--methods", "full,streaming", "--window-min", "64", "--block", "16"]
     assert cli.main(command) == 0
@@ -175,13 +169,14 @@ class Mute:
 
 
 def test_samples_that_fail_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    letters: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Mute)
-    model = make_tiny("llama", tmp_path / "tiny")
-    write_letters(model)
     out = tmp_path / "out"
-    command = ["eval", "ruler", "--model", str(model), "--out", str(out), "--no-ray"]
+    command = ["eval", "ruler", "--model", str(letters), "--out", str(out), "--no-ray"]
     command += ["--tasks", "niah_single_1,cwe", "--lengths", "1000", "--samples", "2"]
     assert cli.main([*command, "--methods", "streaming"]) == 1
     shown = capsys.readouterr().out
@@ -191,10 +186,10 @@ def test_samples_that_fail_are_told(
     assert "| cwe | - | - |" in shown
 
 
-def test_a_length_beyond_the_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = make_tiny("llama", tmp_path / "tiny")
-    write_letters(model)
-    command = ["eval", "ruler", "--model", str(model), "--out", str(tmp_path / "out")]
+def test_a_length_beyond_the_model(
+    letters: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", "ruler", "--model", str(letters), "--out", str(tmp_path / "out")]
     assert cli.main([*command, "--no-ray", "--lengths", "5000"]) == 2
     assert "lengths: 5000 is beyond" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -14,10 +14,10 @@ import pytest
 from razor_dist import cli
 from razor_dist.attention.sources import TOP
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.sources.config import SourcesConfig
 from razor_dist.evals.sources.report import SourcesReport, bm25, page, roc_auc
 from razor_dist.evals.sources.task import Document, SourcesTask
+from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.prompts import PromptEncoder
 from tests.tokenizer import smollm2_tokenizer
 

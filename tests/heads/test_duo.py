@@ -17,6 +17,7 @@ from razor_dist.heads.decision import Scores
 from razor_dist.identify.duo.attention import Ulysses
 from razor_dist.identify.duo.train import (
     GatedModel,
+    KeptRun,
     TrainingState,
     head_map,
     run_identity,
@@ -85,18 +86,9 @@ def _train(
         return sample(index)
 
     state = TrainingState.load(file, {"a": 1}) if resume and file is not None else None
-    save = None if file is None else lambda new: new.save(file, {"a": 1})
+    kept = None if file is None else KeptRun(file, {"a": 1}, 4, state)
     try:
-        gates = train(
-            loaded,
-            until,
-            settings,
-            group,
-            state=state,
-            save=save,
-            save_every=4,
-            on_step=on_step,
-        )
+        gates = train(loaded, until, settings, group, kept=kept, on_step=on_step)
     except KeyboardInterrupt:
         gates = ()
     return gates, reports

@@ -23,7 +23,6 @@ from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny
-from tests.tokenizer import write_letters
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +74,14 @@ def test_missing_folder_is_noticed_before_the_work(model: Path, tmp_path: Path) 
         _identify(model, tmp_path / "no" / "map.json")
 
 
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, which knows letters."""
-    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "talker")
-    write_letters(folder)
-    return folder
-
-
 def test_verify_records_what_the_map_loses(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, prose = tmp_path / "map.json", "A sentence of some length is what a haystack is made of. "
     (tmp_path / "prose.txt").write_text(prose * 10)
     options = ["--verify", "--verify-tokens", "400", "--verify-window", "150", "--seed", "1"]
     options += ["--haystack", str(tmp_path)]
-    text = _identify(talker, out, *options)
+    text = _identify(letters, out, *options)
     found = HeadMap.load(out).verification
     assert found is not None
     assert (found.documents, found.tokens, found.seed, found.dtype) == (5, 400, 1, "float32")
@@ -159,10 +150,10 @@ def ask_for_numbers(folder: Path, settings: GridConfig) -> None:
     ],
 )
 def test_a_verification_that_cannot_be_is_refused_before_the_work(
-    options: list[str], message: str, talker: Path, tmp_path: Path
+    options: list[str], message: str, letters: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        _identify(talker, tmp_path / "map.json", *options)
+        _identify(letters, tmp_path / "map.json", *options)
     assert not (tmp_path / "map.json").exists()
 
 

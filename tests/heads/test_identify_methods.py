@@ -21,17 +21,8 @@ from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
-from tests.tokenizer import write_letters
 
 SMALL = ["--passkeys", "2", "--max-tokens", "1500", "--sink-tokens", "4", "--recent-tokens", "16"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokenizer knows letters."""
-    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-    write_letters(folder)
-    return folder
 
 
 def _run(method: str, model: Path, out: Path, *options: str) -> str:
@@ -41,26 +32,26 @@ def _run(method: str, model: Path, out: Path, *options: str) -> str:
     return result.stdout
 
 
-def test_onthefly_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> None:
+def test_onthefly_writes_a_map_and_a_picture(letters: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "map.json", tmp_path / "map.png"
     options = [*SMALL, "--samples", "2", "--sparsity", "0.6", "--plot", str(picture)]
-    text = _run("onthefly", model, out, *options)
+    text = _run("onthefly", letters, out, *options)
     found = HeadMap.load(out)
-    config = read_config(model)
+    config = read_config(letters)
     found.validate(ModelShape.from_config(config), model_fingerprint(config))
     assert found.method == "onthefly" and found.settings["passkeys"]["passkeys"] == 2
     assert sum(map(sum, found.retrieval)) == 3  # ceil(0.6 x 7) of 8 are local
     assert "2 samples; " in text and "kept 3 of 8 KV heads (37.5%)" in text
     with Image.open(picture) as image:
         assert image.width > 300
-    _run("onthefly", model, tmp_path / "again.json", *options[:-2])
+    _run("onthefly", letters, tmp_path / "again.json", *options[:-2])
     assert HeadMap.load(tmp_path / "again.json") == found
 
 
 @pytest.mark.slow
-def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) -> None:
+def test_duo_trains_on_torchruns_ranks_and_resumes(letters: Path, tmp_path: Path) -> None:
     """In processes of its own: a process group lasts as long as its process."""
-    train = [str(model), *SMALL, "--device", "cpu"]
+    train = [str(letters), *SMALL, "--device", "cpu"]
     train += ["--steps", "4", "--learning-rate", "0.2", "--checkpoint-every", "2"]
     state, out, again = tmp_path / "run", tmp_path / "map.json", tmp_path / "again.json"
     command = Path(sys.executable).with_name("torchrun")
@@ -87,7 +78,7 @@ def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) 
         (["--resume", str(state), "--checkpoint", str(state)], "--checkpoint or --resume"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            _run("duo", model, again, *train[1:], *options)
+            _run("duo", letters, again, *train[1:], *options)
 
 
 _MAIN = "import sys; from razor_dist.cli import main; sys.exit(main())"
@@ -114,18 +105,18 @@ def _process(command: list[str]) -> tuple[str, str]:
     ],
 )
 def test_mistakes(
-    model: Path, tmp_path: Path, method: str, options: list[str], problem: str
+    letters: Path, tmp_path: Path, method: str, options: list[str], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        _run(method, model, tmp_path / "map.json", *options)
+        _run(method, letters, tmp_path / "map.json", *options)
 
 
 def test_only_duo_uses_several_ranks(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="only duo uses torchrun's ranks"):
-        _run("onthefly", model, tmp_path / "map.json")
+        _run("onthefly", letters, tmp_path / "map.json")
 
 
 def test_passkeys_need_a_tokenizer(tmp_path: Path) -> None:
@@ -164,11 +155,11 @@ def test_the_options_of_methods_are_frozen() -> None:
     assert found == {name: COMMON | own for name, own in OPTIONS.items()}
 
 
-def test_the_older_form_is_understood(model: Path, tmp_path: Path) -> None:
+def test_the_older_form_is_understood(letters: Path, tmp_path: Path) -> None:
     assert method_first(["m", "--method", "duo", "--l1", "1"]) == ["duo", "m", "--l1", "1"]
     assert method_first(["--out", "x", "--method=razor", "m"]) == ["razor", "--out", "x", "m"]
     bloom = make_alibi("bloom", tmp_path / "bloom")
-    for folder, method in ((model, "razor"), (bloom, "alibi")):
+    for folder, method in ((letters, "razor"), (bloom, "alibi")):
         rest = ["--verify", str(folder), "--out", "x"]
         assert method_first(rest) == [method, *rest]
         assert method_first(["--method", "auto", "--out=x", *rest]) == [method, "--out=x", *rest]

@@ -109,7 +109,7 @@ def kill_rank(llm: LLM) -> NoReturn:
     client = llm._engine.client
     while client.status.state != "ready":  # of an earlier attempt
         time.sleep(0.01)
-    os.kill(llm._engine.pids[-1], signal.SIGKILL)
+    os.kill(llm.pids[-1], signal.SIGKILL)
     while client.status.state == "ready":
         time.sleep(0.01)
     raise EngineError("a rank was killed under this item")

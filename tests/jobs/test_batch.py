@@ -15,6 +15,7 @@ from openai.types.responses import Response
 
 from razor_dist import cli
 from razor_dist.api.formats import ChatFormat
+from razor_dist.api.request import ParsedRequest
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -120,6 +121,24 @@ def test_a_batch(
     assert "holds results of other settings" in capfd.readouterr().err
 
 
+def test_unknown_fields_are_ignored_if_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    write(tmp_path / "in.jsonl", [request(str(n), prompt=" a b", num_ctx=n) for n in range(2)])
+    out = tmp_path / "out.jsonl"
+    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
+    command += ["--attention", "full", "--unknown-fields"]
+    assert cli.main([*command, "warn"]) == 0
+    answers = [json.loads(line)["response"] for line in out.read_text().splitlines()]
+    assert [a["body"]["choices"][0]["text"] for a in answers] == [" b a"] * 2
+    said = "requests have the unsupported field 'num_ctx', which is ignored"
+    assert [r.getMessage() for r in caplog.records].count(said) == 1
+    # What is refused and what is not are results of two settings.
+    assert cli.main([*command, "refuse"]) == 2
+    assert cli.main([*command, "maybe"]) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -190,7 +209,8 @@ def test_calls_are_read_as_the_server_reads_them() -> None:
     answer = CompletionOutput(text=text, token_ids=ids, finish_reason="stop")
     choice = _served(RequestOutput("", None, [1], outputs=[answer]), answer, tokenizer)
     assert choice.pieces == pieces
-    form = ChatFormat("m", [choice], tokenizer, tools=ToolUse("mistral", ["a", "b"]))
+    request = ParsedRequest([], tools=ToolUse("mistral", ["a", "b"]))
+    form = ChatFormat(request, "m", [choice], tokenizer)
     message = form.whole()["choices"][0]["message"]
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
     assert calls == [("a", json.dumps(json.loads(arguments))), ("b", "{}")]

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from razor_dist import LLM, SamplingParams
-from razor_dist.api.parsing import Limits, parse_request
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Limits
 from razor_dist.cli import main
 from razor_dist.config.errors import HeadMapError
 from razor_dist.config.schema import ServerConfig

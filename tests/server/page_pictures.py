@@ -23,7 +23,7 @@ SCREENS = {"light": (1100, 820), "dark": (1100, 820), "phone": (390, 780)}
 
 
 def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
-    """Take the pictures of a screen: empty, answer, source, reading, too long."""
+    """Take the pictures of a screen: empty, settings, answer, source, reading, too long, API."""
     width, height = SCREENS[screen]
     options: Any = {"viewport": {"width": width, "height": height}}
     options["color_scheme"] = "dark" if screen == "dark" else "light"
@@ -37,6 +37,9 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     expect(page.locator("#state")).to_have_text("Ready")
     page.wait_for_timeout(1000)  # for the gauge
     picture("empty")
+    page.locator("#open-settings").click()
+    picture("settings")
+    page.keyboard.press("Escape")
     page.locator("#samples button").nth(1).click()
     turn = page.locator("article").last
     expect(turn.locator(".copy")).to_be_visible(timeout=120_000)
@@ -67,13 +70,16 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     add(page, "the-whole-reference.md", text[:MANY])
     page.wait_for_timeout(500)
     picture("too-long")
+    page.goto(f"{url}/docs")
+    page.locator("summary").first.click()
+    picture("api")
     page.context.close()
 
 
 def add(page: Page, name: str, text: str) -> None:
     file: Any = {"name": name, "mimeType": "", "buffer": text.encode()}
     page.locator("#files").set_input_files(file)
-    expect(page.locator("#pending")).to_contain_text("waits for a question", timeout=60_000)
+    expect(page.locator("#pending")).to_contain_text("token", timeout=60_000)
 
 
 def main() -> None:

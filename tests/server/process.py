@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
+import signal
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
 
 import httpx
 import psutil
 
+from razor_dist.evals import serving
+from razor_dist.evals.serving import wait_until as wait_until
+
 ROOT = Path(__file__).parents[2]
 
 
-class ServerProcess:
-    """A server on a free port, ended with the ``with`` block.
-
-    Parameters
-    ----------
-    command : sequence of str
-        The program and its arguments, ``--port 0`` excepted.
-    cwd : Path
-        Its working directory.
-    """
+class ServerProcess(serving.ServerProcess):
+    """A server on a free port with this checkout's package; it must end by itself, and whole."""
 
     def __init__(self, *command: str, cwd: Path = ROOT) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the object
         # Without an empty entry, which would be the working directory.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [*command, "--port", "0"],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-
-    def __enter__(self) -> Self:
-        return self
+        command = (*command, "--port", "0")
+        super().__init__(*command, cwd=cwd, env={**os.environ, "PYTHONPATH": path})
 
     def __exit__(
         self,
@@ -51,39 +33,18 @@ class ServerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        family = self.family()
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-            if error is not None:
-                print(self.log)
+        family, running = self.family(), self.process.poll() is None
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            print(self.log)
+        assert not running or self.process.returncode != -signal.SIGKILL, "it did not end in time"
         assert wait_until(lambda: not alive(family), 10), f"orphans: {alive(family)}"
 
-    @property
-    def log(self) -> str:
-        """All that the process and its children have printed."""
-        self._log.seek(0)
-        return self._log.read()
-
-    def url(self, line: str = r"^Serving .* on (http://\S+)$", timeout: float = 60.0) -> str:
-        """The server's address, once it has printed the line that tells it; of several the last."""
-
-        def found() -> list[str]:
-            assert self.process.poll() is None, self.log
-            return re.findall(line, self.log, re.MULTILINE)
-
-        assert wait_until(found, timeout), self.log
-        return found()[-1]
-
-    def family(self) -> list[psutil.Process]:
-        """The process and all its descendants."""
+    def url(self, line: str = serving.SERVING, timeout: float = 60.0) -> str:
         try:
-            process = psutil.Process(self.process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+            return super().url(line, timeout)
+        except serving.ServingError as error:
+            raise AssertionError(f"{error}: {self.log}") from None
 
 
 def fake_server(*arguments: str) -> ServerProcess:
@@ -107,16 +68,6 @@ def _status(process: psutil.Process) -> str:
         return str(process.status())
     except psutil.NoSuchProcess:
         return str(psutil.STATUS_ZOMBIE)
-
-
-def wait_until(condition: Callable[[], Any], timeout: float) -> bool:
-    """Poll ``condition``; return whether it came true within ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def health(url: str) -> tuple[int, str]:

@@ -30,6 +30,8 @@ TEXT = {"model": "smollm2", "prompt": "Hello"}
 ROUTES = {
     ("POST", "/v1/chat/completions"): 400,
     ("POST", "/v1/completions"): 400,
+    ("POST", "/v1/messages"): 400,
+    ("POST", "/v1/messages/count_tokens"): 400,
     ("POST", "/v1/responses"): 400,
     ("POST", "/tokenize"): 400,
     ("POST", "/detokenize"): 400,

@@ -17,9 +17,10 @@ import pytest
 
 import razor_dist
 from razor_dist.api.formats import ChatFormat, CompletionFormat
-from razor_dist.api.parsing import Limits, parse_value
+from razor_dist.api.parsing import parse_value
+from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.api.responses import ResponsesBody
-from razor_dist.api.validate import parse
+from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import Choice
@@ -138,7 +139,7 @@ def test_what_a_response_repeats_is_bounded() -> None:
 
 def test_what_a_response_repeats_is_bounded_whatever_was_asked() -> None:
     def described(**fields: Any) -> dict[str, Any]:
-        body = parse(ResponsesBody, {"model": "smollm2", "input": "Hi"} | fields)
+        body = validated(ResponsesBody, {"model": "smollm2", "input": "Hi"} | fields)
         told = body.described(SamplingParams())
         assert len(json.dumps(told)) < 4 * 2**16
         return told
@@ -351,7 +352,7 @@ def test_chat_logprobs_have_the_bytes_of_partial_characters(client: openai.OpenA
 
 
 def test_the_bytes_of_every_token_join_to_the_text() -> None:
-    from razor_dist.api.formats import token_bytes
+    from razor_dist.api.logprobs import token_bytes
     from razor_dist.frontend.assembler import decode_one
 
     text = "naïve 😀 世界 \n\t done"
@@ -525,8 +526,8 @@ def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
     service.reader = RequestReader(PromptEncoder(None), process, {})
 
     async def main() -> httpx.Response:
-        await service.client.start()
-        _, writer = await asyncio.open_unix_connection(service.client.socket_path)
+        await service.client.rank0.listen()
+        _, writer = await asyncio.open_unix_connection(service.client.rank0.path)
         writer.write(encode(Ready(EngineInfo(8, 9))))
         await service.client.ready()
         transport = httpx.ASGITransport(build_app(service))
@@ -590,7 +591,7 @@ def test_a_sentence_is_told_with_its_sources_once_it_has_ended(
         TextPiece(7, "o", None, "stop", offset=7, sentences=told[1:]),
     ]
     choice = Choice(np.array([1]), 0, pieces, sources=[source], grounded=0.5)
-    form = kind("m", [choice], smollm2_tokenizer())
+    form = kind(ParsedRequest([]), "m", [choice], smollm2_tokenizer())
     as_json = {"start": 4, "end": 9, "weight": 0.5, "text": "green"}
     first = {"start": 0, "end": 4, "sources": [as_json], "grounded": 0.5}
     second = {"start": 5, "end": 8, "sources": [], "grounded": None}

@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from razor_dist.api.parsing import Limits, parse_value
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.parsing import parse_value
+from razor_dist.api.request import Limits
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
@@ -237,7 +238,7 @@ def test_responses_that_loop_are_incomplete() -> None:
     found = parsed("responses")
     pieces = [TextPiece(5, "no"), TextPiece(5, "no", finish_reason="repetition")]
     choice = Choice(found.prompts[0].tokens, 0, pieces)
-    whole = make_format("responses", found, "m", [choice], TOKENIZER).whole()
+    whole = FORMATS["responses"](found, "m", [choice], TOKENIZER).whole()
     assert (whole["status"], whole["incomplete_details"]) == (
         "incomplete",
         {"reason": "repetition"},

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from razor_dist.api.errors import Failure
-from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.child_process import CLOSED
@@ -191,9 +192,12 @@ def test_a_request_that_no_message_holds_leaves_the_process_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], timeout=2**64))
-    frame = parsing._answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
+    frame = parsing.answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
     error = decode_fields(frame[HEADER_SIZE:])["error"]
-    assert (error["code"], error["message"]) == ("engine_error", parsing._FAILED)
+    assert (error["code"], error["message"]) == (
+        "engine_error",
+        "the request could not be read; see the server's log",
+    )
 
 
 # --------------------------------------------------------------- the frontend's loop

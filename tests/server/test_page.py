@@ -473,6 +473,45 @@ def test_numbers_that_the_sources_do_not_have(reader: Reader) -> None:
     assert found == [["41.3"], [], [], [], ["7"]]
 
 
+def test_a_heading_is_no_source(reader: Reader) -> None:
+    script = """async (sources) => {
+      const { sourceItems } = await import('/page/sources.js');
+      return sourceItems(sources, () => null).map((item) => item.textContent);
+    }"""
+    pier, heading = ({"text": text, "weight": 0.5} for text in ("The pier.\n", "## The storm\n"))
+    faint = {"text": "Faint.", "weight": 0.04}
+    assert reader.page.evaluate(script, [heading, pier, faint]) == ["The pier.\n 50 %"]
+    assert len(reader.page.evaluate(script, [heading])) == 1  # rather than none
+
+
+def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
+    """A source's window leaves the answer free, and a phone's lines are used."""
+    page = reader.page
+
+    def box(found: Locator) -> dict[str, float]:
+        found_box = found.bounding_box()
+        assert found_box is not None
+        return dict(found_box)
+
+    fact = "The castle, which had been built of grey stone by the river long ago, fell at noon."
+    reader.add(("history.txt", f"{STORY}\n\n{fact} {STORY}".encode()))
+    expect(reader.pending).to_contain_text("waits for a question")
+    source = reader.answered("When did it fall?").locator("button.source")
+    for width in (1000, 1400, 1900):
+        page.set_viewport_size({"width": width, "height": 800})
+        source.click()
+        window, passage = box(page.locator("#reader")), box(source)
+        assert passage["x"] + passage["width"] <= window["x"]
+        assert window["x"] + window["width"] <= width
+        page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 390, "height": 780})
+    name, remove = box(reader.pending.locator(".name")), box(reader.pending.locator(".remove"))
+    assert remove["y"] < name["y"] + name["height"] < remove["y"] + remove["height"]
+    # The question is the last thing on the page, below the figures.
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    assert box(page.locator("aside"))["y"] < box(page.locator("#ask"))["y"]
+
+
 def test_an_answer_that_repeats_itself_is_said_to(reader: Reader) -> None:
     choices: list[dict[str, Any]] = [{"delta": {"content": "a a"}, "finish_reason": None}]
     choices.append({"delta": {}, "finish_reason": "repetition"})
@@ -555,10 +594,8 @@ def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -
     turn = page.locator("article")
     expect(turn.locator(".copy")).to_be_visible(timeout=60_000)
     contents = [json.loads(one)["messages"][0]["content"] for one in requests]
-    texts = [
-        one.partition(":\n\n")[2].removesuffix("\n\nSummarise this part in a few sentences.")
-        for one in contents[:-1]
-    ]
+    about = "\n\nWhat is the text above about? Answer in three sentences."
+    texts = [one.removesuffix(about) for one in contents[:-1]]
     assert "".join(texts) == book and len(texts) > 2
     expect(turn.locator(".note")).to_contain_text(f"Read in {len(texts)} parts, each by itself")
     expect(turn.locator(".answer")).to_contain_text("All together")

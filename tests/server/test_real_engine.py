@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import openai
 import pydantic
@@ -16,6 +18,7 @@ from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from razor_dist import LLM, SamplingParams
+from tests.documents import files
 from tests.preloaded import executed
 from tests.server.browser import chromium
 from tests.server.process import ServerProcess, wait_until
@@ -185,6 +188,43 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
         prompt="A", model="smollm2", max_tokens=1, extra_body={"return_sources": 1}
     )
     assert (single.choices[0].sources, single.choices[0].grounded) == ([], None)
+
+
+def test_the_anthropic_client_gets_citations(server: ServerProcess) -> None:
+    client = anthropic.Anthropic(base_url=server.url(), api_key="none")
+    fact = "The secret code of the castle is 48213."
+    filler = "The grass is green. The sky is blue. "
+    pdf = base64.b64encode(files.pdf(filler * 3, fact, filler)).decode()
+    sources: list[Any] = [
+        {
+            "type": "text",
+            "media_type": "text/plain",
+            "data": f"\N{CASTLE}\r\n{filler * 3}{fact} {filler}",
+        },
+        {"type": "base64", "media_type": "application/pdf", "data": pdf},
+    ]
+    places = []
+    for source in sources:
+        document = {"type": "document", "source": source, "citations": {"enabled": True}}
+        question = {"type": "text", "text": "What is the secret code of the castle?"}
+        asked: Any = {
+            "model": "smollm2",
+            "max_tokens": 32,
+            "messages": [{"role": "user", "content": [document, question]}],
+        }
+        message = client.messages.create(**asked)
+        [citation] = message.content[0].citations
+        assert "48213" in message.content[0].text and citation.cited_text == fact
+        places.append(citation)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        assert streamed.content[0].citations == [citation]
+        assert streamed.usage.cache_read_input_tokens > 0
+        read = streamed.usage.input_tokens + streamed.usage.cache_read_input_tokens
+        counted = client.messages.count_tokens(model="smollm2", messages=asked["messages"])
+        assert counted.input_tokens == read == message.usage.input_tokens
+    assert sources[0]["data"][places[0].start_char_index : places[0].end_char_index] == fact
+    assert (places[1].start_page_number, places[1].end_page_number) == (2, 3)
 
 
 class City(pydantic.BaseModel):

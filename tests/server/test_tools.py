@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,7 +21,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from razor_dist.api.formats import ChatFormat
-from razor_dist.api.parsing import Limits, ParsedRequest, parse_value
+from razor_dist.api.parsing import parse_value
+from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.api.responses_format import ResponsesFormat
 from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
@@ -260,9 +262,8 @@ def test_an_answer_has_openais_shape(form: str) -> None:
     answer = next(a for name, a, _, calls in ANSWERS if name == form and calls)
     pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
     pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
-    shape = ChatFormat(
-        "m", [Choice(np.array([1]), 0, pieces)], smollm2_tokenizer(), tools=ToolUse(form, NAMES)
-    )
+    request = ParsedRequest([], tools=ToolUse(form, NAMES))
+    shape = ChatFormat(request, "m", [Choice(np.array([1]), 0, pieces)], smollm2_tokenizer())
     whole = ChatCompletion.model_validate(shape.whole(), strict=True)
     [choice] = whole.choices
     assert choice.finish_reason == ("stop" if form == "named" else "tool_calls")
@@ -318,16 +319,16 @@ def test_a_schema_that_holds_itself_can_be_forced(choice: str) -> None:
     ],
 )
 def test_a_call_that_is_cut_is_no_call(form: str, answer: str) -> None:
-    use = ToolUse(form, NAMES)
+    request = ParsedRequest([], tools=ToolUse(form, NAMES), described={})
     choice = Choice(np.array([1]), 0, [TextPiece(5, answer, None, "length")])
-    chat = ChatFormat("m", [choice], smollm2_tokenizer(), tools=use)
+    chat = ChatFormat(request, "m", [choice], smollm2_tokenizer())
     [whole] = ChatCompletion.model_validate(chat.whole(), strict=True).choices
     assert (whole.finish_reason, whole.message.content) == ("length", answer)
     assert whole.message.tool_calls is None
     news = [chunk["choices"][0] for chunk in chat.piece(0, choice.pieces[0])]
     assert "".join(new["delta"].get("content", "") for new in news) == answer
     assert news[-1]["finish_reason"] == "length"
-    response = ResponsesFormat("m", [choice], smollm2_tokenizer(), described={}, tools=use).whole()
+    response = ResponsesFormat(request, "m", [choice], smollm2_tokenizer()).whole()
     assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["content"][0]["text"] == answer
@@ -405,11 +406,11 @@ def test_a_response_has_openais_shape(form: str, answer: str) -> None:
     pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
     pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
     request = parse_value("responses", {"model": "m", "input": "Paris?"}, encoder(HERMES), LIMITS)
-    own: Any = {"described": request.described, "tools": ToolUse(form, NAMES)}
+    request = replace(request, tools=ToolUse(form, NAMES))
 
     def shape() -> ResponsesFormat:
         choice = Choice(np.array([1]), 0, pieces)
-        return ResponsesFormat("m", [choice], smollm2_tokenizer(), **own)
+        return ResponsesFormat(request, "m", [choice], smollm2_tokenizer())
 
     text, calls = parsed(form, pieces)
     whole = Response.model_validate(shape().whole())

@@ -187,6 +187,16 @@ class TrainingState:
         return cls(step, **tensors)
 
 
+@dataclass(frozen=True)
+class KeptRun:
+    """A run whose state is kept in a file, after ``every`` steps and after the last."""
+
+    file: Path
+    identity: dict[str, Any]  # `run_identity`
+    every: int = 50  # steps
+    state: TrainingState | None = None  # that it goes on from
+
+
 def run_identity(
     config: PretrainedConfig, settings: DuoSettings, passkeys: PasskeySettings, haystack: str
 ) -> dict[str, Any]:
@@ -209,9 +219,7 @@ def train(
     group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | None = None,
-    state: TrainingState | None = None,
-    save: Callable[[TrainingState], None] | None = None,
-    save_every: int = 50,
+    kept: KeptRun | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> Scores:
     """Train the gates of a model, ``[layers][KV heads]``; raise `ConfigError` as `Ulysses`.
@@ -219,10 +227,10 @@ def train(
     With ``zero_stage`` 3 the ``model`` is best left on the CPU; ``device``, by default the model's,
     is the one to train on. ``sample`` is `Passkeys.sample`, the same on every rank. ``group`` has
     all ranks (`razor_dist.parallel.zero.join_ranks`), and ``zero_stage`` 3 needs it even of one.
-    A run goes on from ``state``. ``save`` and ``on_step`` are called on rank 0, ``save`` after
-    every ``save_every`` steps and after the last.
+    ``on_step`` is called on rank 0, which also keeps the run's state.
     """
     device = device or model.device
+    state = None if kept is None else kept.state
     gated = GatedModel(model, settings, group, device)
     if settings.zero_stage == 3:
         ShardedWeights(model.base_model, device).gather_when_run()
@@ -253,10 +261,11 @@ def train(
         if first and on_step is not None:
             closed = (gates < 0.5).float().mean().item()
             on_step(StepReport(done, len(one.ids), distance.item(), closed, gates.mean().item()))
-        if first and save is not None and (done % save_every == 0 or done == settings.steps):
+        if first and kept is not None and (done % kept.every == 0 or done == settings.steps):
             adam = optimizer.state[gates]
             tensors = (gates, adam["exp_avg"], adam["exp_avg_sq"])
-            save(TrainingState(done, *(x.detach().cpu().clone() for x in tensors)))
+            now = TrainingState(done, *(x.detach().cpu().clone() for x in tensors))
+            now.save(kept.file, kept.identity)
     return rounded(gates.tolist())
 
 

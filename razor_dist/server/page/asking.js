@@ -15,6 +15,8 @@ import { announce, notice, tell } from "./words.js";
 const SAVE = 2000;
 // Passages shown for an answer.
 const SOURCES = 3;
+// The wording that small models end by themselves (docs/LOG.md).
+const ABOUT = "\n\nWhat is the text above about? Answer in three sentences.";
 const ENDS = {
   length: () => `Cut off after ${count(app.settings.maxTokens)} tokens (Settings).`,
   repetition: () => "Ended by the server: the answer had begun to repeat itself.",
@@ -189,16 +191,14 @@ export async function summarise(long) {
   const error = await work(async (signal) => {
     for await (const { begin, end } of partsOf(long, room, signal)) {
       const title = `Part ${summaries.length + 1} of about ${about}, characters ${count(begin)} to ${count(end)}`;
-      const text = `Part of the document ${JSON.stringify(long.name)}:\n\n${long.text.slice(begin, end)}`;
-      summaries.push(await one(title, `${text}\n\nSummarise this part in a few sentences.`, signal));
+      summaries.push(await one(title, `${long.text.slice(begin, end)}${ABOUT}`, signal));
     }
     const all = summaries.join("\n\n");
     if ((await api.tokens(all, signal)) > room) {
       note = "The summaries together are longer than the context; there is none of them all.";
       return;
     }
-    const wanted = `Summaries of the parts of ${JSON.stringify(long.name)}:\n\n${all}\n\nSummarise the document from them.`;
-    turn.together = await one("All together", wanted, signal);
+    turn.together = await one("All together", all + ABOUT, signal);
   });
   finished(view, error, before, note || `Read in ${plural(summaries.length, "part")}, each by itself. The text itself is not in this conversation.`);
 }

@@ -82,7 +82,7 @@ export function showDocuments(offer) {
     for (const document of turn.documents) items.push(itemOf(document, state));
   }
   for (const document of conversation.pending) {
-    const item = itemOf(document, "waits for a question");
+    const item = itemOf(document, isTooLong(document) ? "too long" : "waits for a question");
     if (isTooLong(document)) item.append(offers(document, offer));
     items.push(item);
   }

@@ -43,9 +43,9 @@ export class Gauge {
 
 /** From how long a context on there is something to save. */
 export function fromWords({ saves_from_tokens: from, retrieval_fraction }) {
-  const heads = `${Math.round(100 * (retrieval_fraction ?? 0))} % of the heads keep everything`;
+  const heads = `${Math.round(100 * (retrieval_fraction ?? 0))} % of the model's heads keep the whole prompt`;
   if (!from) return `${heads}; nothing is saved with these windows on these ranks.`;
-  return `${heads}; memory is saved from contexts of about ${count(from)} tokens on.`;
+  return `${heads}, which saves memory from about ${count(from)} tokens on.`;
 }
 
 function memory({ now, full }) {
@@ -58,13 +58,14 @@ function memory({ now, full }) {
 }
 
 function sentBetween(stats, total) {
-  const words = document.createElement("p");
-  words.textContent = `Sent between ${count(stats.world_size)} ranks since the server began:`;
+  const folded = document.createElement("details");
+  const words = document.createElement("summary");
+  words.textContent = `Sent between ${count(stats.world_size)} ranks since the server began: ${bytes(total)}`;
   const list = document.createElement("dl");
   const purposes = Object.entries(stats.bytes_sent).filter(([, sent]) => sent > 0);
   for (const [purpose, sent] of purposes.sort((a, b) => b[1] - a[1])) row(list, purpose, bytes(sent));
-  if (purposes.length > 1) row(list, "together", bytes(total));
-  return group(words, list);
+  folded.append(words, list);
+  return folded;
 }
 
 function row(list, name, value, share) {

@@ -88,7 +88,12 @@ function show() {
   $("send").hidden = busy;
   $("stop").hidden = !busy;
   $("new").disabled = $("files").disabled = busy;
-  $("empty").hidden = conversation.turns.length > 0 || conversation.pending.length > 0 || uploads.running > 0;
+  const isNew = conversation.turns.length === 0;
+  const hasDocuments = conversation.pending.length > 0 || uploads.running > 0;
+  $("empty").hidden = !isNew || hasDocuments;
+  $("hint").hidden = !isNew || !hasDocuments;
+  $("hint").textContent = whyNot() ? "Too much to ask about at once: shorten a document above, or have it summarised in parts." : "Ask something about them: answers stand here.";
+  document.body.classList.toggle("blank", isNew && !hasDocuments);
   $("export").disabled = busy || conversation.turns.length === 0;
   $("model").textContent = model ? model.id : "";
   $("ahead").hidden = !(conversation.pending.length && $("ahead").dataset.known === "true" && !whyNot());
@@ -192,6 +197,7 @@ addEventListener("pagehide", () => sessionStorage.setItem(SCROLLED, String(scrol
 
 async function begin() {
   history.scrollRestoration = "manual"; // the browser's comes before the conversation is there
+  document.querySelector("#sample blockquote").textContent = SAMPLE.beginning;
   $("samples").append(
     ...QUESTIONS.map((question) =>
       button(question, () => {

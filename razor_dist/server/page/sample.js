@@ -1,8 +1,6 @@
 // A document to try the page with, and questions that it answers.
 
-export const SAMPLE = {
-  name: "harbour.md",
-  text: `# The harbour of Nelby
+const TEXT = `# The harbour of Nelby
 
 Nelby is a small town on the west coast. Its harbour was built in 1871 by the engineer Ada Thorne, who had learned her trade at the docks of Bristol. Before that, boats were pulled up the beach by horses.
 
@@ -17,7 +15,12 @@ In the winter of 1903 a storm broke the south pier. Eleven boats were lost, but 
 ## Today
 
 Twenty-six fishing boats still use the harbour. The market opens at five in the morning, every day but Sunday. Visitors come for the smoked mackerel and for the regatta in August, when the boats race around Gull Island.
-`,
+`;
+
+export const SAMPLE = {
+  name: "harbour.md",
+  text: TEXT,
+  beginning: TEXT.split("\n\n")[1], // without the title
 };
 
 export const QUESTIONS = [

@@ -29,9 +29,13 @@ export function locate(sources, conversation) {
   });
 }
 
+/** A heading points at the passage below it and says nothing itself. */
+const isHeading = (text) => /^#{1,6} [^\n]*$/.test(text.trim());
+
 /** The list of an answer's sources; `documentOf` gives a document by its id. */
 export function sourceItems(sources, documentOf) {
-  const shown = sources.filter(({ weight }, number) => number === 0 || weight >= LEAST);
+  const worth = sources.filter(({ weight, text }) => weight >= LEAST && !isHeading(text));
+  const shown = worth.length ? worth : sources.slice(0, 1);
   return shown.map((source, number) => {
     const item = document.createElement("li");
     const quote = source.text.length > QUOTE ? `${source.text.slice(0, QUOTE)}…` : source.text;

@@ -21,7 +21,7 @@ from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.report import compare, write_report
 from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.needle.task import NeedleTask
-from razor_dist.evals.run_notes import note_run
+from razor_dist.evals.report import note_run
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.job import run_task
 from razor_dist.jobs.pool import EnginePool, JobEngine
@@ -167,7 +167,10 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
     assert "| full | 1.000 | 1.000 | 1.000 | 6/6 | - | - | 0 |" in page
     assert "| streaming | - | - | - | 0/6 | - | - | 6 | - | - |" in page
     assert "| razor | - | - | - | 0/6 | - | - | 0 | - | - |" in page
-    assert "- `streaming/3000/0/0`: RuntimeError: out of memory" in page
+    [failed] = [
+        line for line in page.splitlines() if line.endswith(": RuntimeError: out of memory")
+    ]
+    assert failed.count("`streaming/") == 6 and "`streaming/3000/0/0`" in failed
     assert (tmp_path / "heatmap.png").exists() and not (tmp_path / "difference.png").exists()
 
 

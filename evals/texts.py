@@ -1,0 +1,139 @@
+"""Prose to hide sentences in, and prompts as token ids, split where their document ends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
+
+Encode = Callable[[str], list[int]]  # text to token ids, without special tokens
+_MARK = "<<document>>"
+
+
+def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
+    """Return `haystack_paragraphs`; refuse others than those with the fingerprint ``text``."""
+    name, paragraphs = haystack_paragraphs(name)
+    if text not in (None, fingerprint(paragraphs)):
+        raise ConfigError(
+            f"the text of the haystack {name} differs from that which the job was begun with; give "
+            "a folder that all nodes share"
+        )
+    return name, paragraphs
+
+
+class Haystack:
+    """The sentences of a corpus, over and over, to hide others among."""
+
+    def __init__(self, name: str, encode: Encode, text: str | None = None) -> None:
+        name, paragraphs = same_paragraphs(name, text)
+        self._encode = encode
+        # Sentences are tokenised one by one, so that a needle between two changes neither.
+        self._sentences = [
+            encode((" " if index else "\n\n") + sentence)
+            for paragraph in paragraphs
+            for index, sentence in enumerate(sentences_of(paragraph))
+        ]
+        if not self._sentences:
+            raise ConfigError(
+                f"the haystack {name} has no prose: give texts with paragraphs of at least "
+                "200 characters"
+            )
+
+    def hide(self, length: int, sentences: Sequence[tuple[str, float]], seed: int) -> list[int]:
+        """Hide sentences at the sentence ends nearest their depths, in percent.
+
+        ``length``, in tokens, includes them; raises `ConfigError` if they do not fit. The seed
+        chooses the sentence that the document begins with.
+        """
+        hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
+        filler = self._filler(length - sum(map(len, hidden)), seed)
+        ends = [0, *itertools.accumulate(map(len, filler))]
+        wanted = [depth * ends[-1] / 100 for _, depth in sentences]
+        slots = [min((abs(end - at), slot) for slot, end in enumerate(ends))[1] for at in wanted]
+        ids: list[int] = []
+        for slot, sentence in enumerate([*filler, []]):
+            for own, place in zip(hidden, slots, strict=True):
+                ids += own if place == slot else []
+            ids += sentence
+        return ids
+
+    def _filler(self, length: int, seed: int) -> list[list[int]]:
+        """Return consecutive sentences of ``length`` tokens, the last cut short by a full stop."""
+        if length < 1:
+            raise ConfigError("the document is too short for its needles")
+        index = random.Random(seed).randrange(len(self._sentences))
+        filler: list[list[int]] = []
+        while length > 0:
+            sentence = self._sentences[index % len(self._sentences)]
+            if len(sentence) > length:
+                sentence = (sentence[: length - 1] + self._encode("."))[-length:]
+            filler.append(sentence)
+            length -= len(sentence)
+            index += 1
+        return filler
+
+
+class Prompter:
+    """Splits a prompt where its document ends.
+
+    A model with a chat template is asked in a user's message. One without is a base model: it gets
+    document and question as they are, and the answer's beginning, as RULER does.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is None:
+            raise ModelError(
+                "the model has no tokenizer, so it can be asked nothing in words: put its "
+                "tokenizer.json and tokenizer_config.json into its folder"
+            )
+        self.tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer)
+        self.is_chat = bool(getattr(tokenizer, "chat_template", None))
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Load the tokenizer of the settings' model; it is downloaded if need be."""
+        trust = config.trust_remote_code
+        folder = resolve_model(config.model, trust_remote_code=trust)
+        return cls(load_tokenizer(folder, trust_remote_code=trust))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; nothing is put before or after them."""
+        return self._encoder.text(text, special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def whole(self, text: str, cue: str) -> list[int]:
+        """Return the ids of a prompt; the ``cue`` begins the answer, as in RULER's own code."""
+        if not self.is_chat:
+            return self._encoder.text(f"{text} {cue}")
+        return self.encode(self._encoder.chat_text([{"role": "user", "content": text}]) + cue)
+
+    def around(
+        self, before: str, after: str, cue: str = "", *, chat: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids before and after a document; the ``cue`` begins a base model's answer."""
+        if not (self.is_chat and chat):
+            # As one text, the special tokens that begin it included.
+            return self._encoder.text(before), self.encode(after + cue)
+        text = self._encoder.chat_text([{"role": "user", "content": before + _MARK + after}])
+        head, _, tail = text.partition(_MARK)
+        return self.encode(head), self.encode(tail)
+
+
+@lru_cache(maxsize=1)  # opened as tokens, in seconds that the next item is spared
+def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
+    """Open a haystack; refuse another text than the one that a job was begun with."""
+    return Haystack(name, Prompter(tokenizer).encode, text)

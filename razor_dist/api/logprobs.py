@@ -1,0 +1,111 @@
+"""Log-probabilities in the shapes of OpenAI's two text endpoints, and prompts as pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
+from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
+from razor_dist.frontend.outputs import Logprob, TokenLogprobs
+
+Json = dict[str, Any]
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+# The byte of each character that byte-level BPE (GPT-2's) writes.
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def chat_logprobs(
+    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
+) -> Json | None:
+    """``choices[].logprobs`` of a chat completion; ``None`` unless they were asked for."""
+    content = []
+    for piece in pieces:
+        if piece.logprobs is None:
+            return None
+        # An entry without a rank is the chosen token itself, unlikelier than those asked for.
+        top = [(t, lp) for t, lp in piece.logprobs.items() if lp.rank is not None]
+        entry = _chat_entry(tokenizer, piece.token, piece.logprobs[piece.token])
+        content.append({**entry, "top_logprobs": [_chat_entry(tokenizer, *item) for item in top]})
+    return {"content": content, "refusal": None}
+
+
+def prompt_pieces(tokenizer: PreTrainedTokenizerBase | None, choice: Choice) -> list[TextPiece]:
+    """Return a prompt as pieces, with log-probabilities if the engine has sent them.
+
+    Those of the first token are an empty mapping: nothing comes before it.
+    """
+    ids = choice.prompt.tolist()
+    known: Sequence[TokenLogprobs | None] = [None] * len(ids)
+    if choice.prompt_entries:
+        found = prompt_logprobs(tokenizer, ids, choice.prompt_entries)
+        known = [{} if entry is None else entry for entry in found]
+    if tokenizer is None:
+        return [TextPiece(token, "", own) for token, own in zip(ids, known, strict=True)]
+    detokenizer, pieces = Detokenizer(tokenizer), []
+    for token, own in zip(ids, known, strict=True):
+        offset = detokenizer.length
+        pieces.append(TextPiece(token, detokenizer.push(token), own, offset=offset))
+    return [*pieces[:-1], replace(pieces[-1], text=pieces[-1].text + detokenizer.flush())]
+
+
+def legacy_logprobs(
+    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
+) -> Json | None:
+    """``choices[].logprobs`` of a completion; without a tokenizer of tokens ``token_id:17``."""
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[Json | None] = []
+    for piece in pieces:
+        if piece.logprobs is None:
+            return None
+        own = piece.logprobs.get(piece.token)
+        first = own is None  # a prompt's first token has none
+        own = own or Logprob(0.0, None, decode_one(tokenizer, piece.token))
+        tokens.append(_spell(piece.token, own))
+        chosen.append(None if first else _finite(own))
+        top.append(
+            None if first else {_spell(t, lp): _finite(lp) for t, lp in piece.logprobs.items()}
+        )
+    return {
+        "tokens": tokens,
+        "token_logprobs": chosen,
+        "top_logprobs": top,
+        "text_offset": [piece.offset for piece in pieces],
+    }
+
+
+def _chat_entry(tokenizer: PreTrainedTokenizerBase | None, token: int, logprob: Logprob) -> Json:
+    text = _spell(token, logprob)
+    spelt = token_bytes(tokenizer, token, text)
+    return {"token": text, "logprob": _finite(logprob), "bytes": spelt}
+
+
+def _finite(logprob: Logprob) -> float:
+    # JSON has no infinity; OpenAI writes this value for a vanishing probability.
+    return max(logprob.logprob, -9999.0)
+
+
+def _spell(token: int, logprob: Logprob) -> str:
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def token_bytes(
+    tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
+) -> list[int] | None:
+    """Return the bytes of a token, decoded as ``text``; ``None`` if they are unknown."""
+    if tokenizer is None:
+        return None
+    if REPLACEMENT not in text:
+        return list(text.encode("utf-8"))
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    fallback = _BYTE_FALLBACK.fullmatch(piece)
+    if fallback:
+        return [int(fallback[1], 16)]
+    return [_BYTES[c] for c in piece] if all(c in _BYTES for c in piece) else None

@@ -1,0 +1,470 @@
+"""Requests of Anthropic's ``/v1/messages``: a chat in other words, with documents that are cited.
+
+A document block becomes a part of the user's message in the form in which the page and
+``razor-dist prefill`` send documents, so that all of them find each other's prefixes:
+``Document "TITLE":``, an empty line, the text without the blanks around it, an empty line. Without
+a title it is ``Document N:``; a context is a paragraph ``Context: …`` before the text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
+
+from razor_dist.api.fields import Int, Strict, TemplateArguments, ToolFunction
+from razor_dist.api.schema import MAX_MESSAGES, ChatBody
+from razor_dist.api.validate import validated
+from razor_dist.config.errors import RequestError
+from razor_dist.documents.read import Document
+from razor_dist.frontend.passages import MOST_CITED, Part, PromptText, question_begin
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.sampling_params import SamplingParams
+
+Json = dict[str, Any]
+
+# Unsupported fields, with the values that ask for nothing besides null.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "speed": ("standard",),
+    **dict.fromkeys(("container", "context_management", "diagnostics"), ()),
+    **dict.fromkeys(("inference_geo", "user_profile_id", "workspace_id"), ()),
+}
+# Names of fields here, by those of a chat.
+NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
+_APART = "\n\n"  # between a document and what stands beside it
+
+
+class CitedDocument(NamedTuple):
+    """What a citation says of its document.
+
+    ``offset`` is what its text lost at its beginning, in characters; ``begins`` are those of the
+    text, as it was sent, at which its pages or blocks begin.
+    """
+
+    kind: Literal["char_location", "page_location", "content_block_location"]
+    title: str | None
+    offset: int
+    begins: Sequence[int] = ()
+
+
+class _Segment(NamedTuple):
+    """A block's text within a message of the chat."""
+
+    message: int
+    begin: int  # in characters of the message's content
+    text: str
+    document: int | None  # its index among the request's documents
+
+
+class _Turn:
+    """A message of the chat, of the blocks that one side has said without a break."""
+
+    def __init__(self, role: str, **fields: Any) -> None:
+        self.role, self.fields = role, fields
+        self.calls: list[Json] = []
+        self.apart = False  # what comes next begins a paragraph
+        self.length = 0
+        self._parts: list[str] = []
+
+    def say(self, text: str) -> int:
+        """Add a text; return where it begins."""
+        if self.apart and self.length:
+            self._parts.append(_APART)
+            self.length += len(_APART)
+        self.apart = False
+        self._parts.append(text)
+        self.length += len(text)
+        return self.length - len(text)
+
+    def message(self) -> Json:
+        content = "".join(self._parts) if self._parts or not self.calls else None
+        calls = {"tool_calls": self.calls} if self.calls else {}
+        return {"role": self.role, "content": content, **self.fields, **calls}
+
+
+class Conversation:
+    """The chat that a request stands for, and where its blocks are in it."""
+
+    def __init__(self, files: Sequence[Document]) -> None:
+        self.turns: list[_Turn] = []
+        self.documents: list[CitedDocument] = []
+        self.files = iter(files)  # of the request's PDF documents, in their order
+        self._segments: list[_Segment] = []
+
+    def turn(self, role: str) -> _Turn:
+        """Return the last turn if it is of this role, or a new one: some templates want turns."""
+        if not self.turns or self.turns[-1].role != role:
+            self.turns.append(_Turn(role))
+        return self.turns[-1]
+
+    def say(self, role: str, text: str) -> None:
+        begin = self.turn(role).say(text)
+        self._segments.append(_Segment(len(self.turns) - 1, begin, text, None))
+
+    def show(self, document: CitedDocument, text: str, context: str | None) -> None:
+        """Add a document to the user's turn."""
+        number = len(self.documents)
+        name = f'"{document.title}"' if document.title else str(number + 1)
+        about = f"Context: {context}{_APART}" if context else ""
+        turn = self.turn("user")
+        turn.apart = True
+        turn.say(f"Document {name}:{_APART}{about}")
+        begin = turn.say(text)
+        turn.apart = True
+        self._segments.append(_Segment(len(self.turns) - 1, begin, text, number))
+        self.documents.append(document)
+
+    def searched(self, text: PromptText) -> PromptText:
+        """Return a prompt's text with documents and other blocks as parts of their own.
+
+        ``message`` of a document's part is its index, in characters of its text; what is no
+        document has none. The last text that the user has said ends with the question.
+        """
+        begins = {part.message: part.begin for part in text.parts}
+        said = [s for s in self._segments if s.document is None]
+        asking = next((s for s in reversed(said) if self.turns[s.message].role == "user"), None)
+        return PromptText(
+            [
+                Part(
+                    own.text,
+                    begins[own.message] + own.begin,
+                    question_begin(own.text) if own is asking else len(own.text),
+                    own.document,
+                )
+                for own in self._segments
+                if own.message in begins  # a template may leave a message out
+            ],
+            text.ends,
+        )
+
+
+def _by(field: str, *values: str) -> Discriminator:
+    """Tell the kinds of an object apart; tags begin with a mark, as some are names of fields."""
+
+    def tag(value: object) -> str | None:
+        kind = value.get(field) if isinstance(value, dict) else None
+        return f"@{kind}" if kind in values else None
+
+    known = ", ".join(values)
+    message = f"must be an object whose {field} is one of {known}"
+    return Discriminator(tag, custom_error_type="kind", custom_error_message=message)
+
+
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Strict):
+    # Whatever is read stays in the prefix cache if there is room, so there is nothing to mark.
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, block: object) -> object:
+        """Drop nulls, whatever their names: clients put answers back with all that they know."""
+        if not isinstance(block, dict):
+            return block
+        return {name: value for name, value in block.items() if value is not None}
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: str
+    citations: list[Json] | None = None  # of an answer that is put back; they are not read
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        chat.say(role, self.text)
+
+
+def _blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+class TextSource(Strict):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+        """Return the kind of citations, the text, and where its parts begin."""
+        return "char_location", self.data, ()
+
+
+class ContentSource(Strict):
+    type: Literal["content"]
+    content: Texts
+
+    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+        begins, end = [], 0
+        for block in self.content:
+            begins.append(end)
+            end += len(block.text) + len(_APART)
+        return "content_block_location", _APART.join(b.text for b in self.content), begins
+
+
+class PdfSource(Strict):
+    type: Literal["base64"]
+    media_type: Literal["application/pdf"]
+    data: str
+
+    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+        file = next(chat.files)
+        return "page_location", file.text, file.pages
+
+    def file(self, where: str) -> bytes:
+        """Return the file; `RequestError` if it is none, at the request's field ``where``."""
+        try:
+            data = base64.b64decode(self.data, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(f"{where} must be base64: {error}", where) from None
+        if b"%PDF-" not in data[:1024]:
+            raise RequestError(f"{where} must be a PDF file in base64", where)
+        return data
+
+
+class Citations(Strict):
+    enabled: bool
+
+
+class DocumentBlock(_Block):
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource, Tag("@text")]
+        | Annotated[ContentSource, Tag("@content")]
+        | Annotated[PdfSource, Tag("@base64")],
+        _by("type", "text", "content", "base64"),
+    ]
+    title: str | None = None
+    context: str | None = None  # about the document; it is not cited
+    citations: Citations | None = None
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        kind, text, begins = self.source.read(chat)
+        offset = len(text) - len(text.lstrip())
+        cited = CitedDocument(kind, self.title, offset, begins)  # type: ignore[arg-type]
+        chat.show(cited, text.strip(), self.context)
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        function = {"name": self.name, "arguments": json.dumps(self.input)}
+        call = {"id": self.id, "type": "function", "function": function}
+        chat.turn(role).calls.append(call)
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        # No template knows of failed calls but by what their results say.
+        failed = "Error: " if self.is_error else ""
+        chat.turns.append(_Turn("tool", tool_call_id=self.tool_use_id))
+        chat.say("tool", failed + "".join(block.text for block in self.content or ()))
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("@text")]
+    | Annotated[DocumentBlock, Tag("@document")]
+    | Annotated[ToolResultBlock, Tag("@tool_result")],
+    _by("type", "text", "document", "tool_result"),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock, Tag("@text")] | Annotated[ToolUseBlock, Tag("@tool_use")],
+    _by("type", "text", "tool_use"),
+]
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: Annotated[
+        list[UserBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[UserBlock])
+    ]
+
+
+class AssistantMessage(Strict):
+    role: Literal["assistant"]
+    content: Annotated[
+        list[AssistantBlock],
+        BeforeValidator(_blocks, json_schema_input_type=str | list[AssistantBlock]),
+    ]
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("@user")] | Annotated[AssistantMessage, Tag("@assistant")],
+    _by("role", "user", "assistant"),
+]
+
+
+class CustomTool(_Block):
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    input_schema: Json
+    strict: bool | None = None
+
+    def for_chat(self) -> Json:
+        own = {"name": self.name, "description": self.description, "strict": self.strict}
+        function = ToolFunction(**own, parameters=self.input_schema)  # type: ignore[arg-type]
+        return {"type": "function", "function": function.model_dump()}
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_its_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("must have a name if its type is tool, and only then")
+        return self
+
+    def for_chat(self) -> str | Json:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class MessageMetadata(Strict):
+    user_id: Annotated[str, Field(max_length=512)] | None = None
+
+
+class DocumentsChat(ChatBody):
+    """A chat that knows where documents and other blocks are in its messages."""
+
+    _conversation: Conversation = PrivateAttr()
+
+    def encoded(
+        self, encoder: PromptEncoder, *, ends: bool
+    ) -> Iterator[tuple[list[int], PromptText | None]]:
+        for ids, text in super().encoded(encoder, ends=ends):
+            yield ids, text and self._conversation.searched(text)
+
+
+class CountTokensBody(Strict):
+    """The fields that make a prompt."""
+
+    names: ClassVar[Mapping[str, str]] = NAMES
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Texts | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
+    chat_template_kwargs: TemplateArguments | None = None  # as in the other endpoints
+    _cited: list[CitedDocument] = PrivateAttr(default_factory=list)
+
+    @property
+    def _documents(self) -> Iterator[tuple[str, DocumentBlock]]:
+        """The documents, each with where it stands in the request."""
+        for i, message in enumerate(self.messages):
+            for j, block in enumerate(message.content):
+                if isinstance(block, DocumentBlock):
+                    yield f"messages[{i}].content[{j}]", block
+
+    @property
+    def cites(self) -> bool:
+        """True if the answer is to cite the documents."""
+        return any(d.citations is not None and d.citations.enabled for _, d in self._documents)
+
+    def check(self) -> None:
+        for where, document in self._documents:
+            if self.cites and not (document.citations and document.citations.enabled):
+                raise RequestError(
+                    f"{where}.citations must be enabled for all documents or for none", where
+                )
+        last = self.messages[-1]
+        if any(isinstance(block, ToolUseBlock) for block in last.content):
+            raise RequestError(
+                "messages must not end with a tool_use block: its tool_result follows it",
+                "messages",
+            )
+
+    def files(self) -> list[tuple[str, bytes]]:
+        """Return the PDF documents in their order, each with where it stands in the request."""
+        return [
+            (f"{where}.source.data", document.source.file(f"{where}.source.data"))
+            for where, document in self._documents
+            if isinstance(document.source, PdfSource)
+        ]
+
+    def as_chat(self, files: Sequence[Document] = ()) -> DocumentsChat:
+        """Return the chat that it stands for, with the documents in `files`.
+
+        Errors go by its names.
+        """
+        conversation = Conversation(files)
+        for text in self.system or ():
+            text.add_to(conversation, "system")
+        for message in self.messages:
+            for turn in conversation.turns[-1:]:
+                turn.apart = True
+            for block in message.content:
+                block.add_to(conversation, message.role)
+        chat = self._fields() | {"messages": [t.message() for t in conversation.turns]}
+        if self.messages[-1].role == "assistant":  # the answer goes on with it
+            chat["continue_final_message"] = True
+        if self.tools:
+            chat["tools"] = [tool.for_chat() for tool in self.tools]
+        if self.tool_choice is not None:
+            choice = self.tool_choice
+            if self.tools or choice.type not in ("auto", "none"):
+                chat["tool_choice"] = choice.for_chat()
+            chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        body = validated(DocumentsChat, chat)
+        body._conversation, self._cited = conversation, conversation.documents
+        return body
+
+    def described(self, params: SamplingParams) -> Json:
+        """Return the documents that the answer may cite, as `CitedDocument`."""
+        return {"documents": self._cited}
+
+    def _fields(self) -> Json:
+        """Fields of the chat that are not made of messages and tools."""
+        return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: Int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    stream: bool | None = None
+    # Hints to Anthropic's own service.
+    metadata: MessageMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    # As in the other endpoints.
+    seed: Int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+    def _fields(self) -> Json:
+        same = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
+        same |= {"seed", "cache_salt", "timeout"}
+        fields = super()._fields() | self.model_dump(include=same, exclude_none=True)
+        fields["stop"] = self.stop_sequences
+        fields["return_sources"] = MOST_CITED if self.cites else None
+        return fields

@@ -1,0 +1,205 @@
+"""Answers in the shape of Anthropic's ``/v1/messages``: blocks of content, citations, events."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.api.errors import MESSAGES, Failure
+from razor_dist.api.formats import Format
+from razor_dist.api.logprobs import Json
+from razor_dist.api.messages import CitedDocument
+from razor_dist.api.request import ParsedRequest
+from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.outputs import AnswerSentence, Source
+from razor_dist.frontend.passages import cited
+
+# Anthropic has no name for "repetition", which stays as it is.
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesFormat(Format):
+    """Text in one block, or with citations a block for each sentence; then a block for each call.
+
+    A sentence's block ends where the next sentence begins, so that the blocks' texts are the whole
+    answer.
+    """
+
+    prefix = "msg"
+
+    def __init__(
+        self,
+        request: ParsedRequest,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        super().__init__(request, model, choices, tokenizer)
+        documents = (request.described or {}).get("documents", ())
+        self._documents = [CitedDocument(*document) for document in documents]
+        self._calls_parser = self._parser()
+        # So far: the answer's text, how much of it is in blocks, the sentences whose blocks have
+        # not ended, the blocks that have, and whether one has begun.
+        self._text, self._sent = "", 0
+        self._sentences: deque[AnswerSentence] = deque()
+        self._blocks, self._open = 0, False
+        self._calls: list[Json] = []
+        self._finish: str | None = None
+        self._stop: str | None = None
+
+    def whole(self) -> Json:
+        """Return what a client makes of the stream's events."""
+        [choice] = self._choices
+        events = [event for piece in choice.pieces for event in self.piece(0, piece)]
+        events += self._end()
+        content: list[Json] = []
+        for event in events:
+            if event["type"] == "content_block_start":
+                content.append(event["content_block"])
+            elif event["type"] == "content_block_delta":
+                _add(content[-1], event["delta"])
+        return self._message(content)
+
+    def frame(self, chunk: Json) -> str:
+        return f"event: {chunk['type']}\n{super().frame(chunk)}"
+
+    @property
+    def heartbeat(self) -> str:
+        return self.frame({"type": "ping"})
+
+    def opening(self) -> list[Json]:
+        return [{"type": "message_start", "message": self._message([])}]
+
+    def piece(self, index: int, piece: TextPiece) -> list[Json]:
+        text, self._finish = piece.text, piece.finish_reason
+        if isinstance(piece.stop_reason, str):
+            self._stop = piece.stop_reason
+        if parser := self._calls_parser:
+            text = parser.push(piece)
+            if self._finish:
+                rest, self._calls, self._finish = parser.end(self._finish)
+                text += rest
+        self._text += text
+        self._sentences += piece.sentences
+        return self._advance()
+
+    def closing(self, include_usage: bool) -> list[Json]:
+        message = self._message([])
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        end = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        return [*self._end(), end, {"type": "message_stop"}]
+
+    def failure(self, failure: Failure) -> Json:
+        return failure.body(MESSAGES)
+
+    @property
+    def end(self) -> str:
+        return ""
+
+    def usage(self, completion: int | None = None) -> Json:
+        usage = super().usage(completion)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    def _message(self, content: list[Json]) -> Json:
+        reason = "tool_use" if self._calls else self._finish and _STOP_REASONS.get(self._finish)
+        return {
+            "id": self._head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self._head["model"],
+            "content": content,
+            "stop_reason": "stop_sequence" if self._stop is not None else reason or self._finish,
+            "stop_sequence": self._stop,
+            "usage": self.usage(),
+        }
+
+    def _advance(self) -> list[Json]:
+        """Return the events of new text, and of sentences that it shows to have ended."""
+        events = []
+        while self._sentences:
+            rest = self._text[self._sentences[0].end :]
+            if not (following := rest.lstrip()) and self._finish is None:
+                break  # what is between the two sentences may go on
+            events += self._say(len(self._text) - len(following))
+            events += self._close(cited(self._sentences.popleft()))
+        return events + self._say(len(self._text))
+
+    def _end(self) -> list[Json]:
+        """Return the events behind the last piece."""
+        events = self._close([])
+        for call in self._calls:
+            own = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+            delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+            events += self._begin(own | {"input": {}})
+            events += [self._delta(delta), *self._close([])]
+        return events
+
+    def _say(self, end: int) -> list[Json]:
+        """Return the events of the text up to ``end``, in the block that is open or a new one."""
+        text = self._text[self._sent : end]
+        if not text:
+            return []
+        self._sent = end
+        begun = [] if self._open else self._begin({"type": "text", "text": "", "citations": None})
+        return [*begun, self._delta({"type": "text_delta", "text": text})]
+
+    def _begin(self, block: Json) -> list[Json]:
+        self._open = True
+        return [{"type": "content_block_start", "index": self._blocks, "content_block": block}]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+
+    def _close(self, sources: Sequence[Source]) -> list[Json]:
+        """Return the events of the open block's citations and its end; none if none is open."""
+        if not self._open:
+            return []
+        events = [
+            self._delta({"type": "citations_delta", "citation": self._citation(source)})
+            for source in sources
+            if source.message is not None  # of other blocks than documents
+        ]
+        events.append({"type": "content_block_stop", "index": self._blocks})
+        self._open, self._blocks = False, self._blocks + 1
+        return events
+
+    def _citation(self, source: Source) -> Json:
+        assert source.message is not None
+        document = self._documents[source.message]
+        begin, end = document.offset + source.start, document.offset + source.end
+        first, last = (bisect_right(document.begins, at) for at in (begin, end - 1))
+        place = {
+            "char_location": {"start_char_index": begin, "end_char_index": end},
+            "page_location": {"start_page_number": first, "end_page_number": last + 1},
+            "content_block_location": {"start_block_index": first - 1, "end_block_index": last},
+        }
+        return {
+            "type": document.kind,
+            "cited_text": source.text,
+            "document_index": source.message,
+            "document_title": document.title,
+            **place[document.kind],
+        }
+
+
+def _add(block: Json, delta: Json) -> None:
+    """Add a delta to a block, as clients do."""
+    kind: Any = delta["type"]
+    if kind == "text_delta":
+        block["text"] += delta["text"]
+    elif kind == "citations_delta":
+        block["citations"] = [*(block["citations"] or []), delta["citation"]]
+    else:
+        block["input"] = json.loads(delta["partial_json"])

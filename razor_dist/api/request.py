@@ -1,0 +1,82 @@
+"""A request on its way from its body to the engine: what bounds it, and what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from razor_dist.api.tools import ToolUse
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.prompts import Checked
+from razor_dist.protocol.sampling_params import SamplingDefaults
+from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
+
+Endpoint = Literal[
+    "chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"
+]
+
+
+class Limits(NamedTuple):
+    """What bounds requests: the model's sizes and the server's settings."""
+
+    model: str
+    max_prompts: int
+    max_model_len: int
+    vocab_size: int
+    defaults: SamplingDefaults
+    room: int | None = None  # prompts that the queue takes now; None is any number
+    default_max_tokens: int | None = None  # of requests that name none
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
+
+    def check_model(self, name: str) -> None:
+        """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
+        if name != self.model:
+            raise no_such_model(name, self.model)
+
+    def check_count(self, prompts: int, n: int | None) -> None:
+        """Raise `RequestError` if so many prompts, each with ``n`` answers, are too many."""
+        count, param, what = prompts * (n or 1), "n", "answers"
+        if prompts > 1:
+            param, what = "prompt", "prompts" if n in (None, 1) else "prompts times n"
+        if count > self.max_prompts:
+            raise RequestError(
+                f"{param} must ask for at most {self.max_prompts} {what}, got {count}", param=param
+            )
+        if self.room is not None and count > self.room:
+            raise RequestError(
+                f"the queue has room for {self.room} {what} now, got {count}; try again later",
+                param=param,
+                code="queue_full",
+            )
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What the engine gets of a request, and what its answers' shape depends on."""
+
+    prompts: list[Checked]  # each to be answered by itself
+    stream: bool = False
+    include_usage: bool = False
+    return_progress: bool = False
+    timeout: float | None = None  # seconds from its arrival
+    echo: bool = False  # the answers begin with their prompts
+    prompt_only: bool = False  # and end there: ``max_tokens`` was 0
+    tools: ToolUse | None = None  # that the answers may call
+    # What a response of /v1/responses repeats, or the documents that one of /v1/messages may cite.
+    described: dict[str, Any] | None = None
+    answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
+    cache_salt: str | None = None  # requests of different ones share no caches
+    continuous_usage: bool = False  # every chunk of a stream tells the counts so far
+    ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
+    constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
+    # PDF files that must be read before the request can be, each with the field that holds it.
+    unread: Sequence[tuple[str, bytes]] = ()
+
+
+def no_such_model(name: str, served: str) -> RequestError:
+    return RequestError(
+        f"the model {name!r} does not exist; this server serves {served!r}",
+        param="model",
+        code="model_not_found",
+    )

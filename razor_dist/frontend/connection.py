@@ -1,0 +1,118 @@
+"""The frontend's end of the socket to rank 0: one connection, in frames of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from razor_dist.config.errors import EngineError
+from razor_dist.protocol.messages import (
+    HEADER_SIZE,
+    Shutdown,
+    ToEngine,
+    ToFrontend,
+    body_length,
+    decode_to_frontend,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+# sockaddr_un holds 108 bytes, the closing zero included.
+_MAX_SOCKET_PATH = 107
+
+
+class RankConnection:
+    """Listens at a path for rank 0, which connects again after each restart of the ranks.
+
+    The newest connection counts. ``opened`` is called when rank 0 connects, ``handle`` with each of
+    its messages, and ``lost``, with the reason, when the connection ends by itself or a message
+    cannot be handled. After `shutdown` rank 0 is told to end whenever it connects.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        opened: Callable[[], None],
+        handle: Callable[[ToFrontend], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+            raise EngineError(
+                f"the socket path {path} is longer than {_MAX_SOCKET_PATH} bytes; "
+                "set TMPDIR to a shorter folder"
+            )
+        self.path = path
+        self.received = 0  # messages of all rank 0s so far
+        self._opened, self._handle, self._lost = opened, handle, lost
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._ending = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None
+
+    async def listen(self) -> None:
+        # A socket that a killed predecessor left behind would make the bind fail.
+        self.path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, path=self.path)
+        self.path.chmod(0o600)
+
+    def send(self, message: ToEngine) -> None:
+        # A connection that is gone loses nothing here: its requests fail when that is noticed.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    def shutdown(self) -> None:
+        """Tell rank 0 to end, this one and any that connects later."""
+        self._ending = True
+        self.send(Shutdown())
+
+    def drop(self) -> None:
+        """Close the connection, without a call of ``lost``."""
+        if self._writer is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+            self._writer = None
+
+    def close(self) -> None:
+        """Close the connection and stop listening."""
+        self.drop()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            self.path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._ending:
+            writer.write(encode(Shutdown()))
+            writer.close()
+            return
+        if self._writer is not None:
+            self._lost("rank 0 connected anew")
+        self._writer = writer
+        self._opened()
+        try:
+            while True:
+                header = await reader.readexactly(HEADER_SIZE)
+                message = decode_to_frontend(await reader.readexactly(body_length(header)))
+                if self._writer is not writer:
+                    return  # a rank that was given up already
+                self.received += 1
+                self._handle(message)
+        except asyncio.CancelledError:
+            pass  # the loop is ending
+        except Exception as error:
+            reason = "rank 0 closed its connection"
+            if not isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                reason = "rank 0 sent a message that cannot be handled"
+                log.exception(reason)
+            if self._writer is writer:
+                self._lost(reason)
+        finally:
+            writer.close()

@@ -1,0 +1,60 @@
+"""The messages of one request as they come from rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from razor_dist.protocol.messages import AboutRequest
+
+
+class RequestStream(AsyncIterator[AboutRequest]):
+    """The messages of one request, up to the token that finishes it.
+
+    Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
+    pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
+
+    Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[str, str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
+        self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
+        self.closed = False  # it was `close` that ended it, not its last token or a failure
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> AboutRequest:
+        if self.ended and self._queue.empty():
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def close(self, reason: str = "abort") -> None:
+        """Abort the request, unless it has ended. Never waits.
+
+        ``reason`` is for the metrics: "stop" if all that was wanted of the answer is there.
+        """
+        if not self.ended:
+            self.ended = self.closed = True
+            self._abort(self.request_id, reason)
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def put(self, item: AboutRequest | Exception, *, last: bool) -> None:
+        """Hand on a message or an error (the client does); ``last`` if it ends the request."""
+        self._queue.put_nowait(item)
+        self.ended = self.ended or last

@@ -1,0 +1,103 @@
+"""An engine of this process: its ranks, its background loop, its tokenizer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import EngineError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import build_config
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.grammar_process import GrammarProcess
+from razor_dist.frontend.managed_engine import ManagedEngine
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.ranks import RankGroup, StartRanks
+from razor_dist.llm.loop_thread import CLOSED, LoopThread
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.messages import EngineInfo, Fields
+from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
+
+
+class EngineHandle:
+    """What `LLM` stands on: the engine is ready when the constructor returns, and can be closed.
+
+    A context manager. Parameters and errors are those of `LLM`.
+    """
+
+    _start_ranks: StartRanks = RankGroup.start
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = build_config(EngineConfig, **config)
+        trust = self.config.trust_remote_code
+        folder = resolve_model(self.config.model, trust_remote_code=trust)
+        # By name, where the model recommends others than `SamplingParams` has.
+        self.sampling_defaults = request_defaults(folder, self.config)
+        self.loop = LoopThread()
+        self._engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
+        self._close = weakref.finalize(self, _close, self.loop, self._engine)
+        try:
+            self.loop.run(self._engine.start())
+            # The ranks load the model meanwhile.
+            tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+            self._encoder = PromptEncoder(tokenizer)
+            client = self._engine.client
+            client.grammars = GrammarProcess(tokenizer, client.require_ready)
+            self.loop.run(client.ready())
+        except BaseException:
+            self.close()
+            raise
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that brings none: those that the model recommends."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer; ``None`` if its folder has none."""
+        return self._encoder.tokenizer
+
+    def stats(self) -> Fields:
+        """The engine's counters: see `razor_dist.protocol.messages.Stats`."""
+        return self.loop.run(self._client.stats())
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's ``max_model_len`` and ``vocab_size``, and all that it says of itself.
+
+        `EngineError` if it cannot be started again after a failure.
+        """
+        return self.loop.run(self._client.ready())
+
+    @property
+    def failed(self) -> bool:
+        """True if the ranks died too often to be started again: every call will fail."""
+        return self._engine.client.status.state == "failed"
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, by rank; empty while they are being started and once closed."""
+        return self._engine.pids
+
+    def close(self) -> None:
+        """End the ranks. Another `close` does nothing; other calls raise `EngineError`."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def _client(self) -> EngineClient:
+        """The engine's client, for calls from outside; refused once `close` was called."""
+        if not self._close.alive:
+            raise EngineError(CLOSED)
+        return self._engine.client
+
+
+def _close(loop: LoopThread, engine: ManagedEngine) -> None:
+    loop.finish(engine.close(reason="the LLM was closed"))
