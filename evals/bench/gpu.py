@@ -163,9 +163,10 @@ class _Worker:
             event = self._event(began + limit)
             record.seconds = time.monotonic() - began
             if event is None:
-                code = self._process.poll()
-                late = record.seconds >= limit
-                status = f"not done within {limit:.0f} s" if late else f"ended with {code}"
+                if record.seconds >= limit:
+                    status = f"not done within {limit:.0f} s"
+                else:  # it has closed its end of the pipe
+                    status = f"ended with {self._process.wait()}"
                 event = {"status": f"failed: {status}"}
             status = event.get("status")
             record.add(event)

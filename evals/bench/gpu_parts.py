@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -210,7 +210,8 @@ def rank_prefill(bench: Bench) -> Iterator[PartResult]:
 
 def model_shape(bench: Bench) -> Iterator[PartResult]:
     """A model of these sizes on one rank, end to end; and the kernels of one of its steps."""
-    given, kind = sizes(bench), "cuda" if bench.cuda else "cpu"
+    given = sizes(bench)
+    kind: Literal["cuda", "cpu"] = "cuda" if bench.cuda else "cpu"
     with few_layers(given.folder, given.layers) as folder:
         settings = ShapeBenchSettings(
             shape=folder, tokens=given.prompt, device=kind, new_tokens=given.new_tokens
@@ -297,8 +298,12 @@ def sampler(bench: Bench) -> Iterator[PartResult]:
 
 # Files that have tests for a GPU, the shortest first: collecting others would need more packages.
 KERNEL_TESTS = ("tests/test_kernels_decode.py",)
-TESTS = ("tests/heads/test_razor.py", "tests/test_cuda.py", "tests/engine/test_graph.py")
-TESTS += ("tests/test_kernels.py",)
+TESTS = (
+    "tests/heads/test_razor.py",
+    "tests/test_cuda.py",
+    "tests/engine/test_graph.py",
+    "tests/test_kernels.py",
+)
 
 
 def correct(bench: Bench) -> Iterator[PartResult]:

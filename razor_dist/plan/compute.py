@@ -267,8 +267,18 @@ class _Load:
             return (max(both, links) if overlapped else both + links) + rest
 
         limit = max(expected, key=lambda term: expected[term])
-        sums = (seconds(terms) for terms in (peak, expected, worst, best))
-        return Estimate(peak, expected, worst, best, overlapped, *sums, limit)
+        return Estimate(
+            floor=peak,
+            expected=expected,
+            worst=worst,
+            best=best,
+            overlapped=overlapped,
+            seconds_at_peak=seconds(peak),
+            seconds=seconds(expected),
+            seconds_worst=seconds(worst),
+            seconds_best=seconds(best),
+            limit=limit,
+        )
 
     def _terms(
         self, d: Deployment, device: Device, of: Efficiency | None = None

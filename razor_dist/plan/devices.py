@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sources import read_mapping, read_text
-from razor_dist.config.validation import explain, unknown
+from razor_dist.config.validation import SettingError, explain, unknown
 
 _GB = 1e9
 _FOLDER = resources.files("razor_dist.configs") / "devices"
@@ -66,9 +66,10 @@ class Device(BaseModel):
     def _known(cls, ranges: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         for name, (worst, best) in ranges.items():
             if name not in _RANGED:
-                raise ValueError(unknown(name, _RANGED, "number with a range"))
+                raise SettingError(unknown(name, _RANGED, "number with a range"), "ranges")
             if (worst < best) is (name in _TIMES):
-                raise ValueError(f"{name}: the worst comes first, got [{worst:g}, {best:g}]")
+                said = f"{name}: the worst comes first, got [{worst:g}, {best:g}]"
+                raise SettingError(said, "ranges")
         return ranges
 
     def at(self, end: Literal["worst", "best"]) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -55,3 +56,7 @@ PARTS: dict[str, tuple[Part, float]] = {
 def swept() -> list[dict[str, Any]]:
     bench = Bench(torch.device("cpu"), time.monotonic() + 300)
     return [figures for figures, _ in sweep(bench, (128,))]
+
+
+if __name__ == "__main__":
+    print(json.dumps(swept()))
