@@ -21,7 +21,7 @@ import pytest
 import razor_dist
 from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
-from razor_dist.frontend import grammar_process
+from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
 from razor_dist.llm.loop_thread import LoopThread
@@ -482,29 +482,30 @@ SLOW = [
 GOOD = SamplingParams(structured_outputs={"choice": ["a"]})
 
 
-def _one_waits(llm: LLM) -> bool:
-    grammars = llm._engine.client.grammars
-    return grammars is not None and bool(grammars._turn._waiting)
+def slow_grammars(llm: LLM) -> GrammarProcess:
+    grammars = llm.client.grammars
+    assert grammars is not None
+    grammars.seconds = 60.0
+    return grammars
 
 
-def test_closing_fails_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "_SECONDS", 60.0)
+def test_closing_fails_what_is_being_compiled() -> None:
     llm = FakeLLM()
+    grammars = slow_grammars(llm)
     llm.generate([[5]], GOOD)  # starts the process
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(llm.generate, [[5]], params) for params in SLOW]
-        assert wait_until(lambda: _one_waits(llm), 60)
+        assert wait_until(lambda: grammars.waiting, 60)
         llm.close()
         for future in asked:
             with pytest.raises(EngineError, match="the LLM was closed"):
                 future.result(60)
 
 
-def test_closing_fails_what_is_being_compiled_for_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "_SECONDS", 60.0)
-
+def test_closing_fails_what_is_being_compiled_for_tasks() -> None:
     async def main() -> None:
         engine = FakeAsyncLLM()
+        grammars = slow_grammars(engine.llm)
 
         async def answer(params: SamplingParams) -> None:
             async for _ in engine.generate([5], params):
@@ -512,7 +513,7 @@ def test_closing_fails_what_is_being_compiled_for_tasks(monkeypatch: pytest.Monk
 
         await answer(GOOD)
         tasks = [asyncio.create_task(answer(params)) for params in SLOW]
-        while not _one_waits(engine.llm):
+        while not grammars.waiting:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(engine.close)
         for task in tasks:

@@ -83,6 +83,10 @@ class Turns:
                 if not turn.done():
                     turn.set_exception(error)
 
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return sum(map(len, self._waiting.values()))
+
     def _push_back(self, key: Hashable) -> None:
         if key in self._waiting:
             self._waiting[key] = self._waiting.pop(key)
@@ -98,12 +102,27 @@ class ChildProcess:
 
     def __init__(self, module: str, *arguments: str, largest: int = 1 << 30) -> None:
         self._command = guarded(module, *arguments)
-        self._largest = largest
+        self.largest = largest
         self._process: Process | None = None
         self._killed: Process | None = None  # the last that `close` has killed
         self._turn = Turns()
         self._asking: asyncio.Task[Any] | None = None
         self._ended = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None while none runs."""
+        process = self._process
+        return None if process is None or process.returncode is not None else process.pid
+
+    @property
+    def is_busy(self) -> bool:
+        return self._asking is not None and not self._asking.done()
+
+    @property
+    def waiting(self) -> int:
+        """The number of questions that wait for their turn."""
+        return len(self._turn)
 
     async def in_turn(self, work: Callable[[], Coroutine[Any, Any, T]], key: Hashable = None) -> T:
         """Return the result of ``work``, which uses the process, when it is its turn.
@@ -125,7 +144,7 @@ class ChildProcess:
     async def _work(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             result = await work()
-            if self._size() > self._largest:
+            if self._size() > self.largest:
                 self.close()
             return result
         finally:
@@ -167,8 +186,8 @@ class ChildProcess:
     def _size(self) -> int:
         """Resident bytes of the process, 0 if it does not run."""
         with contextlib.suppress(psutil.Error):
-            if self._process is not None and self._process.returncode is None:
-                return int(psutil.Process(self._process.pid).memory_info().rss)
+            if self.pid is not None:
+                return int(psutil.Process(self.pid).memory_info().rss)
         return 0
 
     async def aclose(self) -> None:

@@ -113,17 +113,6 @@ class Detokenizer:
             self._ids, self._text, self._sent = ids, text, len(text) - unsent
 
 
-def text_offsets(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special: bool = True
-) -> list[int]:
-    """Return the character offset of each token's text; parts of one character share its offset."""
-    detokenizer, offsets = Detokenizer(tokenizer, skip_special=skip_special), []
-    for token in ids:
-        offsets.append(detokenizer.length)
-        detokenizer.push(token)
-    return offsets
-
-
 class StopMatcher:
     """Ends a text at the first stop string, however the text is cut into pieces.
 

@@ -53,24 +53,33 @@ if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
     from razor_dist.frontend.prompts import Checked
     from razor_dist.protocol.messages import EngineInfo
 
-# Seconds for one constraint, and for the process to start and load the vocabulary.
-_SECONDS, _START_SECONDS = 3.0, 120.0
-# Bytes that a constraint may take, and those with which the process is replaced afterwards.
-_MEMORY, _LARGEST = 1 << 30, 1 << 29
+# Seconds for the process to start and load the vocabulary.
+_START_SECONDS = 120.0
+# Bytes with which the process is replaced.
+_LARGEST = 1 << 29
 # Bytes of the stack on which it compiles: an eighth of that of rank 0's thread.
 _STACK = 8 << 20
 # Constraints whose results are kept, and those of one key that may wait to be compiled.
-_KEPT, _MOST_WAITING = 32, 16
+_KEPT, MOST_WAITING = 32, 16
 _SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and repetitions"
 
 
 class GrammarProcess(ChildProcess):
-    """The frontend's handle of the process, which is started by the first constraint."""
+    """The frontend's handle of the process, which is started by the first constraint.
+
+    A constraint may take ``seconds``, and ``memory`` bytes beyond the process's own.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, info: Callable[[], EngineInfo]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        info: Callable[[], EngineInfo],
+        *,
+        seconds: float = 3.0,
+        memory: int = 1 << 30,
     ) -> None:
-        super().__init__("razor_dist.frontend.grammar_process", str(_MEMORY), largest=_LARGEST)
+        super().__init__("razor_dist.frontend.grammar_process", str(memory), largest=_LARGEST)
+        self.seconds = seconds
         self._tokenizer, self._info = tokenizer, info
         # What `load` made of the tokenizer; the refusal if structured outputs cannot be had.
         self._serialized: SerializedTokenizer | None = None
@@ -93,7 +102,7 @@ class GrammarProcess(ChildProcess):
         Requests of each ``key`` take turns with those of others.
 
         Raises `RequestError` if a constraint cannot be compiled within bounds of time and memory,
-        with code ``rate_limit_exceeded`` if `_MOST_WAITING` others of the key wait, and
+        with code ``rate_limit_exceeded`` if `MOST_WAITING` others of the key wait, and
         `ProcessKilledError` if the process was killed from outside, twice.
         """
         # A request's prompts share their parameters.
@@ -133,7 +142,7 @@ class GrammarProcess(ChildProcess):
         try:
             result = await self._ask_twice(question)
         except TimeoutError:
-            result = _failure(f"compiling it took longer than {_SECONDS:g} s; {_SIMPLER}")
+            result = _failure(f"compiling it took longer than {self.seconds:g} s; {_SIMPLER}")
         except ProcessDiedError as death:
             if self._ended:
                 raise ProcessKilledError(CLOSED) from None
@@ -154,11 +163,11 @@ class GrammarProcess(ChildProcess):
     async def _ask_twice(self, question: bytes) -> Fields:
         """As `ask`, again if the process was killed from outside: perhaps while it was idle."""
         try:
-            return await self.ask(_SECONDS, question)
+            return await self.ask(self.seconds, question)
         except ProcessDiedError as death:
             if self._ended or death.code not in KILLED:
                 raise
-        return await self.ask(_SECONDS, question)
+        return await self.ask(self.seconds, question)
 
     async def _prepare(self, process: Process) -> None:
         vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
@@ -184,7 +193,7 @@ class GrammarProcess(ChildProcess):
     def _place(self, digest: bytes, key: Hashable) -> Iterator[None]:
         """Count a constraint of a key that waits; `RequestError` if too many others of it do."""
         digests = self._waiting.setdefault(key, Counter())
-        if key is not None and digest not in digests and len(digests) >= _MOST_WAITING:
+        if key is not None and digest not in digests and len(digests) >= MOST_WAITING:
             raise RequestError(
                 f"{FIELD}: {len(digests)} other constraints of yours wait to be compiled, as many "
                 "as may; try again later",

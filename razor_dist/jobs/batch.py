@@ -13,12 +13,8 @@ import hashlib
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.fields import naming
@@ -28,14 +24,9 @@ from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
-from razor_dist.frontend.answers import Choice
-from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.detokenizer import text_offsets
-from razor_dist.frontend.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item, ItemSize, Update, Work
-from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 
@@ -190,68 +181,19 @@ def _answer(
         raise RequestError("timeout is not supported in a batch", param="timeout")
     # Draws depend on the request alone, so that a second run repeats them.
     digest = hashlib.sha256(item_id.encode()).hexdigest()
-    params = [
-        p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number * p.n))
-        for number, (_, p, _) in enumerate(parsed.prompts)
-    ]
-    prompts = [
-        Encoded(None, tokens.tolist(), parsed.cache_salt, text)
-        for tokens, _, text in parsed.prompts
-    ]
-    yield ItemSize(sum(len(prompt.ids) for prompt in prompts))
+    prompts = []
+    for number, prompt in enumerate(parsed.prompts):
+        seed = prompt.params.seed
+        if seed is None:
+            seed = int(digest[:12], 16) + number * prompt.params.n
+        prompts.append(prompt._replace(params=replace(prompt.params, seed=seed)))
+    yield ItemSize(sum(len(prompt.tokens) for prompt in prompts))
     # A log of its own: other requests are read at the same time.
     with naming(parsed.constrained_by):
-        outputs = llm.generate(prompts, params, use_tqdm=ReadingLog(item_id))
-    choices = [
-        _served(output, answer, tokenizer, skip_special=own.skip_special_tokens)
-        for output, own in zip(outputs, params, strict=True)
-        for answer in output.outputs
-    ]
+        answers = llm.call().choices(prompts, parsed.cache_salt, ReadingLog(item_id))
+        choices = llm.loop.run(answers)
     form = FORMATS[endpoint](parsed, limits.model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
-
-
-def _served(
-    output: RequestOutput,
-    answer: CompletionOutput,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    skip_special: bool = True,
-) -> Choice:
-    """Turn an answer into the pieces of the server's formats."""
-    ids = answer.token_ids
-    logprobs: Sequence[TokenLogprobs | None] = answer.logprobs or [None] * len(ids)
-    offsets = [0] * len(ids)
-    if tokenizer is not None:
-        offsets = text_offsets(tokenizer, ids, skip_special=skip_special)
-    texts = [answer.text[begin:end] for begin, end in zip_longest(offsets, offsets[1:])]
-    pieces = [
-        TextPiece(token, text, entry, offset=offset)
-        for token, text, entry, offset in zip(ids, texts, logprobs, offsets, strict=True)
-    ]
-    cached = 0 if answer.index else output.num_cached_tokens  # counted once for a prompt
-    pieces[-1] = replace(
-        pieces[-1],
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-        sentences=answer.sentences or (),
-    )
-    prompt = np.array(output.prompt_token_ids, np.int32)
-    sourced = answer.sources, answer.grounded
-    return Choice(prompt, answer.index, pieces, cached, _entries(output), *sourced)
-
-
-def _entries(output: RequestOutput) -> list[Any]:
-    """Return a prompt's log-probabilities as the engine tells them."""
-    entries: list[Any] = []
-    for token, known in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False):
-        if known is None:
-            entries.append(None)
-            continue
-        # The likeliest come first, in order; the prompt's own may follow.
-        top = [[t, one.logprob] for n, (t, one) in enumerate(known.items(), 1) if one.rank == n]
-        entries.append([known[token].logprob, known[token].rank, top])
-    return entries
 
 
 def output_lines(

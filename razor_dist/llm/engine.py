@@ -61,7 +61,7 @@ class EngineHandle:
 
     def stats(self) -> Fields:
         """The engine's counters: see `razor_dist.protocol.messages.Stats`."""
-        return self.loop.run(self._client.stats())
+        return self.loop.run(self.client.stats())
 
     @property
     def info(self) -> EngineInfo:
@@ -69,7 +69,7 @@ class EngineHandle:
 
         `EngineError` if it cannot be started again after a failure.
         """
-        return self.loop.run(self._client.ready())
+        return self.loop.run(self.client.ready())
 
     @property
     def failed(self) -> bool:
@@ -92,7 +92,7 @@ class EngineHandle:
         self.close()
 
     @property
-    def _client(self) -> EngineClient:
+    def client(self) -> EngineClient:
         """The engine's client, for calls from outside; refused once `close` was called."""
         if not self._close.alive:
             raise EngineError(CLOSED)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.answers import LiveChoices
+from razor_dist.frontend.answers import Choice, LiveChoices
 from razor_dist.frontend.assembler import TextPiece, prompt_logprobs
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
@@ -19,7 +19,11 @@ from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import OnProgress, PromptBar, UseTqdm
+from razor_dist.protocol.messages import Progress
 from razor_dist.protocol.sampling_params import SamplingParams
+
+T = TypeVar("T")
+A = TypeVar("A")
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -175,7 +179,7 @@ CheckedPrompt = tuple[Encoded, Checked]
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """One call of `LLM.generate`, `LLM.chat` or `LLM.stream`."""
+    """One call of `LLM.generate`, `LLM.chat`, `LLM.stream`, or for a line of a batch file."""
 
     client: EngineClient
     tokenizer: PreTrainedTokenizerBase | None
@@ -185,15 +189,47 @@ class GenerationCall:
 
     async def run(self, prompts: Sequence[CheckedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Return the answers in the order of the prompts; the first failure aborts the others."""
-        room = asyncio.Semaphore(self.together)
-        bar = PromptBar(use_tqdm, [len(checked.tokens) for _, checked in prompts])
 
-        async def answer(prompt: CheckedPrompt) -> RequestOutput:
-            async with room:
-                async for output in self.stream(prompt, bar.progress):  # noqa: B007 - the last
-                    pass
-            bar.answered()
+        async def answered(prompt: CheckedPrompt, on_progress: OnProgress) -> RequestOutput:
+            async for output in self.stream(prompt, on_progress):  # noqa: B007 - the last
+                pass
             return output
+
+        lengths = [len(checked.tokens) for _, checked in prompts]
+        return await self._each(prompts, answered, PromptBar(use_tqdm, lengths))
+
+    async def choices(
+        self, prompts: Sequence[Checked], cache_salt: str | None, use_tqdm: UseTqdm
+    ) -> list[Choice]:
+        """Return all prompts' answers as the server's formats take them; otherwise as `run`."""
+
+        async def answered(prompt: Checked, on_progress: OnProgress) -> list[Choice]:
+            live = await self._submitted(prompt, cache_salt)
+            try:
+                async for event in live.events():
+                    if event is not None and isinstance(event.what, Progress):
+                        on_progress(event.what)
+            finally:
+                live.close()
+            return live.choices
+
+        bar = PromptBar(use_tqdm, [len(prompt.tokens) for prompt in prompts])
+        found = await self._each(prompts, answered, bar)
+        return [choice for choices in found for choice in choices]
+
+    async def _each(
+        self,
+        prompts: Sequence[T],
+        answered: Callable[[T, OnProgress], Awaitable[A]],
+        bar: PromptBar,
+    ) -> list[A]:
+        room = asyncio.Semaphore(self.together)
+
+        async def answer(prompt: T) -> A:
+            async with room:
+                found = await answered(prompt, bar.progress)
+            bar.answered()
+            return found
 
         with bar:
             tasks = [asyncio.create_task(answer(prompt)) for prompt in prompts]
@@ -203,6 +239,20 @@ class GenerationCall:
                 for task in tasks:  # one failed, or the caller was interrupted: abort the others
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _submitted(self, prompt: Checked, cache_salt: str | None) -> LiveChoices:
+        """Submit a prompt once its constraint is compiled."""
+        prompts = await self.client.compiled([prompt])
+        # Another thread may have released the prefix meanwhile.
+        pinned = None if self.prefix is None else self.prefix.stream_for(self.client)
+        return LiveChoices(
+            self.client,
+            self.tokenizer,
+            prompts,
+            report_progress=True,
+            prefix=pinned,
+            cache_salt=cache_salt,
+        )
 
     async def stream(
         self, prompt: CheckedPrompt, on_progress: OnProgress | None = None
@@ -215,20 +265,10 @@ class GenerationCall:
         params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)
         result.outputs = [_unfinished(index, params) for index in range(params.n)]
-        [checked] = await self.client.compiled([checked])
-        pinned = None
         if self.prefix is not None:
             result.num_cached_tokens = self.prefix.num_tokens
-            pinned = self.prefix.stream_for(self.client)  # another thread may have released it
+        live = await self._submitted(checked, salt)
         begin = time.perf_counter()
-        live = LiveChoices(
-            self.client,
-            self.tokenizer,
-            [checked],
-            report_progress=True,
-            prefix=pinned,
-            cache_salt=salt,
-        )
         try:
             async for event in live.events():
                 assert event is not None

@@ -137,7 +137,7 @@ class LLM(EngineHandle):
         ``encode`` makes token ids of the prompt: `encode`, or `encode_chat` of a conversation.
         """
         [ready] = self._ready(encode, [prompt], sampling_params, prefix)
-        return self._call(prefix).stream(ready, on_progress)
+        return self.call(prefix).stream(ready, on_progress)
 
     def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
@@ -218,7 +218,7 @@ class LLM(EngineHandle):
         [(_, checked)] = self._ready(encode, [prompt], SamplingParams(max_tokens=1), None)
         request_id = str(next(self._ids))
         return self.loop.run(
-            read_prefix(self._client, request_id, checked, self._bar(use_tqdm), chat_text)
+            read_prefix(self.client, request_id, checked, self._bar(use_tqdm), chat_text)
         )
 
     def _answers(
@@ -230,7 +230,7 @@ class LLM(EngineHandle):
         prefix: Prefix | None,
     ) -> list[RequestOutput]:
         ready = self._ready(encode, prompts, sampling_params, prefix)
-        return self.loop.run(self._call(prefix).run(ready, self._bar(use_tqdm)))
+        return self.loop.run(self.call(prefix).run(ready, self._bar(use_tqdm)))
 
     def _ready(
         self,
@@ -241,7 +241,7 @@ class LLM(EngineHandle):
     ) -> list[CheckedPrompt]:
         """Return prompts as the engine takes them; raises as `generate` does."""
         if prefix is not None:
-            prefix.stream_for(self._client)  # refused before anything is tokenised
+            prefix.stream_for(self.client)  # refused before anything is tokenised
         default = self.get_default_sampling_params()
         params = params_for(sampling_params, len(prompts), default, prefix)
         encoded = [
@@ -261,7 +261,8 @@ class LLM(EngineHandle):
             for one, own in zip(encoded, params, strict=True)
         ]
 
-    def _call(self, prefix: Prefix | None) -> GenerationCall:
+    def call(self, prefix: Prefix | None = None) -> GenerationCall:
+        """Return the engine's use for one call, to be run in its event loop, `loop`."""
         return GenerationCall(
             self._engine.client,
             self._encoder.tokenizer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from asyncio.subprocess import PIPE
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -30,12 +31,18 @@ _AT_ONCE, _SMALL_AT_ONCE = 2, 1
 # Bytes of a small file.
 _SMALL = 2**20
 
+ReadFile = Callable[[bytes | bytearray, str | None, ReadLimits], Awaitable[Document]]
+
 
 class DocumentReader:
-    """Reads files whose kind is found by their content; a text may have ``max_characters``."""
+    """Reads files whose kind is found by their content; a text may have ``max_characters``.
 
-    def __init__(self, max_characters: int) -> None:
+    ``read`` reads one, as `read_apart` does.
+    """
+
+    def __init__(self, max_characters: int, read: ReadFile | None = None) -> None:
         self._limits = ReadLimits(characters=max_characters)
+        self._read = read or read_apart
         self._large = asyncio.Semaphore(_AT_ONCE)
         self._small = asyncio.Semaphore(_SMALL_AT_ONCE)
         # By API key, and for small files or others: those for which some file waits or is read.
@@ -53,7 +60,7 @@ class DocumentReader:
         small = len(data) <= _SMALL
         try:
             async with self._turn(key, small), self._small if small else self._large:
-                return await self._read(data, kind_of(Path(name)))
+                return await self._read(data, kind_of(Path(name)), self._limits)
         except ReaderKilledError as error:
             raise ProcessKilledError(f"the file {error}") from None
         except DocumentError as error:
@@ -64,23 +71,24 @@ class DocumentReader:
             return nullcontext()
         return self._turns.setdefault((key, small), asyncio.Lock())
 
-    async def _read(self, data: bytes | bytearray, named: str | None) -> Document:
-        arguments = reader_arguments(None, limits=self._limits, named=named)
-        process = await asyncio.create_subprocess_exec(
-            *guarded("razor_dist.documents.read", arguments),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=reader_environment(),
-            start_new_session=True,  # a terminal's Ctrl-C is the server's to handle
-        )
-        try:
-            async with asyncio.timeout(self._limits.patience):
-                output, _ = await process.communicate(data)
-        except TimeoutError:
-            raise self._limits.too_slow() from None
-        finally:
-            send_signal(process, signal.SIGKILL)
-            await process.wait()
-        assert process.returncode is not None
-        text, pages = reader_output(process.returncode, output, self._limits)
-        return Document(text.decode(), pages)
+
+async def read_apart(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> Document:
+    """Return the text of a file of the kind ``named``, read by a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *guarded("razor_dist.documents.read", reader_arguments(None, limits=limits, named=named)),
+        stdin=PIPE,
+        stdout=PIPE,
+        env=reader_environment(),
+        start_new_session=True,  # a terminal's Ctrl-C is the server's to handle
+    )
+    try:
+        async with asyncio.timeout(limits.patience):
+            output, _ = await process.communicate(data)
+    except TimeoutError:
+        raise limits.too_slow() from None
+    finally:
+        send_signal(process, signal.SIGKILL)
+        await process.wait()
+    assert process.returncode is not None
+    text, pages = reader_output(process.returncode, output, limits)
+    return Document(text.decode(), pages)

@@ -41,13 +41,17 @@ from razor_dist.protocol.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 _FAILED = "the request could not be read; see the server's log"
-# Seconds that the process may take for a body, and more for each of its megabytes: tokenizers take
-# up to a few seconds for one, and the first body waits for their loading as well.
-_PATIENCE, _PATIENCE_PER_MB = 120.0, 60.0
+# Seconds that the process may take for each megabyte of a body: tokenizers take up to a few.
+_PATIENCE_PER_MB = 60.0
 
 
 class ParsingProcess(ChildProcess):
-    """The frontend's handle of the process, which is started by the first body that needs it."""
+    """The frontend's handle of the process, which is started by the first body that needs it.
+
+    ``patience`` are seconds that any body may take: the first one waits for the tokenizer to load.
+    """
+
+    patience = 120.0
 
     def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
         trust = ["--trust-remote-code"] if trust_remote_code else []
@@ -67,7 +71,7 @@ class ParsingProcess(ChildProcess):
         waits is forgotten, and one that is being read is read to its end.
 
         Raises `RequestError` if the request cannot be served, and `EngineError` if the process
-        dies, is stuck (`_PATIENCE`; the next body then gets a new one) or is closed.
+        dies, is stuck (`patience`; the next body then gets a new one) or is closed.
         """
         answer = await self.in_turn(lambda: self._read(endpoint, raw, limits, files), key)
         raise_failure(answer)
@@ -80,9 +84,8 @@ class ParsingProcess(ChildProcess):
         limits: Limits,
         files: Sequence[Document],
     ) -> Fields:
-        patience = _PATIENCE + _PATIENCE_PER_MB * len(raw) / 2**20
-        asked = {"endpoint": endpoint, "limits": limits, "files": files, "bytes": len(raw)}
-        head = encode(asked)
+        patience = self.patience + _PATIENCE_PER_MB * len(raw) / 2**20
+        head = encode({"endpoint": endpoint, "limits": limits, "files": files, "bytes": len(raw)})
         try:
             return await self.ask(patience, head, raw)
         except TimeoutError:

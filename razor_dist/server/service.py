@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 _MOST_IGNORED = 100
 # Bytes of a body from which on another process reads it.
 _LONG = 1 << 18
-# Seconds; what polls the counters often gives up after 10 itself.
-_STATS_PATIENCE = 8.0
 # Prometheus gives up after 10 s, and has the last counters if the engine is busy.
 _SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
@@ -61,8 +59,11 @@ class RequestReader(NamedTuple):
 class Service:
     """The model behind the API.
 
-    A stream gets a comment after ``heartbeat`` seconds of silence, so that no proxy gives it up.
+    ``stats_patience`` are seconds: what polls the counters often gives up after 10 itself. A stream
+    gets a comment after ``heartbeat`` seconds of silence, so that no proxy gives it up.
     """
+
+    stats_patience = 8.0
 
     def __init__(
         self, config: ServerConfig, client: EngineClient, *, heartbeat: float = 3.0
@@ -239,7 +240,7 @@ class Service:
     async def stats(self) -> dict[str, Any]:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
-        counters = await self._ask_counters()
+        counters = await self.counters()
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
 
     async def scrape(self) -> bytes:
@@ -247,14 +248,14 @@ class Service:
         state, stats = self.client.status.state, None
         if state == "ready" and self.client.info is not None:
             with contextlib.suppress(EngineError, TimeoutError):
-                counters = await asyncio.wait_for(self._ask_counters(), _SCRAPE_PATIENCE)
+                counters = await asyncio.wait_for(self.counters(), _SCRAPE_PATIENCE)
                 stats = {**self.client.info.fields, **counters}
         return self.metrics.render(state == "ready", stats)
 
-    async def _ask_counters(self) -> Fields:
+    async def counters(self) -> Fields:
         """Return the ranks' counters, asked once for all who ask meanwhile: it is a collective."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self.client.stats(_STATS_PATIENCE))
+            self._asking = asyncio.create_task(self.client.stats(self.stats_patience))
             # The client may have gone.
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._asking)

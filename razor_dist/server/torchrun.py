@@ -29,8 +29,6 @@ from razor_dist.protocol.messages import FrontendUnreachableError
 
 RunRank = Callable[[EngineConfig, str | None], None]
 FRONTEND = "razor_dist.server.main"
-# Seconds that the frontend may take to import its libraries and listen.
-_PATIENCE = 60.0
 # Seconds that the other ranks leave rank 0 to tell of an error that all of them have met: torchrun
 # ends every process of a node as soon as one has failed.
 HOLD_BACK = 5.0
@@ -84,18 +82,20 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     return 0
 
 
-def ensure_frontend(config: ServerConfig, agent: int) -> Path:
+def ensure_frontend(config: ServerConfig, agent: int, patience: float = 60.0) -> Path:
     """Return the socket of the frontend of this agent's job, which is started if there is none.
+
+    It may take ``patience`` seconds to import its libraries and listen.
 
     Exits if the new frontend ends at once (the port is in use), after it has logged why. Raises
     `FrontendUnreachableError` if it does not listen in time.
     """
     frontend: subprocess.Popen[bytes] | None = None
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + patience
     while True:
         if frontend is None:
             # In each round: the frontend of an earlier rank 0 may end, and then removes the folder.
-            folder = _private_folder(agent)
+            folder = private_folder(agent)
             frontend = _start_frontend(config, agent, folder)
         if (folder / "engine").exists():
             return folder / "engine"
@@ -104,7 +104,7 @@ def ensure_frontend(config: ServerConfig, agent: int) -> Path:
         if time.monotonic() > deadline:
             if frontend is not None:
                 frontend.kill()
-            raise FrontendUnreachableError(f"the frontend did not listen within {_PATIENCE:g} s")
+            raise FrontendUnreachableError(f"the frontend did not listen within {patience:g} s")
         time.sleep(0.05)
 
 
@@ -134,7 +134,7 @@ def _start_frontend(
         os.close(lock)
 
 
-def _private_folder(agent: int) -> Path:
+def private_folder(agent: int) -> Path:
     """Return this user's folder for the job of one agent, the same for each of its rank 0s."""
     # With the time of its start: its number alone may be used again.
     born = round(psutil.Process(agent).create_time() * 100)

@@ -16,7 +16,6 @@ from razor_dist.frontend.detokenizer import (
     Detokenizer,
     StopMatcher,
     TokenTexts,
-    text_offsets,
     token_texts,
 )
 from razor_dist.protocol.messages import Token
@@ -123,11 +122,16 @@ def test_a_continuation_keeps_its_first_space() -> None:
     assert decode_one(SENTENCES, 2) == "</s>"
 
 
+def offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    assembler = Assembler(tokenizer, SamplingParams())
+    return [assembler.push(Token("a", token)).offset for token in ids]
+
+
 def test_offsets_count_the_characters_of_the_text() -> None:
     ids = [*SENTENCES.encode("a 世 time", add_special_tokens=False)]
     # The word, the space, three bytes of one character, the word after it.
-    assert text_offsets(SENTENCES, ids) == [0, 2, 3, 3, 3, 3]
-    assert text_offsets(TOKENIZER, TOKENIZER.encode("one two 😀!")) == [0, 3, 7, 8, 9]
+    assert offsets(SENTENCES, ids) == [0, 2, 3, 3, 3, 3]
+    assert offsets(TOKENIZER, TOKENIZER.encode("one two 😀!")) == [0, 3, 7, 8, 9]
 
 
 def test_a_stop_string_of_bytes_ends_the_text() -> None:

@@ -106,7 +106,7 @@ class Completions:
 
 def kill_rank(llm: LLM) -> NoReturn:
     """Kill a rank, and raise what `generate` says then of a request in work."""
-    client = llm._engine.client
+    client = llm.client
     while client.status.state != "ready":  # of an earlier attempt
         time.sleep(0.01)
     os.kill(llm.pids[-1], signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import threading
 from pathlib import Path
@@ -14,17 +13,10 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from razor_dist import cli
-from razor_dist.api.formats import ChatFormat
-from razor_dist.api.request import ParsedRequest
-from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.frontend.assembler import Assembler
-from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
-from razor_dist.jobs.batch import BatchTask, _served, read_batch
+from razor_dist.jobs.batch import BatchTask, read_batch
 from razor_dist.jobs.task import ItemSize
-from razor_dist.protocol.messages import Token
-from razor_dist.protocol.sampling_params import SamplingParams
 from tests.fake_engine import ENDLESS
 from tests.hostile_grammars import chained_references
 from tests.test_llm import FakeLLM
@@ -192,40 +184,6 @@ def test_the_fields_of_the_server_are_known(
     assert response.status == "incomplete" and response.output_text
 
 
-def test_calls_are_read_as_the_server_reads_them() -> None:
-    """With markers that are special tokens, which the text of an answer leaves out."""
-    tokenizer = copy.deepcopy(smollm2_tokenizer())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
-    arguments = '{"city": "Zürich 🌧"}'
-    written = f"I look. [TOOL_CALLS]a[ARGS]{arguments}[TOOL_CALLS]b[ARGS]{{}}"
-    ids = [*tokenizer.encode(written, add_special_tokens=False), 2]
-    assembler = Assembler(tokenizer, SamplingParams())
-    finishes = [None] * (len(ids) - 1) + ["stop"]
-    pieces = [
-        assembler.push(Token("a", token, finish=finish))
-        for token, finish in zip(ids, finishes, strict=True)
-    ]
-    text = "".join(piece.text for piece in pieces)
-    answer = CompletionOutput(text=text, token_ids=ids, finish_reason="stop")
-    choice = _served(RequestOutput("", None, [1], outputs=[answer]), answer, tokenizer)
-    assert choice.pieces == pieces
-    request = ParsedRequest([], tools=ToolUse("mistral", ["a", "b"]))
-    form = ChatFormat(request, "m", [choice], tokenizer)
-    message = form.whole()["choices"][0]["message"]
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
-    assert calls == [("a", json.dumps(json.loads(arguments))), ("b", "{}")]
-    assert message["content"] == "I look. "
-
-
-def test_a_stop_string_cuts_the_pieces() -> None:
-    tokenizer = smollm2_tokenizer()
-    ids = tokenizer.encode(" one two three")
-    answer = CompletionOutput(text=" one t", token_ids=ids, finish_reason="stop", stop_reason="wo")
-    choice = _served(RequestOutput("", None, [1], outputs=[answer]), answer, tokenizer)
-    assert [piece.text for piece in choice.pieces] == [" one", " t", ""]
-    assert choice.pieces[-1].stop_reason == "wo"
-
-
 def test_an_engine_gets_several_requests_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,9 +191,9 @@ def test_an_engine_gets_several_requests_at_once(
     together = threading.Barrier(3)
 
     class Together(FakeLLM):
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
+        def call(self, *args: Any) -> Any:
             together.wait(60)
-            return super().generate(*args, **kwargs)
+            return super().call(*args)
 
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Together)
     words = "abcdef"

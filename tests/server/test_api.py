@@ -8,7 +8,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import numpy as np
@@ -538,8 +537,8 @@ def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
         await service.client.close()
         return answer
 
-    with mock.patch("razor_dist.server.service._STATS_PATIENCE", 0.1):
-        answer = asyncio.run(main())
+    service.stats_patience = 0.1
+    answer = asyncio.run(main())
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     error = answer.json()["error"]

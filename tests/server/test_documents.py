@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from razor_dist.documents.read import Document, ReadLimits
 from razor_dist.server.documents import DocumentReader
 from tests.documents import files
 from tests.documents.files import FIRST, TITLE
@@ -87,16 +88,17 @@ def test_a_reader_that_is_killed_is_not_the_files_fault() -> None:
     assert "its reader was ended by SIGKILL; try again" in answer.json()["error"]["message"]
 
 
-def test_large_files_of_one_key_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_of_one_key_hold_up_nobody_else() -> None:
     async def main() -> None:
-        reader, begun, end = DocumentReader(100), [], asyncio.Event()
+        begun: list[bytes] = []
+        end = asyncio.Event()
 
-        async def read(data: bytes, named: str | None) -> bytes:
-            begun.append(data[:1])
+        async def read(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> Document:
+            begun.append(bytes(data[:1]))
             await end.wait()
-            return data
+            return Document("")
 
-        monkeypatch.setattr(reader, "_read", read)
+        reader = DocumentReader(100, read)
         large, small = 2**20, 1
         asked = [(b"a" * large, "A"), (b"b" * large, "A"), (b"c" * large, "B"), (b"d" * large, "C")]
         asked += [(b"e" * small, "A"), (b"f" * small, "B")]

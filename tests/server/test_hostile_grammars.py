@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+from asyncio.subprocess import Process
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from hypothesis import strategies as st
 from razor_dist.api.errors import Failure
 from razor_dist.api.parsing import parse_json
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
-from razor_dist.frontend import grammar_process
 from razor_dist.frontend.child_process import Turns
-from razor_dist.frontend.grammar_process import GrammarProcess
+from razor_dist.frontend.grammar_process import MOST_WAITING, GrammarProcess
 from razor_dist.models.registry import resolve_model
 from razor_dist.protocol import grammar_bounds
 from razor_dist.protocol.grammar_bounds import grammar_problem, schema_problem
@@ -108,9 +108,9 @@ def test_random_ones_are_answered_or_refused(server: ServerProcess) -> None:
 # ------------------------------------------------------------------ the process
 
 
-def process() -> GrammarProcess:
+def process(**bounds: Any) -> GrammarProcess:
     info = EngineInfo(512, fake_engine.VOCAB_SIZE, eos_token_ids=(2,))
-    return GrammarProcess(smollm2_tokenizer(), lambda: info)
+    return GrammarProcess(smollm2_tokenizer(), lambda: info, **bounds)
 
 
 def good(name: str) -> StructuredOutputsParams:
@@ -122,38 +122,36 @@ def slow(number: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(grammar=f"{grammar}// {number}\n")
 
 
-def test_what_was_compiled_is_known_and_the_process_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_compiled_is_known_and_the_process_is_replaced() -> None:
     async def main() -> None:
         grammars = process()
         text = await grammars.compile(good("a"))
         assert isinstance(text, GrammarText) and text.llguidance()
-        child = grammars._process
+        child = grammars.pid
         assert child is not None
-        child.kill()
-        await child.wait()
+        os.kill(child, signal.SIGKILL)
+        while grammars.pid is not None:
+            await asyncio.sleep(0.01)
         assert await grammars.compile(good("a")) == text  # without the process
-        assert grammars._process is child
+        assert grammars.pid is None
         await grammars.compile(good("b"))
-        again = grammars._process
-        assert again is not None and again is not child
+        assert grammars.pid not in (None, child)
         with pytest.raises(RequestError, match=r"crashed; make it simpler") as crashed:
             await grammars.compile(StructuredOutputsParams(grammar=hostile_grammars.CRASHES))
         assert crashed.value.param == "structured_outputs"
         await grammars.compile(good("c"))
-        monkeypatch.setattr(grammar_process, "_SECONDS", 0.2)
+        grammars.seconds = 0.2
         with pytest.raises(RequestError, match=r"took longer than 0.2 s"):
             await grammars.compile(slow(0))
-        monkeypatch.undo()
+        grammars.seconds = 3.0
         # It is replaced when it has grown.
         await grammars.compile(good("d"))
-        grammars._largest = 1
+        grammars.largest = 1
         await grammars.compile(good("e"))
-        assert grammars._process is None
+        assert grammars.pid is None
         await grammars.compile(good("f"))
         waiting = asyncio.create_task(grammars.compile(slow(1)))
-        while grammars._asking is None or grammars._asking.done():
+        while not grammars.is_busy:
             await asyncio.sleep(0)
         await grammars.aclose()
         with pytest.raises((RequestError, EngineError)):
@@ -168,26 +166,20 @@ def test_memory_is_bounded() -> None:
     """The child may take so much more than it has after it has loaded the vocabulary."""
 
     async def main() -> None:
-        grammars = process()
+        grammars = process(memory=1 << 30)
         await grammars.compile(good("a"))
-        assert grammars._process is not None
-        child = psutil.Process(grammars._process.pid)
+        child = psutil.Process(grammars.pid)
         bound, _ = child.rlimit(psutil.RLIMIT_AS)
-        assert 0 < bound - child.memory_info().vms < 2 * grammar_process._MEMORY
+        assert 0 < bound - child.memory_info().vms < 2 << 30
         assert child.rlimit(psutil.RLIMIT_CORE) == (0, 0)
         await grammars.aclose()
 
     asyncio.run(main())
 
 
-def test_what_takes_more_memory_is_refused_and_the_next_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(grammar_process, "_MEMORY", 24 << 20)
-    monkeypatch.setattr(grammar_process, "_SECONDS", 60.0)
-
+def test_what_takes_more_memory_is_refused_and_the_next_is_served() -> None:
     async def main() -> None:
-        grammars = process()
+        grammars = process(memory=24 << 20, seconds=60.0)
         for _ in range(2):
             with pytest.raises(RequestError, match=r"crashed|more than 24 MiB") as refused:
                 await grammars.compile(slow(0))
@@ -250,35 +242,39 @@ def test_a_process_that_crashes_blames_the_constraint(number: signal.Signals) ->
     asyncio.run(main())
 
 
-def test_a_time_out_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "_SECONDS", 0.2)
-
+def test_a_time_out_is_kept() -> None:
     async def main() -> None:
-        grammars = process()
+        grammars = process(seconds=0.2)
         for _ in range(2):
             with pytest.raises(RequestError, match=r"took longer than 0.2 s"):
                 await grammars.compile(slow(0))
-            asked, grammars._asking = grammars._asking, None
-        assert asked is None  # the second time
+            grammars.seconds = 60.0  # the second time nothing is compiled
+        assert grammars.pid is None
         await grammars.aclose()
 
     asyncio.run(main())
 
 
-def test_a_vocabulary_that_cannot_be_used_starts_one_process_at_most() -> None:
+class Counted(Killed):
+    """One that counts the processes that it has started."""
+
+    started = 0
+
+    async def _prepare(self, process: Process) -> None:
+        self.started += 1
+        await super()._prepare(process)
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_vocabulary_that_cannot_be_used_starts_one_process_at_most(has_tokenizer: bool) -> None:
     async def main() -> None:
         info = EngineInfo(512, 5, eos_token_ids=(2,))  # fewer than the tokenizer has
-        for grammars in (GrammarProcess(None, lambda: info), killed()):
-            grammars._info = lambda: info
-            for _ in range(2):
-                with pytest.raises(RequestError, match="tokenizer"):
-                    await grammars.compile(good("a"))
-                assert grammars._process is None
-            started = grammars._killed
+        grammars = Counted(smollm2_tokenizer() if has_tokenizer else None, lambda: info)
+        for name in "aab":
             with pytest.raises(RequestError, match="tokenizer"):
-                await grammars.compile(good("b"))
-            assert grammars._killed is started
-            await grammars.aclose()
+                await grammars.compile(good(name))
+            assert (grammars.pid, grammars.started) == (None, int(has_tokenizer))
+        await grammars.aclose()
 
     asyncio.run(main())
 
@@ -286,10 +282,10 @@ def test_a_vocabulary_that_cannot_be_used_starts_one_process_at_most() -> None:
 def test_few_constraints_of_a_key_may_wait() -> None:
     async def main() -> None:
         grammars = process()
-        await grammars._turn.acquire("before")
-        most = grammar_process._MOST_WAITING
-        asked = [asyncio.create_task(grammars.compile(good(f"{n}"), "a")) for n in range(most)]
-        while len(grammars._waiting.get("a", ())) < most:
+        end, most = asyncio.Event(), MOST_WAITING
+        asked: list[asyncio.Task[Any]] = [asyncio.create_task(grammars.in_turn(end.wait, "before"))]
+        asked += [asyncio.create_task(grammars.compile(good(f"{n}"), "a")) for n in range(most)]
+        while grammars.waiting < most:
             await asyncio.sleep(0)
         with pytest.raises(RequestError, match=f"{most} other constraints") as refused:
             await grammars.compile(good("x"), "a")
@@ -298,11 +294,11 @@ def test_few_constraints_of_a_key_may_wait() -> None:
         # The same as one that waits, another key's, and those of a batch.
         others = [("0", "a"), ("x", "b"), *((f"{n}", None) for n in range(most + 1))]
         asked += [asyncio.create_task(grammars.compile(good(name), key)) for name, key in others]
-        while len(grammars._waiting.get(None, ())) <= most:
+        while grammars.waiting < len(asked) - 1:
             await asyncio.sleep(0)
-        grammars._turn.release()
+        end.set()
         await asyncio.gather(*asked)
-        assert not grammars._waiting
+        assert not grammars.waiting
         await grammars.aclose()
 
     asyncio.run(main())
@@ -316,7 +312,7 @@ def test_addresses_take_turns_where_there_are_no_keys() -> None:
                 body = CHAT | {"structured_outputs": structured}
                 return await client.post(f"{url}/v1/chat/completions", json=body)
 
-        most = grammar_process._MOST_WAITING
+        most = MOST_WAITING
         grammars = [{"grammar": slow(n).grammar} for n in range(most + 2)]
         flood = [asyncio.create_task(ask("127.0.0.1", grammar)) for grammar in grammars]
         refused: list[httpx.Response] = []
@@ -375,9 +371,7 @@ def test_a_tokenizer_with_parts_in_python_is_refused_structured_outputs_alone(
             assert "Custom PreTokenizer cannot be serialized" in answer.text
 
 
-def test_a_key_that_floods_delays_another_by_one_constraint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_key_that_floods_delays_another_by_one_constraint() -> None:
     async def main() -> None:
         grammars = process()
         await grammars.compile(good("a"))
@@ -391,9 +385,9 @@ def test_a_key_that_floods_delays_another_by_one_constraint(
             finally:
                 ended.append(key)
 
-        monkeypatch.setattr(grammar_process, "_SECONDS", 0.3)
+        grammars.seconds = 0.3
         flood = [asyncio.create_task(ask("flood", slow(n))) for n in range(12)]
-        while not grammars._turn._waiting:
+        while not grammars.waiting:
             await asyncio.sleep(0)
         other = asyncio.create_task(ask("other", good("b")))
         gone = asyncio.create_task(ask("gone", good("c")))

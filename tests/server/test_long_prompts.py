@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from razor_dist.api.errors import Failure
@@ -100,9 +101,7 @@ def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
     return str(error), error.param, error.code
 
 
-def test_another_process_reads_bodies_as_this_one_does(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_process_reads_bodies_as_this_one_does(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
         for endpoint, fields in GOOD:
@@ -118,14 +117,14 @@ def test_another_process_reads_bodies_as_this_one_does(
             assert refusal(there.value) == refusal(here.value)
         # Clients hang up, one while its body is read and one that waits: the others keep their
         # place, their answers are their own, and the process lives.
-        assert process._process is not None
-        child = process._process
+        child = process.pid
+        assert child is not None
         prompts: list[Any] = [words(20_000), [8, 9], [7], [6, 5]]
         tasks = [
             asyncio.create_task(process.parse_request("completions", body(prompt=prompt), LIMITS))
             for prompt in prompts
         ]
-        while process._asking is None or process._asking.done():
+        while not process.is_busy:
             await asyncio.sleep(0)
         ended: list[int] = []
         for index, task in enumerate(tasks):
@@ -140,29 +139,30 @@ def test_another_process_reads_bodies_as_this_one_does(
             assert isinstance(answer, ParsedRequest)
             assert answer.prompts[0].tokens.tolist() == prompts[kept]
         assert sorted(ended[:2]) == [0, 2] and ended[2:] == [1, 3]
-        assert process._process is child
+        assert process.pid == child
         # The process is killed in the midst of a body; the next one gets another.
         reading = asyncio.create_task(
             process.parse_request("completions", body(prompt=ids(3)), LIMITS)
         )
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
         with pytest.raises(ProcessKilledError, match="has died; send the request again"):
             await reading
         third = await process.parse_request("completions", body(prompt=[8, 9]), LIMITS)
         assert third.prompts[0].tokens.tolist() == [8, 9]
         # One that is stuck is given up, and does not hold up those that wait for it.
-        child = process._process
-        os.kill(child.pid, signal.SIGSTOP)
-        monkeypatch.setattr(parsing, "_PATIENCE", 1.0)
+        stuck = psutil.Process(process.pid)
+        stuck.suspend()
+        process.patience = 1.0
         tasks = [
             asyncio.create_task(process.parse_request("completions", body(prompt=[prompt]), LIMITS))
             for prompt in (5, 4)
         ]
         await asyncio.sleep(0.1)
-        monkeypatch.undo()  # the first has begun; the second will wait for a new process
+        process.patience = 120.0  # the first has begun; the second will wait for a new process
         with pytest.raises(EngineError, match="was not read within 1 s and is given up"):
             await tasks[0]
-        assert await child.wait() == -signal.SIGKILL
+        while stuck.is_running() and stuck.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
         assert (await tasks[1]).prompts[0].tokens.tolist() == [4]
         # Whoever waits when the server ends starts no other process; of whom nobody waits for any
         # more, nothing is heard.
@@ -170,18 +170,15 @@ def test_another_process_reads_bodies_as_this_one_does(
             asyncio.create_task(process.parse_request("completions", body(prompt=prompt), LIMITS))
             for prompt in (words(20_000), [5], [4])
         ]
-        while process._asking is None or process._asking.done():
+        while not process.is_busy:
             await asyncio.sleep(0)
-        begun = process._asking
         tasks[0].cancel()
         await process.aclose()
-        with pytest.raises(ProcessKilledError, match=CLOSED):  # of the one that was being read
-            await begun
         gone, *refused = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(gone, asyncio.CancelledError)
         assert [str(error) for error in refused] == [CLOSED] * 2
         assert all(Failure.of(e).status == 503 for e in refused if isinstance(e, Exception))
-        assert process._process is None
+        assert process.pid is None
         gc.collect()
         assert not caplog.records
 
@@ -286,14 +283,16 @@ def test_the_servers_time_out_counts_while_a_body_is_read_too() -> None:
     async def main() -> None:
         async with frontend(request_timeout=0.5) as (service, http):
             assert service.reader is not None
-            turn = service.reader.process._turn
-            await turn.acquire()  # another body is being read
+            end = asyncio.Event()
+            other = asyncio.create_task(service.reader.process.in_turn(end.wait))
+            await asyncio.sleep(0)  # until it is that one's turn
             for prompt in (words(60_000), [fake_engine.HANG]):
                 late = await http.post("/v1/completions", content=body(prompt=prompt, timeout=60))
                 assert late.status_code == 408
                 assert "not answered within 0.5 s" in late.json()["error"]["message"]
                 assert service.client.unfinished == 0
-            turn.release()
+            end.set()
+            await other
             quick = await http.post("/v1/completions", content=body(prompt="Hello"))
             assert quick.status_code == 200
 

@@ -226,7 +226,7 @@ def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
     async def main() -> None:
         service.client.stats = stats  # type: ignore[method-assign]
         for round_ in (1, 2):
-            found = await asyncio.gather(*(service._ask_counters() for _ in range(20)))
+            found = await asyncio.gather(*(service.counters() for _ in range(20)))
             assert [answer["running"] for answer in found] == [round_] * 20
         assert asked == 2
 

@@ -25,7 +25,7 @@ CONFIG = ServerConfig(world_size=2)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this process's frontend, if this process is taken for the agent."""
     monkeypatch.setattr(torchrun.tempfile, "gettempdir", lambda: str(tmp_path))
-    return torchrun._private_folder(os.getpid())
+    return torchrun.private_folder(os.getpid())
 
 
 @pytest.fixture
@@ -74,13 +74,10 @@ def test_a_new_rank_0_starts_a_frontend_when_its_predecessors_ends_instead(
     assert started == [folder]
 
 
-def test_a_frontend_that_never_listens_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torchrun, "_PATIENCE", 0.1)
+def test_a_frontend_that_never_listens_is_told(folder: Path) -> None:
     lock = lock_folder(folder)
     with pytest.raises(FrontendUnreachableError, match="did not listen within"):
-        ensure_frontend(CONFIG, os.getpid())
+        ensure_frontend(CONFIG, os.getpid(), patience=0.1)
     os.close(lock)
 
 
