@@ -32,6 +32,7 @@ from razor_dist.engine.decode_mode import NoAttention, share_short_steps
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.warm_up import warm_up
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.sources import source_heads
@@ -135,6 +136,8 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
         weights=loaded.weights,
         source_heads=source_heads(config, loaded.head_map, loaded.model.config),
     )
+    if engine.runner.device.type == "cuda":
+        warm_up(engine.runner)
     if comm.rank == 0:
         shared = engine.runner.decode == "tensor"
         longest = engine.core.max_model_len
