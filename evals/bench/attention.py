@@ -92,7 +92,8 @@ def measure(
         seconds = fastest(graph, device, repeat or _SECONDS[device.type]) / len(pairs)
     except Exception as error:  # whatever a kernel or a driver raises
         absent = device.type == "cpu" or isinstance(error, ImportError | NotImplementedError)
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        said = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {said[:120]}"
         return {"status": f"{'skipped' if absent else 'failed'}: {reason}"}
     return {"status": "done", "seconds": seconds, **errors}
 
@@ -153,7 +154,7 @@ def by_tables(
     else:
         assert isinstance(k, Tensor) and isinstance(v, Tensor)
         pages = Pages(k, v, _PAGE, table, stored, at, at)
-    out = q.new_empty(1, *q.shape[:2], q.shape[3])
+    out = q.new_empty(1, q.shape[0] * q.shape[1], q.shape[3])
     found = module.attend(q, order, pages, None, out, scale=scale, pack=True)
     return found[..., :-1], found[..., -1]
 

@@ -200,7 +200,8 @@ def work(module: str, device: str, end: float, say: Callable[[Any], None], parts
             status = f"skipped: {reason}"
         except Exception as error:  # whatever a kernel or a driver raises; its context may be lost
             traceback.print_exc()
-            status = f"failed: {str(error).strip().splitlines()[0][:200] or type(error).__name__}"
+            said = str(error).strip().partition("\n")[0]
+            status = f"failed: {said[:200] or type(error).__name__}"
         say({"status": status})
         if status.startswith("failed"):
             return 1
