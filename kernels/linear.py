@@ -42,6 +42,8 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 
 # The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
 FEW = 24
+# Rows whose products are rounded as one row's are: those of the longest recorded step.
+_ALIKE = 8
 # And of 8 bits, which oneDNN multiplies by instructions of their own.
 _FEW_INT8 = 8
 
@@ -93,7 +95,11 @@ def fastest_way(rows: int) -> Way:
 
     That is `by_compiled` for a few rows, where it can be had, and torch's own else. It stays for
     this process, also when fewer threads compute some steps, since another way rounds otherwise.
+    For that reason a few rows are computed as one is, if `by_compiled` is the way for that: logits
+    of an answer's tokens are the same when they are read one by one, and when a step reads several.
     """
+    if 1 < rows <= _ALIKE and fastest_way(1) is by_compiled:
+        return by_compiled
     few = rows <= FEW and operations() is not None
     ways: list[Way] = [by_compiled] if few else []
     ways.append(functional.linear)

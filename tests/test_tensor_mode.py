@@ -1,7 +1,7 @@
 """Tensor mode: ranks that share short steps compute what one rank does, with its part of the heads.
 
 The cases are those of replicated decode (`tests.test_invariance`, `tests.test_short_steps`,
-`tests.test_prefix_cache`); the truth is one rank's logits.
+`tests.prefix.test_logits`); the truth is one rank's logits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
+from tests.prefix.test_logits import TEXTS as HISTORY
+from tests.prefix.test_logits import assert_as_fresh
 from tests.ranks import RankPool
 from tests.tape import CountingTape
 from tests.test_invariance import POLICY as LONG
 from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
-from tests.test_prefix_cache import TEXTS as HISTORY
-from tests.test_prefix_cache import assert_as_fresh
 from tests.test_short_steps import (
     CHUNKS,
     POLICY,
