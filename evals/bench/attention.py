@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from razor_dist import kernels
 from razor_dist.engine.graph import CudaRecorder
-from razor_dist.evals.bench.measure import Table, fastest, measure_ceilings
-from razor_dist.kernels.decode import Pages, implementation
+from razor_dist.evals.bench.measure import Ceilings, Table, fastest
+from razor_dist.kernels.decode import Pages
+from razor_dist.kernels.quantized import Codes, KeysOrValues
 
 # (q [K, G, T, D], k [K, S, D], v, scale) to out [K, G, T, D] and lse [K, G, T].
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -26,23 +28,22 @@ GROUP, HEAD_DIM = 8, 128
 # Queries for which the reference is computed in float64.
 _CHECKED_QUERIES = 8
 # Decode reads other keys at every call; bytes of all of them, more than the CPU's caches hold.
-_ROTATED_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
-_SECONDS = {"cuda": 0.5, "cpu": 0.1}
+ROTATED_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
+_SECONDS = {"cuda": 0.3, "cpu": 0.1}
 _PAGE = 64
 
 
 def measure_attention(
-    device: torch.device, kv_heads: Sequence[int], queries: int, keys: int
+    device: torch.device, ceilings: Ceilings, kv_heads: Sequence[int], queries: int, keys: int
 ) -> tuple[dict[str, Any], list[Table]]:
     """Measure every path of `paths`: in bf16 and in a graph on CUDA, in float32 on CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ceilings = measure_ceilings(device, dtype)
     measured: list[dict[str, Any]] = []
     rows = [["path", "KV heads", "µs", "GB/s", "of read", "TFLOP/s", "of matmul", "lse error", ""]]
     for heads in kv_heads:
         nbytes = 2 * heads * keys * HEAD_DIM * dtype.itemsize
         operations = 4 * heads * GROUP * queries * keys * HEAD_DIM
-        copies = math.ceil(_ROTATED_BYTES[device.type] / nbytes) if queries == 1 else 1
+        copies = math.ceil(ROTATED_BYTES[device.type] / nbytes) if queries == 1 else 1
         q, *kv = (
             torch.randn(heads, *size, HEAD_DIM, device=device).to(dtype)
             for size in [(GROUP, queries), *[(keys,)] * (2 * copies)]
@@ -50,7 +51,7 @@ def measure_attention(
         pairs = list(zip(kv[::2], kv[1::2], strict=True))
         want = reference(q, *pairs[0])
         for name, attend in paths().items():
-            found = {"path": name, "kv_heads": heads, **_measure(attend, q, pairs, want)}
+            found = {"path": name, "kv_heads": heads, **measure(attend, q, pairs, want)}
             cells = [""] * 6
             if seconds := found.get("seconds"):
                 read, multiplied = nbytes / seconds, operations / seconds
@@ -66,8 +67,12 @@ def measure_attention(
 
 
 @torch.inference_mode()
-def _measure(
-    attend: Attend, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], want: tuple[Tensor, Tensor]
+def measure(
+    attend: Attend,
+    q: Tensor,
+    pairs: Sequence[tuple[Any, Any]],
+    want: tuple[Tensor, Tensor],
+    repeat: float | None = None,
 ) -> dict[str, Any]:
     """Time one path and compare it; a path that fails costs its own line only."""
     scale, rows, device = q.shape[-1] ** -0.5, _checked(q), q.device
@@ -84,10 +89,11 @@ def _measure(
             "lse_error": (lse[:, :, rows].double() - want[1]).abs().max().item(),
         }
         graph = recorded(step, device) if device.type == "cuda" else step
-        seconds = fastest(graph, device, _SECONDS[device.type]) / len(pairs)
+        seconds = fastest(graph, device, repeat or _SECONDS[device.type]) / len(pairs)
     except Exception as error:  # whatever a kernel or a driver raises
         absent = device.type == "cpu" or isinstance(error, ImportError | NotImplementedError)
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        said = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {said[:120]}"
         return {"status": f"{'skipped' if absent else 'failed'}: {reason}"}
     return {"status": "done", "seconds": seconds, **errors}
 
@@ -114,35 +120,42 @@ def paths() -> dict[str, Attend]:
     backends = [name for name in kernels.BACKENDS if name not in ("meta", "reference")]
     return {
         "kernels.attend": _own,
-        "kernels.attend, bias": partial(_own, bias=True),  # as steps that read padded extents
         **{f"kernels.attend, {name}": partial(_own, backend=name) for name in backends},
         "Triton, block tables": _block_tables,
         "Triton, scattered pages": partial(_block_tables, scattered=True),
         "flash": partial(_scaled_dot_product, cudnn=False),
-        "flash, seqused_k": _seqused,
         "cuDNN": partial(_scaled_dot_product, cudnn=True),
-        "FA3": _flash3,
     }
 
 
 def _own(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None = None, bias: bool = False
+    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    zeros = torch.zeros(k.shape[1], device=q.device) if bias else None
-    return kernels.attend(q, k, v, scale=scale, bias=zeros, backend=backend)
+    return kernels.attend(q, k, v, scale=scale, backend=backend)
 
 
 def _block_tables(
     q: Tensor, k: Tensor, v: Tensor, scale: float, scattered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Call what a decode step calls: the attending kernel and the one that merges its splits."""
     if q.device.type != "cuda" or q.shape[2] != 1:
         raise NotImplementedError("decode steps only, on CUDA")
-    order, table, stored, at = _tables(len(k), k.shape[1], q.device, scattered)
-    pages = Pages(k, v, _PAGE, table, stored, at, at)
-    out = q.new_empty(1, *q.shape[:2], q.shape[3])
-    kernels = implementation(q.device)
-    found = kernels.attend(q, order, pages, None, out, scale=scale, pack=True)
+    return by_tables(q, k, v, scale, scattered)
+
+
+def by_tables(
+    q: Tensor, k: KeysOrValues, v: KeysOrValues, scale: float, scattered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Call what a decode step calls: the attending kernel and the one that merges its splits."""
+    module = import_module("razor_dist.kernels.decode_triton")
+    order, table, stored, at = _tables(k.shape[0], k.shape[1], q.device, scattered)
+    if isinstance(k, Codes) and isinstance(v, Codes):
+        scales = k.scale, v.scale
+        pages = Pages(k.codes, v.codes, _PAGE, table, stored, at, at, None, *scales)
+    else:
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
+        pages = Pages(k, v, _PAGE, table, stored, at, at)
+    out = q.new_empty(1, q.shape[0] * q.shape[1], q.shape[3])
+    found = module.attend(q, order, pages, None, out, scale=scale, pack=True)
     return found[..., :-1], found[..., -1]
 
 
@@ -179,24 +192,3 @@ def _scaled_dot_product(
         out, lse, *_ = flash(q4, k4, v4, 0.0, False, False, scale=scale)
         lse = lse[..., : q4.shape[2]]
     return out.reshape(q.shape), lse.reshape(q.shape[:3])  # cuDNN's lse is [B, H, T, 1]
-
-
-def _seqused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Call flash on ragged sequences, whose number of keys is read on the device: graph-safe."""
-    lengths = (q.shape[2], k.shape[1])
-    ends = [torch.arange(2, dtype=torch.int32, device=q.device) * n for n in lengths]
-    rows = (x.transpose(0, 1) for x in (q.flatten(0, 1), k, v))
-    forward = torch.ops.aten._flash_attention_forward.default
-    options = {"scale": scale, "seqused_k": ends[1][1:]}
-    out, lse, *_ = forward(*rows, *ends, *lengths, 0.0, False, False, **options)
-    return out.transpose(0, 1).reshape(q.shape), lse.reshape(q.shape[:3])
-
-
-def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Call FlashAttention 3, whose package brings ``flash_attn_interface``."""
-    from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found]
-
-    q4 = q.flatten(0, 1).unsqueeze(0).transpose(1, 2)
-    k4, v4 = (x.unsqueeze(0).transpose(1, 2) for x in (k, v))
-    out, lse, *_ = flash_attn_func(q4, k4, v4, softmax_scale=scale, return_attn_probs=True)
-    return out.transpose(1, 2).reshape(q.shape), lse.reshape(q.shape[:3])

@@ -1,233 +1,227 @@
 """The first nine minutes on a GPU: every path that only CUDA runs, measured by one command.
 
-Each part runs in a process of its own and for a limited time: a kernel that hangs, or an illegal
-access that ends a CUDA context, costs its part and no other. Figures and page are written anew
-after every part. Without a GPU the parts run at small sizes, and what needs CUDA says so.
+The parts (`PARTS`, in `razor_dist.evals.bench.gpu_parts`) run one after the other in one process,
+since importing torch and its friends takes seconds of the nine minutes. A part that fails, hangs or
+ends its CUDA context takes that process with it, and the next part begins in another. Figures and
+page are written anew after everything that a part reports. Without a GPU the parts run at small
+sizes, and what needs CUDA says so.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
+from select import select
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-import razor_dist
-from razor_dist.evals.bench import shape
-from razor_dist.evals.bench.attention import measure_attention, recorded
-from razor_dist.evals.bench.measure import BenchRecord, Table, fastest, random_tokens
-from razor_dist.evals.bench.process import call
-from razor_dist.evals.bench.settings import GpuBenchSettings, ShapeBenchSettings
-from razor_dist.plan.deployment import Deployment
+from razor_dist.evals.bench.measure import BenchRecord, Table
+from razor_dist.evals.bench.settings import GpuBenchSettings
+from razor_dist.frontend.guard import guarded
 
 log = logging.getLogger(__name__)
 
-_PACKAGE = Path(razor_dist.__file__).parent
-_SHAPES = _PACKAGE / "configs" / "shapes"
-# A part's figures and tables; ``failed`` or ``skipped`` among the figures gives a reason.
-PartResult = tuple[dict[str, Any], list[Table]]
-
-_OPS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
-    "_flash_attention_forward",
-)
-_PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "ring-flash-attn")
+# A part is told to end this much before its process is, with what it has.
+_GRACE_SECONDS = 5.0
+# Until a new process has imported what it needs.
+_START_SECONDS = 20.0
 
 
-def versions(device: torch.device) -> PartResult:
-    """Return versions, the device's properties, and the schemas of the attention ops."""
-    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    if device.type == "cuda":
-        found["device"] = str(torch.cuda.get_device_properties(device))
-    for name in _OPS:
-        packet = getattr(torch.ops.aten, name, None)
-        found[name] = "not in this torch" if packet is None else str(packet.default._schema)
-    return {"versions": found}, [Table("Versions and schemas:", [["", ""], *found.items()], "left")]
+class Skipped(Exception):
+    """A part cannot run here; says why."""
 
 
-def launch(device: torch.device) -> PartResult:
-    """Measure the cost of a small kernel: launched one by one, and replayed in a CUDA graph."""
-    number, count = torch.zeros(1, device=device), 1000
+@dataclass(frozen=True)
+class Bench:
+    """What a part is given."""
 
-    def step() -> Tensor:
-        for _ in range(count):
-            number.add_(1)
-        return number
+    device: torch.device
+    until: float  # by `time.monotonic`: later than that nothing more should be begun
 
-    found = {"eager": fastest(step, device, 0.2) / count}
-    if device.type == "cuda":
-        found["in a graph"] = fastest(recorded(step, device), device, 0.2) / count
-    rows = [[name, f"{1e6 * seconds:.2f}"] for name, seconds in found.items()]
-    table = Table(f"{count} kernels of one number:", [["", "µs a kernel"], *rows])
-    return {"seconds_per_kernel": found}, [table]
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
 
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.until - time.monotonic())
 
-def decode(device: torch.device) -> PartResult:
-    return measure_attention(device, (1, 2), 1, 131072 if device.type == "cuda" else 4096)
-
-
-def prefill(device: torch.device) -> PartResult:
-    queries, keys = (32768, 131072) if device.type == "cuda" else (256, 4096)
-    return measure_attention(device, (1,), queries, keys)
+    @property
+    def is_late(self) -> bool:
+        return not self.left
 
 
-def shape_settings(device: torch.device) -> ShapeBenchSettings:
-    large, small = (str(_SHAPES / name) for name in ("glm-4-9b-chat-1m", "glm-quarter"))
-    if device.type == "cuda":
-        return ShapeBenchSettings(shape=large, tokens="128K", device="cuda", repeats=2)
-    return ShapeBenchSettings(shape=small, tokens="512", device="cpu", repeats=1, new_tokens=4)
+# Yields figures and tables, as soon as they are there; later figures join the earlier ones.
+Part = Callable[[Bench], Iterator[tuple[dict[str, Any], list[Table]]]]
 
 
-def model_shape(device: torch.device) -> PartResult:
-    """Run ``bench shape``: prefill and decode with a model's sizes, razor against full."""
-    record = shape.run(shape_settings(device))
-    return record.as_json(), record.tables
+@dataclass
+class _Record:
+    """What a part has said so far."""
+
+    seconds: float = 0.0
+    status: str = "skipped: no time was left"
+    figures: dict[str, Any] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        self.status = event.get("status", self.status)
+        self.figures |= event.get("figures", {})
+        self.tables += [Table(**table) for table in event.get("tables", ())]
 
 
-def replay(device: torch.device) -> PartResult:
-    """Profile one decode step of the model: kernels of a replay, or ops on CPU, by name."""
-    settings = shape_settings(device)
-    [length], cuda = settings.lengths, device.type == "cuda"
-    config = settings.config(length + 16)
-    d = Deployment.of(config, "cuda" if cuda else "cpu", settings.kept)
-    model = shape.random_model(settings.shape, device, d.dtype)
-    engine = shape.engine_around(model, d)
-    tokens = engine.stream(random_tokens(engine.vocab_size, length, 0), 16)
-    for _ in range(8):  # the second step is recorded, the others are replayed
-        next(tokens)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiled:
-        next(tokens)
-    count, micro = Counter[str](), Counter[str]()
-    for event in profiled.events():
-        leaf = event.name.startswith("aten::") and not event.cpu_children
-        if event.device_type == DeviceType.CUDA if cuda else leaf:
-            count[event.name] += 1
-            micro[event.name] += round(event.time_range.elapsed_us())
-    launches = sum(count.values())
-    per_layer = launches / d.shape.layers
-    figures = {
-        "tokens": length,
-        "in_graphs": engine.in_graphs,
-        "launches": launches,
-        "launches_per_layer": per_layer,
-        "microseconds": micro,
-        "count": count,
-    }
-    rows = [["kernel" if cuda else "op", "count", "µs"]]
-    rows += [[name[:80], str(count[name]), f"{us:,}"] for name, us in micro.most_common(12)]
-    title = (
-        f"One decode step after {length:,} tokens, {'' if engine.in_graphs else 'not '}replayed "
-        f"from a recording: {launches:,} launches, {per_layer:.0f} a layer, "
-        f"{sum(micro.values()) / 1e3:.2f} ms:"
-    )
-    return figures, [Table(title, rows)]
-
-
-def gpu_tests(device: torch.device) -> PartResult:
-    """Run the tests that need a GPU; their output is the part's log."""
-    return _run_tests(device, _TESTS)
-
-
-def correct(device: torch.device) -> PartResult:
-    """Compare the compiled decode kernels with float64: if they are wrong, no figure counts."""
-    return _run_tests(device, _KERNEL_TESTS)
-
-
-def _run_tests(device: torch.device, files: Sequence[str]) -> PartResult:
-    folder = _PACKAGE.parent / "tests"
-    if device.type != "cuda":
-        return {"skipped": "needs a CUDA device"}, []
-    if not folder.is_dir():
-        return {"skipped": f"there is no folder {folder}; run from a checkout"}, []
-    if find_spec("pytest") is None or find_spec("hypothesis") is None:
-        return {"skipped": "needs pytest and hypothesis: make gpu-wheels"}, []
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider"]
-    command += files
-    tests = subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.PIPE, text=True)
-    assert tests.stdout is not None
-    lines = [""]
-    for line in tests.stdout:  # shown as they come, for the case that time runs out
-        print(line, end="", flush=True)
-        lines.append(line.rstrip())
-    failed = [[line] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    figures: dict[str, Any] = {"command": command, "closing_line": lines[-1]}
-    if tests.wait():
-        figures["failed"] = lines[-1]
-    return figures, [Table("Tests:", [[lines[-1]], *failed], "left")]
-
-
-# The only files that have tests for a GPU: collecting others would need more packages.
-_TESTS = ["tests/test_cuda.py", "tests/heads/test_razor.py", "tests/engine/test_graph.py"]
-_TESTS += ["tests/test_kernels.py"]
-_KERNEL_TESTS = ["tests/test_kernels_decode.py"]
-
-# The parts, and the largest share of the whole time that each may take.
-PARTS: dict[str, tuple[Callable[[torch.device], PartResult], float]] = {
-    "versions": (versions, 0.15),
-    "correct": (correct, 0.2),
-    "launch": (launch, 0.15),
-    "decode": (decode, 0.25),
-    "prefill": (prefill, 0.25),
-    "shape": (model_shape, 0.4),
-    "replay": (replay, 0.3),
-    "tests": (gpu_tests, 1.0),
-}
-
-
-def run(settings: GpuBenchSettings) -> BenchRecord:
-    """Run every part; ``gpu.json``, ``gpu.md`` and ``gpu.log`` are written on the way."""
-    out, device = settings.out, settings.device
+def run(
+    settings: GpuBenchSettings, module: str = "razor_dist.evals.bench.gpu_parts"
+) -> BenchRecord:
+    """Run the parts of ``module``; ``gpu.json``, ``gpu.md`` and ``gpu.log`` grow on the way."""
+    device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    out.mkdir(parents=True, exist_ok=True)
-    said = out / "gpu.log"
+    settings.out.mkdir(parents=True, exist_ok=True)
+    said = settings.out / "gpu.log"
     said.write_text("")
-    began = time.monotonic()
-    parts: dict[str, dict[str, Any]] = {}
-    rows, tables = [["part", "s", "status"]], []
-    for name, (_, share) in PARTS.items():
-        start, whole = time.monotonic(), 60 * settings.minutes
-        limit = min(began + whole - start, share * whole)
-        found: dict[str, Any] = {"failed": "no time was left"}
-        if limit > 0:
-            found = call(__name__, "run_part", name, device, seconds=limit, log=said)
-        bad = next((word for word in ("failed", "skipped") if word in found), None)
-        status = f"{bad}: {found[bad]}" if bad else "done"
-        tables += [Table(**table) for table in found.pop("tables", ())]
-        parts[name] = {"status": status, **found}
-        rows.append([name, f"{time.monotonic() - start:.0f}", status])
-        log.info("%s: %s", name, status)
-        record = BenchRecord("gpu", settings, {"parts": parts}, [Table("", rows, "left"), *tables])
-        record.write()
-    return record
+    limits: dict[str, float] = {n: s for n, (_, s) in import_module(module).PARTS.items()}
+    records = {name: _Record() for name in limits}
+    end, waiting = time.monotonic() + 60 * settings.minutes, list(limits)
+    while waiting and time.monotonic() < end:
+        with _Worker(module, device, end, waiting, said) as worker:
+            going_on = True
+            while waiting and going_on and time.monotonic() < end:
+                name = waiting.pop(0)
+                limit = min(limits[name], end - time.monotonic())
+                for _ in worker.results(records[name], limit):
+                    _record(settings, records).write()
+                log.info("%s: %s", name, records[name].status)
+                going_on = not records[name].status.startswith("failed")
+    found = _record(settings, records)
+    found.write()
+    return found
 
 
-def run_part(name: str, device: str) -> dict[str, Any]:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(f"--- {name}", flush=True)
+def _record(settings: GpuBenchSettings, records: Mapping[str, _Record]) -> BenchRecord:
+    rows = [["part", "s", "status"]]
+    rows += [[name, f"{one.seconds:.0f}", one.status] for name, one in records.items()]
+    parts = {
+        name: {"status": one.status, "seconds": one.seconds, **one.figures}
+        for name, one in records.items()
+    }
+    tables = [Table("", rows, "left"), *(t for one in records.values() for t in one.tables)]
+    return BenchRecord("gpu", settings, {"parts": parts}, tables)
+
+
+class _Worker:
+    """A process that works through parts, one after the other, and says what they say.
+
+    It ends with its children, which are in a session of their own.
+    """
+
+    def __init__(self, module: str, device: str, end: float, parts: list[str], said: Path) -> None:
+        self._pipe, other = os.pipe()
+        self._buffer, self._start = b"", _START_SECONDS
+        # On CPU Triton's kernels are interpreted, which they have to know as they are imported.
+        environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        with said.open("a") as output:
+            self._process = subprocess.Popen(
+                guarded(__name__, module, device, str(end), str(other), *parts),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[other],
+                env=os.environ | environment,
+            )
+        os.close(other)
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._pipe)
+
+    def results(self, record: _Record, limit: float) -> Iterator[None]:
+        """Fill in the next part's record; yield whenever there is more of it."""
+        began, status = time.monotonic(), None
+        limit, self._start = limit + self._start, 0.0
+        while status is None:
+            event = self._event(began + limit)
+            record.seconds = time.monotonic() - began
+            if event is None:
+                if record.seconds >= limit:
+                    status = f"not done within {limit:.0f} s"
+                else:  # it has closed its end of the pipe
+                    status = f"ended with {self._process.wait()}"
+                event = {"status": f"failed: {status}"}
+            status = event.get("status")
+            record.add(event)
+            yield
+
+    def _event(self, until: float) -> dict[str, Any] | None:
+        """What the process says next; None if it has ended, or says nothing until then."""
+        while b"\n" not in self._buffer:
+            left = max(0.0, until - time.monotonic())
+            found = os.read(self._pipe, 1 << 16) if select([self._pipe], [], [], left)[0] else b""
+            if not found:
+                return None
+            self._buffer += found
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+
+def work(module: str, device: str, end: float, say: Callable[[Any], None], parts: list[str]) -> int:
+    """Run parts and ``say`` what comes of them, until one fails; return an exit code."""
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    measure, _ = PARTS[name]
-    figures, tables = measure(where)
-    return {**figures, "tables": [asdict(table) for table in tables]}
+    for name in parts:
+        print(f"--- {name}", flush=True)
+        part, seconds = import_module(module).PARTS[name]
+        bench = Bench(where, min(end, time.monotonic() + seconds) - _GRACE_SECONDS)
+        try:
+            for figures, tables in part(bench):
+                say({"figures": figures, "tables": [asdict(table) for table in tables]})
+            status = "done"
+        except Skipped as reason:
+            status = f"skipped: {reason}"
+        except Exception as error:  # whatever a kernel or a driver raises; its context may be lost
+            traceback.print_exc()
+            said = str(error).strip().partition("\n")[0]
+            status = f"failed: {said[:200] or type(error).__name__}"
+        say({"status": status})
+        if status.startswith("failed"):
+            return 1
+        gc.collect()
+        if bench.cuda:
+            torch.cuda.empty_cache()
+    return 0
+
+
+def main(module: str, device: str, end: str, pipe: str, *parts: str) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with os.fdopen(int(pipe), "w") as results:
+
+        def say(event: Any) -> None:
+            results.write(json.dumps(event, default=str) + "\n")
+            results.flush()
+
+        return work(module, device, float(end), say, list(parts))
+
+
+if __name__ == "__main__":
+    # By its own name, since parts know the classes of this module by that.
+    sys.exit(import_module("razor_dist.evals.bench.gpu").main(*sys.argv[1:]))

@@ -100,15 +100,17 @@ class Ceilings:
 
 
 @torch.inference_mode()
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure a device at `SIZES`, with torch's present number of threads.
+def measure_ceilings(
+    device: torch.device, dtype: torch.dtype, sizes: CeilingSizes | None = None
+) -> Ceilings:
+    """Measure a device at ``sizes`` (by default `SIZES`), with torch's present number of threads.
 
     Bytes are those of a buffer that is summed or multiplied with a vector (the faster counts):
     both read it once and write next to nothing. A matrix product is computed by torch's ``matmul``
     and as the engine's linear layers do (`razor_dist.kernels.linear`), which on some CPUs is much
     faster.
     """
-    size, side, seconds = SIZES[device.type]
+    size, side, seconds = sizes or SIZES[device.type]
 
     def best(*operations: Callable[[], object]) -> float:
         return min(fastest(operation, device, seconds) for operation in operations)

@@ -20,8 +20,10 @@ def unpack_missing(wheels: Path, target: Path) -> list[str]:
         try:
             version(name)
         except PackageNotFoundError:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(target)
+            # Not once more: another run may have its libraries in use.
+            if not any(target.glob(f"{name}-*.dist-info")):
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(target)
             unpacked.append(name)
     return unpacked
 

@@ -10,6 +10,11 @@ from razor_dist.models.shape import ModelShape
 
 # A head map that keeps more than this of the KV heads saves next to nothing.
 _NEARLY_ALL = 0.85
+# Windows up to this, in tokens, are taken as they are: the shipped settings' for a million tokens.
+_LONG_WINDOW = 8192
+# Streaming heads are meant to be the small part of a long prompt's attention.
+_MUCH_OF_ATTENTION = 0.2
+_PARTS = 64  # queries at which windows are looked at, to sum them over a prompt
 
 
 def about_heads(kv_fraction: float, selected_fraction: float | None) -> list[str]:
@@ -36,6 +41,22 @@ def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list
     return [
         f"a streaming head's window of {tokens(window)} tokens, whole on every rank, is at least "
         f"as long as a shard of {tokens(shard)}: {remedy}"
+    ]
+
+
+def about_streaming_work(policy: StreamingPolicy, kv_fraction: float, context: int) -> list[str]:
+    """Warn of windows that make a prompt of ``context`` tokens much longer to read."""
+    window = policy.window(context - 1)
+    if window <= _LONG_WINDOW:
+        return []
+    seen = [policy.window(context * part // _PARTS) for part in range(_PARTS)]
+    streaming = (1 - kv_fraction) * sum(seen) / _PARTS
+    share = streaming / (streaming + kv_fraction * context / 2)
+    if share <= _MUCH_OF_ATTENTION:
+        return []
+    return [
+        f"streaming heads keep windows of {tokens(window)} tokens, which are {share:.0%} of the "
+        f"attention of a prompt of {tokens(context)}: set window_max, for example to {_LONG_WINDOW}"
     ]
 
 
@@ -69,6 +90,8 @@ def about_settings(
         head_map.kv_fraction, head_map.selected_fraction if head_map.selected else None
     )
     # Windows that a head map gives its heads are not the settings'.
-    if head_map.windows is None and head_map.kv_fraction < 1 and not shared:
-        said += about_window(StreamingPolicy.of(config), max_model_len, config.world_size)
+    if head_map.windows is None and head_map.kv_fraction < 1:
+        policy = StreamingPolicy.of(config)
+        of_memory = about_window(policy, max_model_len, 1 if shared else config.world_size)
+        said += of_memory or about_streaming_work(policy, head_map.kv_fraction, max_model_len)
     return said

@@ -205,6 +205,7 @@ class DecodeGraphs:
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self.most_tokens = recorder.most_sequences  # of a step that is recorded
         self.enabled = True
+        self.difference = 0.0  # the largest, relative to the largest logit, of those compared
 
     def close(self) -> None:
         """Forget the recordings and record no more; steps still run, eagerly.
@@ -308,6 +309,7 @@ class DecodeGraphs:
 
     def _check(self, recording: _Recording, batch: DecodeBatch, logits: Tensor) -> str | None:
         error, most = _difference(self._replay(recording, batch), logits), recording.noise
+        self.difference = max(self.difference, error)
         found = f"a replay's logits differ from the eager step's by {error:.1e}, relatively"
         # "not" and "<=", so that NaN is a difference.
         if not error <= most:

@@ -122,15 +122,21 @@ class TensorParallel:
     """Makes a model compute this rank's part of a step, while `sharing`.
 
     ``layout`` is tensor mode's. All ranks run the same shared steps; the logits of such a step are
-    gathered by `gather_logits`.
+    gathered by `gather_logits`. ``kind`` is the device's, where it is not the model's: a plan's.
     """
 
     def __init__(
-        self, model: PreTrainedModel, shape: ModelShape, layout: HeadLayout, comm: Communicator
+        self,
+        model: PreTrainedModel,
+        shape: ModelShape,
+        layout: HeadLayout,
+        comm: Communicator,
+        kind: str | None = None,
     ) -> None:
         layers, share = _layers(model), layout.share
         assert not isinstance(layers, str) and share is not None
         self._comm, self._shape, self._part = comm, shape, share
+        self._copies_columns = (kind or model.device.type) == "cpu"
         self._active = False
         self._changed: list[tuple[nn.Module, Forward]] = []
         # Parameters that one token is multiplied by: of this rank, by layer, then of the head; and
@@ -264,7 +270,7 @@ class TensorParallel:
         whole, bias = module.weight, module.bias
         if not runs:
             weight = None
-        elif len(runs) == 1 and whole.device.type != "cpu":
+        elif len(runs) == 1 and not self._copies_columns:
             weight = whole[:, slice(*runs[0])]
         else:  # a copy, but of one part in P of the matrix; on CPU rows apart are read slowly
             weight = torch.cat([whole[:, slice(*run)] for run in runs], dim=1)

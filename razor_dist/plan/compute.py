@@ -29,6 +29,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.engine.tensor_parallel import part_of
@@ -38,10 +40,14 @@ from razor_dist.parallel.ring import is_short
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment, StreamingHeads
-from razor_dist.plan.devices import Device
+from razor_dist.plan.devices import Device, Efficiency
 from razor_dist.protocol.step_plan import FRAME, HEADER, payload_length
 
 _CHUNK = 1 << 20
+# Kernels of a recorded decode step on CUDA: of each layer, and of the rest.
+KERNELS_OF_LAYER, KERNELS_OF_STEP = 21, 12
+# Keys of the blocks that `razor_dist.kernels.torch_cuda` gives to cuDNN.
+LONG_KEYS = 32768
 _INT64 = 8
 
 
@@ -216,14 +222,80 @@ def _plan(
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds by term, ``compute``, ``memory`` and ``links``, and in sum."""
+    """Seconds by term, and in sum.
 
-    floor: Mapping[str, float]  # at the device's peaks
+    ``compute`` and ``memory`` overlap always; ``links`` do while a prompt is read; ``launches`` of
+    a step's kernels and the ``host`` between two steps come on top.
+    """
+
+    floor: Mapping[str, float]  # at the device's peaks, of the first three terms
     expected: Mapping[str, float]  # at the efficiencies of its file
+    worst: Mapping[str, float]  # at the ends of its file's ranges
+    best: Mapping[str, float]
     overlapped: bool  # links work while computing does (prefill), not in turn with it (decode)
     seconds_at_peak: float
     seconds: float
+    seconds_worst: float
+    seconds_best: float
     limit: str  # the term that is the largest to expect
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a rank does for a prompt or a step: operations, bytes, and counts."""
+
+    matmul: float
+    attention: float
+    reads: int
+    sends: int
+    long_attention: float = 0.0  # to whole blocks of earlier keys
+    collectives: int = 0
+    kernels: int = 0
+    steps: int = 0  # after which the host is waited for
+
+    def estimate(self, d: Deployment, device: Device, *, overlapped: bool) -> Estimate:
+        peak = self._terms(d, device)
+        expected, worst, best = (
+            self._terms(d, of, of.efficiency)
+            for of in (device, device.at("worst"), device.at("best"))
+        )
+
+        def seconds(terms: Mapping[str, float]) -> float:
+            both = max(terms["compute"], terms["memory"])
+            links, rest = terms["links"], terms["launches"] + terms["host"]
+            return (max(both, links) if overlapped else both + links) + rest
+
+        limit = max(expected, key=lambda term: expected[term])
+        return Estimate(
+            floor=peak,
+            expected=expected,
+            worst=worst,
+            best=best,
+            overlapped=overlapped,
+            seconds_at_peak=seconds(peak),
+            seconds=seconds(expected),
+            seconds_worst=seconds(worst),
+            seconds_best=seconds(best),
+            limit=limit,
+        )
+
+    def _terms(
+        self, d: Deployment, device: Device, of: Efficiency | None = None
+    ) -> dict[str, float]:
+        """Seconds by term, at the peaks without efficiencies."""
+        rates = (
+            (1.0,) * 5 if of is None else (of.matmul, of.attention, of.long, of.bandwidth, of.link)
+        )
+        matmul, attention, long, bandwidth, link = rates
+        operations = self.matmul / matmul + self.attention / attention + self.long_attention / long
+        return {
+            "compute": operations / device.flops(d.dtype, d.world_size),
+            "memory": self.reads / (device.bandwidth(d.world_size) * bandwidth),
+            "links": self.sends / (device.link_gb_s * 1e9 * link)
+            + self.collectives * device.link_latency_us * 1e-6,
+            "launches": 0.0 if of is None else self.kernels * device.kernel_us * 1e-6,
+            "host": 0.0 if of is None else self.steps * device.host_us * 1e-6,
+        }
 
 
 def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> Estimate:
@@ -233,18 +305,32 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
     that compute far longer on them.
     """
     work, size = operations(d, prompt), d.world_size
-    reads = len(d.chunks(prompt)) * d.weights.nbytes
-    matmul, attention = work.linear / size, (work.retrieval + work.streaming) / size
-    sends = busiest(sent.prefill)
-    return _estimate(d, device, (matmul, attention), reads, sends, overlapped=True)
+    long = work.retrieval * _long_share(d, prompt) / size
+    return _Load(
+        matmul=work.linear / size,
+        attention=(work.retrieval + work.streaming) / size - long,
+        long_attention=long,
+        reads=len(d.chunks(prompt)) * d.weights.nbytes,
+        sends=busiest(sent.prefill),
+    ).estimate(d, device, overlapped=True)
 
 
-def decode_reads(d: Deployment, context: int) -> int:
-    """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens."""
+def _long_share(d: Deployment, prompt: int) -> float:
+    """Part of retrieval heads' attention that is to whole blocks of `LONG_KEYS` earlier keys."""
+    long = 0
+    for chunk in d.chunks(prompt):
+        shard = chunk.begin // d.world_size
+        long += (chunk.end - chunk.begin) * d.world_size * (shard // LONG_KEYS * LONG_KEYS)
+    return long / (prompt * (prompt + 1) / 2)
+
+
+def decode_reads(d: Deployment, context: int, sequences: int = 1) -> int:
+    """Bytes that the fullest rank reads for a token of each sequence of ``context`` tokens."""
     nbytes = sum(d.retrieval_per_layer) * _shard(d, context) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
         nbytes += _waited_for(d, index) * heads.policy.seen(context - 1) * d.streaming_kv_bytes
-    return d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize + nbytes
+    weights = d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize
+    return weights + sequences * nbytes
 
 
 def _waited_for(d: Deployment, window: int) -> int:
@@ -259,51 +345,40 @@ def _waited_for(d: Deployment, window: int) -> int:
     )
 
 
-def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> Estimate:
-    """Estimate one token; links cost bytes, and a latency for each collective."""
+def collectives(d: Deployment) -> int:
+    """Count a decode step's collectives: merges, and in tensor mode two sums a layer and logits."""
+    if d.world_size == 1:
+        return 0
+    merges = sum(count > 0 for count in d.retrieval_per_layer)
+    return merges + (2 * d.shape.layers + 1) * d.shared
+
+
+def kernels(d: Deployment) -> int:
+    """Count a decode step's kernels, whatever its number of sequences."""
+    apart = d.kv_dtype == torch.int8  # its retrieval heads are a launch of their own
+    return d.shape.layers * (KERNELS_OF_LAYER + apart) + KERNELS_OF_STEP
+
+
+def decode_time(
+    d: Deployment, device: Device, context: int, sent: Traffic, sequences: int = 1
+) -> Estimate:
+    """Estimate one step of ``sequences``; links cost bytes, and a latency for each collective."""
     keys = sum(d.retrieval_per_layer) * _shard(d, context)
     keys += sum(
         _waited_for(d, index) * heads.policy.capacity(context)
         for index, heads in enumerate(d.streaming)
     )
     parameters = d.weights.matmul + d.weights.head - d.spared_parameters
-    collectives = sum(count > 0 for count in d.retrieval_per_layer) if d.world_size > 1 else 0
-    if d.shared:
-        collectives += 2 * d.shape.layers + 1
-    work = 2 * parameters + 4 * d.shape.head_dim * d.shape.group * keys
-    reads, sends = decode_reads(d, context), busiest(sent.decode)
-    latency = collectives * device.link_latency_us * 1e-6
-    return _estimate(d, device, (work, 0), reads, sends, latency, overlapped=False)
+    return _Load(
+        matmul=sequences * (2 * parameters + 4 * d.shape.head_dim * d.shape.group * keys),
+        attention=0,
+        reads=decode_reads(d, context, sequences),
+        sends=sequences * busiest(sent.decode),
+        collectives=collectives(d),
+        kernels=kernels(d),
+        steps=1,
+    ).estimate(d, device, overlapped=False)
 
 
 def _shard(d: Deployment, context: int) -> int:
     return max(shard_sizes(0, context, context, d.world_size))
-
-
-def _estimate(
-    d: Deployment,
-    device: Device,
-    work: tuple[float, float],
-    reads: int,
-    sends: int,
-    latency: float = 0.0,
-    *,
-    overlapped: bool,
-) -> Estimate:
-    matmul, attention = (operations / device.flops(d.dtype, d.world_size) for operations in work)
-    memory, links = reads / device.bandwidth(d.world_size), sends / (device.link_gb_s * 1e9)
-    reached = device.efficiency
-    floor = {"compute": matmul + attention, "memory": memory, "links": links + latency}
-    expected = {
-        "compute": matmul / reached.matmul + attention / reached.attention,
-        "memory": memory / reached.bandwidth,
-        "links": links / reached.link + latency,
-    }
-
-    def seconds(terms: Mapping[str, float]) -> float:
-        # Computing and reading memory always overlap.
-        both = max(terms["compute"], terms["memory"])
-        return max(both, terms["links"]) if overlapped else both + terms["links"]
-
-    limit = max(expected, key=lambda term: expected[term])
-    return Estimate(floor, expected, overlapped, seconds(floor), seconds(expected), limit)

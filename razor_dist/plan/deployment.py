@@ -35,6 +35,7 @@ from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import Chunk, chunks
+from razor_dist.plan.allocations import Allocations
 
 # The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.
 ASSUMED_FRACTION = 0.3
@@ -251,18 +252,32 @@ class Deployment:
             for rank in ranks
         ]
 
-    @cached_property
+    @property
     def spared_parameters(self) -> int:
         """Parameters that a token does not wait for, since other ranks multiply them."""
+        return self._shares[0]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a rank's part of weights of which it keeps a copy, on the rank with most."""
+        return self._shares[1]
+
+    @cached_property
+    def _shares(self) -> tuple[int, int]:
+        """`spared_parameters` and `copied_bytes`."""
         if not self.shared:
-            return 0
-        model, by_rank, whole = self.meta_model(), [], 0
+            return 0, 0
+        model, by_rank, copied, whole = self.meta_model(), [], [], 0
         for layout in self.layouts:
-            tensor = TensorParallel(model, self.shape, layout, Communicator(None))
+            with Allocations() as made:
+                parts = layout, Communicator(None), self.kind
+                tensor = TensorParallel(model, self.shape, *parts)
             by_rank.append(tensor.parameters)
+            copied.append(made.live)
             whole = tensor.whole_parameters
             tensor.remove()
-        return whole - sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
+        spared = whole - sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
+        return spared, max(copied)
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sources import read_mapping, read_text
-from razor_dist.config.validation import explain, unknown
+from razor_dist.config.validation import SettingError, explain, unknown
 
 _GB = 1e9
 _FOLDER = resources.files("razor_dist.configs") / "devices"
@@ -24,8 +24,19 @@ class Efficiency(BaseModel):
 
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
+    # Of attention to whole blocks of earlier keys, which other kernels compute; as `attention`
+    # where nothing is said.
+    long_attention: float | None = Field(default=None, gt=0, le=1)
     bandwidth: float = Field(gt=0, le=1)
     link: float = Field(gt=0, le=1)
+
+    @property
+    def long(self) -> float:
+        return self.attention if self.long_attention is None else self.long_attention
+
+
+_TIMES = ("link_latency_us", "kernel_us", "host_us")
+_RANGED = (*_TIMES, *Efficiency.model_fields)
 
 
 class Device(BaseModel):
@@ -42,9 +53,32 @@ class Device(BaseModel):
     fp32_tflops: float = Field(gt=0)
     link_gb_s: float = Field(gt=0)  # sent by a rank at most
     link_latency_us: float = Field(ge=0)  # of a collective at least
+    kernel_us: float = Field(default=0, ge=0)  # of a small kernel in a recorded step
+    host_us: float = Field(default=0, ge=0)  # of the host between two steps
     reserve_gb: float = Field(ge=0)  # memory that is gone before anything of ours is allocated
     efficiency: Efficiency
+    # Of efficiencies, latencies and times above, by name: the worst and the best to expect.
+    ranges: dict[str, tuple[float, float]] = {}
     sources: tuple[str, ...] = Field(min_length=1)  # of the numbers
+
+    @field_validator("ranges")
+    @classmethod
+    def _known(cls, ranges: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        for name, (worst, best) in ranges.items():
+            if name not in _RANGED:
+                raise SettingError(unknown(name, _RANGED, "number with a range"), "ranges")
+            if (worst < best) is (name in _TIMES):
+                said = f"{name}: the worst comes first, got [{worst:g}, {best:g}]"
+                raise SettingError(said, "ranges")
+        return ranges
+
+    def at(self, end: Literal["worst", "best"]) -> Device:
+        """The device with every number at one end of its range."""
+        ends = {name: pair[end == "best"] for name, pair in self.ranges.items()}
+        times = {name: value for name, value in ends.items() if name in _TIMES}
+        rates = {name: value for name, value in ends.items() if name not in _TIMES}
+        efficiency = self.efficiency.model_copy(update=rates)
+        return self.model_copy(update={**times, "efficiency": efficiency})
 
     def _share(self, world_size: int) -> float:
         return 1 / world_size if self.shared else 1.0

@@ -16,24 +16,23 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
-from razor_dist.engine.prepare import begin_chunks
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.parallel.comm import Communicator, Pending, Purpose
-from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.comm import Pending, Purpose
 from razor_dist.parallel.ring import ring_attention
+from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.plan.one_rank import chunk_reader
+from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Contexts beyond so many times what the model was made for are not asked about: the plan of windows
 # that grow with millions of tokens alone takes a minute.
@@ -43,29 +42,23 @@ _MOST_RUNS = 16
 _LAST_CHUNKS = 8
 
 
-class SilentCommunicator(Communicator):
-    """One of several ranks, alone: what it would receive is there at once, and holds nothing.
-
-    ``allocations`` learns which tensors are buffers of an exchange.
-    """
+class _Labelling(SilentCommunicator):
+    """``allocations`` learns which tensors are buffers of an exchange."""
 
     def __init__(self, rank: int, size: int, allocations: Allocations) -> None:
-        super().__init__(None)
-        self.rank, self.size, self._allocations = rank, size, allocations
+        super().__init__(rank, size)
+        self._allocations = allocations
 
     def exchange(
         self, sends: Seq[tuple[int, Tensor]], receives: Seq[tuple[int, Tensor]], purpose: Purpose
     ) -> Pending:
         for _, tensor in [*sends, *receives]:
             self._allocations.relabel(tensor, purpose)
-        return Pending([b for _, b in receives], sent=[t for _, t in sends])
-
-    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        return tensor.new_empty((self.size, *tensor.shape))
+        return super().exchange(sends, receives, purpose)
 
     def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
         self._allocations.relabel(tensor, purpose)
-        return Pending([tensor])
+        return super().all_reduce(tensor, purpose)
 
 
 class _FewRuns(StreamingPolicy):
@@ -122,7 +115,7 @@ class DryRun:
         for rank in range(self._d.world_size):
             runner = self._whole(max_model_len, rank)
             try:
-                self._open(runner, context)
+                runner.execute(StepPlan(Op.OPEN, end=context, total=context))
             except EngineError:
                 raise ConfigError(
                     f"kv_tokens is {self._d.config.kv_tokens}, too few for a sequence of {context}"
@@ -153,22 +146,14 @@ class DryRun:
         return max(found, key=lambda sizes: sum(sizes.values()))
 
     def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
-        allocations = Allocations()
-        chunk, prompt = chunks[index], chunks[-1].end
-        layout = _of_rank(self._layouts, rank)
-        cache = self._d.one_cache(layout, prompt)
-        runner = self._runner(cache, rank, allocations, layout)
-        self._open(runner, prompt, max_read=prompt)
-        self._skip(runner, chunks[:index])
-        tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
+        allocations, layout = Allocations(), _of_rank(self._layouts, rank)
+        cache = self._d.one_cache(layout, chunks[-1].end)
+        read = chunk_reader(self._runner(cache, rank, allocations, layout), chunks, index)
         with allocations:
-            runner.execute(StepPlan.step([BatchEntry(0, tokens, True, last=chunk.end == prompt)]))
+            read()
         sizes = allocations.transient()
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
         return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
-
-    def _open(self, runner: ModelRunner, prompt: int, max_read: int = 0) -> None:
-        runner.execute(StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=max_read))
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
         cache = self._d.cache(max_model_len, self._free)
@@ -183,41 +168,8 @@ class DryRun:
 
         few = [replace(a, policy=_FewRuns(**vars(a.policy))) for a in cache.arenas]
         cache = replace(cache, arenas=tuple(few))
-        comm = SilentCommunicator(rank, self._d.world_size, allocations)
+        comm = _Labelling(rank, self._d.world_size, allocations)
         return ModelRunner(self._model, self._d.shape, layout, cache, comm, ring)
-
-    def _skip(self, runner: ModelRunner, done: Seq[Chunk]) -> None:
-        """Leave a sequence as if the chunks ``done`` had been prefilled."""
-        sequence, rank = runner.sequences[0], runner.comm.rank
-        if not done:
-            return
-        begin_chunks(runner.comm, runner.caches, sequence)
-        prefill = sequence.prefill
-        assert prefill is not None
-        prefill.done, sequence.chunks = list(done), list(done)
-        sequence.grow(
-            [sum(chunk.tokens(r) for chunk in done) for r in range(runner.comm.size)], rank
-        )
-        if prefill.scratch is not None:
-            prefill.scratch.tokens = sequence.shard_tokens[rank]
-            return
-        slots = zip(runner.caches.streaming, sequence.streaming, strict=True)
-        for index, (cache, slot) in enumerate(slots):
-            slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
-            kept = Interval(slot.start - slot.tail_capacity, sequence.length)
-            held = holdings(done, kept)
-            own = [at for at, holder in held if holder == rank]
-            prefill.windows[index] = {
-                layer: [self._entry(at, group.rows) for at in own]
-                for layer, heads in enumerate(runner.caches.layout.layers)
-                for group in heads.groups
-                if group.index == index
-            }
-
-    def _entry(self, at: Interval, rows: slice) -> KVPiece:
-        shape = (rows.stop - rows.start, len(at), self._d.shape.head_dim)
-        k, v = (torch.empty(shape, dtype=self._d.streaming_dtype, device=META) for _ in "kv")
-        return KVPiece(at, k, v)
 
 
 def _of_rank(layouts: Seq[HeadLayout], rank: int) -> HeadLayout:
@@ -265,6 +217,7 @@ class Memory:
     """Bytes on the fullest rank."""
 
     weights: int  # parameters and buffers
+    weight_copies: int  # tensor-parallel decode: a rank's parts of weights whose rows lie apart
     # Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
     retrieval_kv: int
     streaming_cache: int
@@ -287,7 +240,8 @@ class Memory:
     @property
     def total(self) -> int:
         caches = self.retrieval_kv + self.streaming_cache + self.scratch
-        return self.weights + caches + self.window_between_chunks + self.working
+        weights = self.weights + self.weight_copies
+        return weights + caches + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:
@@ -297,7 +251,8 @@ class MemoryPlanner:
         # Ranks of one host map the same pages of their files.
         self._weights = d.weights.nbytes // (d.world_size if device.shared else 1)
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
-        self._dry_run = DryRun(d, self.budget - self._weights)
+        self._fixed = self._weights + d.copied_bytes
+        self._dry_run = DryRun(d, self.budget - self._fixed)
         self._activations = functools.cache(self._dry_run.activations)
         self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
 
@@ -314,6 +269,7 @@ class MemoryPlanner:
         """Memory without the activations, which take seconds to look up."""
         return Memory(
             weights=self._weights,
+            weight_copies=self._d.copied_bytes,
             window_between_chunks=self._window(context),
             activations={},
             logits=self._logits,
@@ -353,7 +309,7 @@ class MemoryPlanner:
 
         def too_long(context: int) -> bool:
             reserved = sum(self._dry_run.reserved(context).values())
-            return self._weights + reserved + self._window(context) + working > self.budget
+            return self._fixed + reserved + self._window(context) + working > self.budget
 
         most, high = min(self.limit, self._d.config.kv_tokens or self.limit), 1
         while high <= most and not too_long(high):

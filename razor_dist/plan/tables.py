@@ -67,6 +67,8 @@ def _memory(plan: Plan) -> Table:
     verdict = "fits" if plan.fits else "does not fit"
     table = _table("memory per rank, GB (10⁹ bytes)", "", "GB", "of it, one sequence")
     table.add_row("weights", _gb(memory.weights))
+    if memory.weight_copies:
+        table.add_row("copies of weights' parts", _gb(memory.weight_copies))
     table.add_row("retrieval KV (page pool)", _gb(memory.retrieval_kv), pool)
     table.add_row("streaming caches (slots)", _gb(memory.streaming_cache), slots)
     if memory.scratch:
@@ -102,12 +104,17 @@ def _times(plan: Plan) -> Table:
     def row(name: str, *times: float) -> None:
         table.add_row(name, *(f"{time:,.2f}" for time in times))
 
-    for t in first.floor:
-        if t == "links" and plan.deployment.world_size == 1:
-            continue
-        row(t, first.floor[t], first.expected[t], then.floor[t] * 1e3, then.expected[t] * 1e3)
+    for t in then.expected:
+        if then.expected[t] and (t != "links" or plan.deployment.world_size > 1):
+            row(t, first.floor[t], first.expected[t], then.floor[t] * 1e3, then.expected[t] * 1e3)
     table.add_section()
     row("all", first.seconds_at_peak, first.seconds, then.seconds_at_peak * 1e3, then.seconds * 1e3)
+    if plan.device.ranges:
+        best_to_worst = (
+            f"{one.seconds_best * factor:,.2f} to {one.seconds_worst * factor:,.2f}"
+            for one, factor in ((first, 1.0), (then, 1e3))
+        )
+        table.add_row("best to worst", "", next(best_to_worst), "", next(best_to_worst))
     table.add_row("limited by", "", first.limit, "", then.limit)
     return table
 
@@ -122,7 +129,8 @@ def _decode(plan: Plan) -> Table:
         table.add_row(name, *(f"{1e3 * each:,.2f}" for each in seconds))
 
     for term in times[0].expected:
-        row(term, *(time.expected[term] for time in times))
+        if times[0].expected[term]:
+            row(term, *(time.expected[term] for time in times))
     table.add_section()
     row("all, expected", *(time.seconds for time in times))
     row("all, at the peaks", *(time.seconds_at_peak for time in times))

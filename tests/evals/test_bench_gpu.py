@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 import zipfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from razor_dist import cli
-from razor_dist.evals.bench import attention, gpu, measure, process
-from razor_dist.evals.bench.measure import CeilingSizes
-from razor_dist.evals.bench.settings import ShapeBenchSettings
+from razor_dist.evals.bench import attention, gpu, gpu_parts, measure, process
+from razor_dist.evals.bench.gpu import Bench, Skipped
+from razor_dist.evals.bench.measure import Ceilings, CeilingSizes
+from razor_dist.evals.bench.one_of_eight import RankAlone
+from razor_dist.evals.bench.settings import GpuBenchSettings
 from razor_dist.evals.bench.wheels import unpack_missing
+from razor_dist.plan.compute import collectives, traffic
 from tests.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -29,10 +40,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1024), (16, 512)])
 def test_paths_agree_with_float64(queries: int, keys: int) -> None:
-    figures, [table] = attention.measure_attention(CPU, (1, 2), queries, keys)
+    ceilings = Ceilings(1e9, 1e12)
+    figures, [table] = attention.measure_attention(CPU, ceilings, (1, 2), queries, keys)
     found = {(one["path"], one["kv_heads"]): one for one in figures["paths"]}
     for heads in (1, 2):
-        for path in ("kernels.attend", "kernels.attend, bias", "kernels.attend, torch_cpu"):
+        for path in ("kernels.attend", "kernels.attend, torch_cpu"):
             one = found[path, heads]
             assert one["status"] == "done"
             assert one["lse_error"] < 1e-5 and one["out_error"] < 1e-5
@@ -41,7 +53,7 @@ def test_paths_agree_with_float64(queries: int, keys: int) -> None:
             operations = 4 * heads * attention.GROUP * queries * keys * attention.HEAD_DIM
             assert one["operations_per_second"] == pytest.approx(operations / one["seconds"])
         for path in (
-            "flash", "flash, seqused_k", "cuDNN", "FA3", "kernels.attend, torch_cuda",
+            "flash", "cuDNN", "kernels.attend, torch_cuda",
             "Triton, block tables", "Triton, scattered pages",
         ):  # fmt: skip
             assert found[path, heads]["status"].startswith("skipped: ")
@@ -58,53 +70,141 @@ def test_a_wrong_path_is_seen() -> None:
         out, lse = attention._own(*arguments)
         return out, lse / 0.6931
 
-    assert attention._measure(base_two, q, [(k, v)], want)["lse_error"] > 1
+    assert attention.measure(base_two, q, [(k, v)], want)["lse_error"] > 1
 
 
-def test_every_part_has_a_status_and_a_failure_costs_its_part_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    small = ShapeBenchSettings(
-        shape=str(make_tiny("glm", tmp_path / "tiny")),
-        tokens="300",
-        window_max="64",
-        kept=0.5,
-        new_tokens=4,
-        repeats=1,
-        device="cpu",
-    )
-    monkeypatch.setattr(gpu, "shape_settings", lambda device: small)
-
-    def here(module: str, function: str, name: str, device: str, **_: Any) -> dict[str, Any]:
-        if name == "prefill":
-            return {"failed": "not done within 5 s"}
-        found: dict[str, Any] = json.loads(json.dumps(gpu.run_part(name, device)))
-        return found
-
-    monkeypatch.setattr(gpu, "call", here)
-    out = tmp_path / "out"
-    assert cli.main(["bench", "gpu", "--out", str(out), "--device", "cpu"]) == 0
-    found = json.loads((out / "gpu.json").read_text())
-    parts = found["parts"]
+def test_a_failure_costs_its_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real processes: what failing parts had said is kept, and the next begin in another."""
+    monkeypatch.setattr(gpu, "_START_SECONDS", 40.0)
+    settings = GpuBenchSettings(out=tmp_path / "out", device="cpu")
+    record = gpu.run(settings, "tests.evals.gpu_parts_that_fail")
+    parts = record.figures["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
-        "versions": "done",
-        "correct": "skipped: needs a CUDA device",
-        "launch": "done",
-        "decode": "done",
-        "prefill": "failed: not done within 5 s",
-        "shape": "done",
-        "replay": "done",
-        "tests": "skipped: needs a CUDA device",
+        "good": "done",
+        "raises": "failed: CUDA error: an illegal memory access",
+        "absent": "skipped: needs a CUDA device",
+        "good again": "done",
+        "crashes": "failed: ended with -6",
+        "hangs": f"failed: not done within {gpu._START_SECONDS + 1:.0f} s",
+        "last": "done",
     }
-    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
-    assert "seqused_k" in parts["versions"]["versions"]["_flash_attention_forward"]
-    assert 0 < parts["launch"]["seconds_per_kernel"]["eager"] < 1e-3
-    assert parts["replay"]["launches"] == sum(parts["replay"]["count"].values()) > 10
-    assert set(parts["shape"]["lengths"][0]["engines"]) == {"razor", "full"}
-    page = (out / "gpu.md").read_text()
-    assert page in capfd.readouterr().out + "\n"
-    for word in (found["command"], "aten::", "razor / full", "replayed from a recording"):
-        assert word in page
+    assert all(parts[name]["before"] == 1 for name in ("raises", "absent", "crashes", "hangs"))
+    assert parts["good"]["more"] == 2
+    processes = [parts[name]["process"] for name in ("good", "good again", "last")]
+    assert len(set(processes)) == 3
+    assert {path.name for path in settings.out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
+    assert json.loads((settings.out / "gpu.json").read_text())["parts"] == parts
+    page = (settings.out / "gpu.md").read_text()
+    assert page.count("first row") == 3 and "an illegal memory access" in page
+    assert "Traceback" in (settings.out / "gpu.log").read_text()
+
+
+def test_parts_without_time_are_said_to_be_skipped(tmp_path: Path) -> None:
+    settings = GpuBenchSettings(out=tmp_path, device="cpu", minutes=0.0001)
+    parts = gpu.run(settings, "tests.evals.gpu_parts_that_fail").figures["parts"]
+    assert {part["status"] for part in parts.values()} == {"skipped: no time was left"}
+
+
+def test_parts_run_on_cpu() -> None:
+    """All but the sweep, which is tested in a process that interprets Triton's kernels."""
+    bench = Bench(CPU, time.monotonic() + 300)
+    found: dict[str, dict[str, Any]] = {}
+    for name, (part, _) in gpu_parts.PARTS.items():
+        found[name] = {}
+        with suppress(Skipped):
+            for figures, tables in part(bench):
+                found[name] |= json.loads(json.dumps(figures))
+                assert all(str(table) for table in tables)
+                if name == "decode":
+                    break
+    assert not found["correct"] and not found["tests"]
+    schema = found["versions"]["versions"]["_scaled_dot_product_cudnn_attention"]
+    assert "compute_log_sumexp" in schema
+    assert 0 < found["ceilings"]["seconds_per_kernel"]["eager"] < 1e-2
+    for batch in (1, 2):
+        one = found["rank decode"][f"batch_{batch}"]
+        assert one["in_graphs"] and one["replay_differs_by"] < 1e-6
+        assert one["host_seconds"] == one["step_seconds"] - one["replay_seconds"]
+        assert found["rank decode"][f"profile_{batch}"]["launches"] > 10
+    for tokens in gpu_parts.CPU.chunks:
+        one = found["rank prefill"][f"tokens_{tokens}"]
+        assert set(one["seconds"]) == {"first", "again", "16 fewer", "again, 16 fewer"}
+        assert one["operations_per_second"] > 0
+    assert found["shape"]["in_graphs"] and found["shape"]["replay_differs_by"] < 1e-6
+    assert found["shape"]["profile"]["launches"] > 10
+    assert len(found["sampler"]["seconds"]) == 6
+
+
+def _counted(counts: Counter[str], name: str, call: Callable[..., Any], *given: Any) -> Any:
+    counts[name] += 1
+    return call(*given)
+
+
+def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequences have the whole context, its shard an eighth; its weights are its own part."""
+    folder = str(make_tiny("glm", tmp_path / "tiny"))
+    bench = Bench(CPU, time.monotonic() + 100)
+    context = 1024
+    rank = RankAlone(bench, folder, context, 2)
+    with torch.inference_mode():
+        steps = rank.steps_of(2, context, 3)
+        for _ in range(5):
+            next(steps)
+        sequences = list(rank.runner.sequences.values())
+        assert len(sequences) == 2
+        for sequence in sequences:
+            assert context - 40 < sequence.length < context
+            assert max(sequence.shard_tokens) - min(sequence.shard_tokens) <= 4
+            assert sequence.table.tokens == sequence.shard_tokens[0]
+        sent = rank.runner.comm.bytes_sent
+        before = sent["tensor"]
+        next(steps)
+    assert rank.runner.decode == "tensor"
+    counted = Counter[str]()
+    for name in ("_all_gather", "_sum", "_exchange"):
+        call = getattr(rank.runner.comm, name)
+        monkeypatch.setattr(rank.runner.comm, name, partial(_counted, counted, name, call))
+    assert rank.runner.graphs is not None
+    rank.runner.graphs.enabled = False
+    with torch.inference_mode():
+        next(steps)
+    assert counted.total() == collectives(rank.d)
+    assert counted["_sum"] == 2 * rank.d.shape.layers
+    # In two steps of two sequences: the hidden state and the logits, as the planner counts them.
+    planned = traffic(rank.d, context).decode[0]["tensor"]
+    assert sent["tensor"] - before == 2 * 2 * planned
+
+
+def test_constants_are_swept_and_held_against_float64() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("needs triton")
+    command = [sys.executable, "-m", "tests.evals.gpu_parts_that_fail"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert not said.returncode, said.stderr
+    found: list[dict[str, Any]] = json.loads(said.stdout.splitlines()[-1])
+    for figures in found:
+        [(name, one)] = figures.items()
+        variants = [(tried["variant"], tried["kv_heads"]) for tried in one["tried"]]
+        best = "64, 3, 4"
+        assert variants == [("as shipped", 1), (best, 1), ("as shipped", 2), (best, 2)]
+        for tried in one["tried"]:
+            assert tried["status"] == "done"
+            assert tried["lse_error"] < 1e-3
+            width = 128 + 4 if name == "sweep_int8" else 256
+            assert tried["bytes"] == 2 * tried["kv_heads"] * 128 * width
+        assert one["best"] == {"tile": 64, "stages": 3, "warps": 4, "split": 0}
+
+
+def test_constants_are_those_that_the_kernel_has() -> None:
+    """What the sweep changes are names that the kernel's module reads."""
+    if find_spec("triton") is None:
+        pytest.skip("needs triton")
+    text = (Path(__file__).parents[2] / "kernels" / "decode_triton.py").read_text()
+    for name in ("TILES", "WARPS", "STAGES", "_SPLITS"):
+        assert len(re.findall(rf"\b{name}\b", text)) >= 2
 
 
 def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -145,4 +245,4 @@ def test_every_test_for_a_gpu_is_in_the_files_that_are_run() -> None:
         if re.search(r"pytest\.mark\.gpu\b|\bDEVICES\b", path.read_text())
         and path != Path(__file__)
     }
-    assert marked == {*gpu._TESTS, *gpu._KERNEL_TESTS}
+    assert marked == {*gpu_parts.TESTS, *gpu_parts.KERNEL_TESTS}

@@ -55,3 +55,27 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         load_device("h20")
     with pytest.raises(ConfigError, match="cannot read the device file"):
         load_device("none.yaml")
+
+
+def test_the_ends_of_ranges() -> None:
+    h200 = load_device("h200")
+    worst, best = h200.at("worst"), h200.at("best")
+    assert worst.efficiency.bandwidth < h200.efficiency.bandwidth < best.efficiency.bandwidth
+    assert worst.host_us > h200.host_us > best.host_us
+    assert load_device("a100").at("worst") == load_device("a100")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ("{bandwith: [0.7, 0.8]}", "unknown number with a range 'bandwith'; did you mean"),
+        ("{bandwidth: [0.8, 0.7]}", "bandwidth: the worst comes first"),
+        ("{host_us: [100, 700]}", "host_us: the worst comes first"),
+    ],
+)
+def test_wrong_ranges_are_named(ranges: str, message: str, tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "configs" / "devices" / "a100.yaml"
+    own = tmp_path / "mine.yaml"
+    own.write_text(f"{shipped.read_text()}ranges: {ranges}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(own))

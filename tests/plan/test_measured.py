@@ -13,6 +13,7 @@ import torch
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.build import make_engine
+from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.kernels.compiled import operations
@@ -180,6 +181,23 @@ def test_the_engine_does_what_was_planned(
             assert 0.95 * measured_bytes <= said <= most, (rank, index)
     highest = max(max(measured.activations) for measured in found)
     assert 0.95 * highest <= sum(dry_run.activations(PROMPT).values()) <= others * highest
+
+
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_copies_of_weights_are_those_of_tensor_parallel_decode(
+    family: str, tiny: Callable[[str], Path]
+) -> None:
+    """On CPU columns are copied, too; the planner's model is on the meta device."""
+    config = build_config(EngineConfig, model=str(tiny(family)), world_size=4, decode="tensor")
+    d = Deployment.of(config, "cpu", 0.5)
+    model, shape = model_and_shape(str(tiny(family)))
+    copied = []
+    for layout in d.layouts:
+        with Allocations() as made:
+            tensor = TensorParallel(model, shape, layout, Communicator(None))
+        copied.append(made.live)
+        tensor.remove()
+    assert d.shared and d.copied_bytes == max(copied) > 0
 
 
 def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -> None:

@@ -20,13 +20,21 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.config.sources import load_config
 from razor_dist.plan.advice import remedies
-from razor_dist.plan.compute import decode_reads, visible
+from razor_dist.plan.compute import (
+    decode_reads,
+    decode_time,
+    operations,
+    prefill_time,
+    traffic,
+    visible,
+)
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
 from razor_dist.plan.planner import Plan, plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+DOCS = Path(__file__).parents[2] / "docs"
 GLM = str(CONFIGS / "shapes" / "glm-4-9b-chat-1m")
 N = 2**20
 
@@ -100,10 +108,49 @@ def test_decode_in_tensor_mode() -> None:
     assert found.decode_time.floor["links"] == pytest.approx(collectives * 10e-6, rel=0.02)
     replicated = found.decode_times["replicated"]
     assert replicated == plan(settings(), load_device("h200"), context=N, retrieval=0.3).decode_time
-    assert 2 < replicated.seconds / found.decode_time.seconds < 2.2
+    assert 1.6 < replicated.seconds / found.decode_time.seconds < 1.8
+    # A rank's rows of gate and up lie apart in one matrix; those of its heads may, too.
+    copies = found.memory.weight_copies
+    assert copies == found.deployment.copied_bytes
+    assert 2 * 40 * 4096 * 2 * 107 * 16 < copies < 1.6e9
     # 112 streaming heads, 14 on every rank.
     slot = 14 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
     assert found.memory.sequence_streaming_cache == slot
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_terms_have_ranges_and_sum_up(kv_dtype: str) -> None:
+    """As the page of the prediction has them, for one sequence and for eight."""
+    device, page = load_device("h200"), (DOCS / "benchmarks" / "gpu" / "model.md").read_text()
+    d = Deployment.of(settings(decode="tensor", kv_dtype=kv_dtype), "cuda", 0.3)
+    for sequences in (1, 8):
+        found = decode_time(d, device, N, traffic(d, N), sequences)
+        terms = found.expected
+        for name, seconds in terms.items():
+            assert 0 < found.best[name] <= seconds <= found.worst[name]
+        memory = max(terms["compute"], terms["memory"])
+        overhead = terms["links"] + terms["launches"] + terms["host"]
+        assert found.seconds == pytest.approx(memory + overhead)
+        assert found.seconds_at_peak < found.seconds_best < found.seconds < found.seconds_worst
+        numbers = [memory, terms["links"], terms["launches"], terms["host"], found.seconds]
+        cells = [f"{decode_reads(d, N, sequences) / 1e9:.2f}", *(f"{1e3 * n:.2f}" for n in numbers)]
+        cells.append(f"{1e3 * found.seconds_best:.1f} to {1e3 * found.seconds_worst:.1f}")
+        name = f"{sequences}, {'8 bits' if kv_dtype == 'int8' else 'bf16'}"
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
+def test_prefill_of_retrieval_heads_is_partly_by_blocks_of_earlier_keys() -> None:
+    """Four chunks of 32,768 tokens a rank: six of eight pairs of blocks are whole."""
+    device, page = load_device("h200"), (DOCS / "benchmarks" / "gpu" / "model.md").read_text()
+    for given, prompt, long in (({}, N, 0.75), ({"chunked_prefill_size": 1 << 15}, 1 << 17, 0)):
+        d = Deployment.of(settings(decode="tensor", **given), "cuda", 0.3)
+        found, work = prefill_time(d, device, prompt, traffic(d, prompt)), operations(d, prompt)
+        retrieval = work.retrieval * (long / 0.6 + (1 - long) / 0.35)
+        expected = retrieval + work.streaming / 0.35 + work.linear / 0.7
+        assert found.expected["compute"] == pytest.approx(expected / (8 * 989e12), rel=1e-4)
+        if prompt == N:
+            each = found.seconds_best, found.seconds, found.seconds_worst
+            assert f"| {' | '.join(f'{n:.1f}' for n in each)} |" in page
 
 
 def test_memory_of_a_million_tokens(million: Plan) -> None:

@@ -1,0 +1,36 @@
+"""Advice on settings as an engine starts: what it compares, and when it is silent."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.advice import about_settings
+from razor_dist.plan.compute import operations
+from razor_dist.plan.deployment import Deployment
+
+GLM = str(Path(__file__).parents[2] / "configs" / "shapes" / "glm-4-9b-chat-1m")
+N = 1 << 20
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_long_windows_are_told_of_in_both_modes_of_decoding(shared: bool) -> None:
+    """Sharing windows among the ranks makes a prompt no shorter to read."""
+    config = EngineConfig(model=GLM, world_size=8, decode="tensor", max_model_len=N)
+    d = Deployment.of(config, "cuda", 0.3)
+    [said] = about_settings(config, d.shape, d.head_map, N, shared=shared)
+    assert "set window_max" in said
+    if shared:
+        work = operations(d, N)
+        share = 100 * work.streaming / (work.streaming + work.retrieval)
+        assert int(re.findall(r"are (\d+)% of the attention", said)[0]) == pytest.approx(
+            share, abs=1
+        )
+    capped = config.model_copy(update={"window_max": 8192})
+    assert about_settings(capped, d.shape, d.head_map, N, shared=shared) == []
+    # Windows of 6,554 tokens; whole on every rank they are longer than a shard.
+    few = about_settings(config, d.shape, d.head_map, 32 << 10, shared=shared)
+    assert len(few) == (not shared)
