@@ -34,6 +34,10 @@ from razor_dist.kernels.decode import Rotation, available
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 
+# Tokens of a step whose sums wait for the next norm, and whose activations are gated at once. Of
+# many, what waits would take memory beside attention, and launches do not matter.
+_FEW = 64
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x²) + eps)`` over the last dimension, rounded once."""
@@ -186,7 +190,7 @@ def _norm_forward(kind: Any, self: Any, hidden_states: Tensor | Sum) -> Tensor:
 
 
 def _mlp_forward(kind: Any, self: Any, hidden_states: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or hidden_states.shape[-2] > _FEW:
         plain: Tensor = kind.forward(self, hidden_states)
         return plain
     if hasattr(self, "gate_up_proj"):
@@ -199,7 +203,8 @@ def _mlp_forward(kind: Any, self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _layer_forward(kind: Any, self: Any, hidden_states: Tensor | Sum, **given: Any) -> Any:
-    if torch.is_grad_enabled():
+    x = hidden_states if isinstance(hidden_states, Tensor) else hidden_states.part
+    if torch.is_grad_enabled() or x.shape[-2] > _FEW:
         return kind.forward(self, hidden_states, **given)
     normed, residual = _normed(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **given)

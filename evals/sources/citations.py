@@ -1,6 +1,6 @@
 """Citations of a running server's ``/v1/messages``: are they the passage, and none without it?
 
-``python -m razor_dist.evals.sources.citations --url URL`` asks for the needle at the places of
+``python -m razor_dist.evals.sources.citations URL`` asks for the needle at the places of
 ``eval grid``, and again without it in the documents of ``absent_lengths``, as a text document with
 citations. The server serves the embedded model, or ``--model`` as it names it.
 """
@@ -72,7 +72,7 @@ def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True)
+    parser.add_argument("url")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--every", type=int, default=1, help="ask every N-th place alone")
     parser.add_argument("--out", type=Path, help="a JSON file of all answers")

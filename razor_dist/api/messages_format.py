@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.conversation import CitedDocument
 from razor_dist.api.errors import MESSAGES, Failure
 from razor_dist.api.formats import Format
 from razor_dist.api.logprobs import Json
-from razor_dist.api.messages import CitedDocument
 from razor_dist.api.request import ParsedRequest
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
