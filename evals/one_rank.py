@@ -140,7 +140,8 @@ class TracedModel(InProcess):
         for message in messages(self._engine.core):
             if isinstance(message, Token):
                 tokens.append(message.token)
-                traced += self._engine.runner.sources.values()
+                # A step may have given several tokens, each with its own.
+                traced += [of.pop(0) for of in self._engine.runner.sources.values() if of]
         return tokens, traced
 
 

@@ -40,9 +40,9 @@ SERVE_OPTIONS = """
     --prefill --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
-    --shutdown-timeout --sink-tokens --source-heads --ssl-certfile --ssl-keyfile --threads
-    --trust-remote-code --url-file --weight-dtype --weights --window-max --window-min
-    --window-ratio --world-size
+    --shutdown-timeout --sink-tokens --source-heads --speculative-config --ssl-certfile
+    --ssl-keyfile --threads --trust-remote-code --url-file --weight-dtype --weights
+    --window-max --window-min --window-ratio --world-size
 """
 
 
@@ -117,7 +117,8 @@ NEEDLE_OPTIONS = """
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
     --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
-    --shared-memory --sink-tokens --source-heads --threads --trust-remote-code --weight-dtype
+    --shared-memory --sink-tokens --source-heads --speculative-config --threads
+    --trust-remote-code --weight-dtype
     --weight-dtype --weights --window-max --window-min --window-ratio --world-size
 """
 EVAL_OPTIONS = {
@@ -165,7 +166,7 @@ def test_the_options_of_bench_serve_are_frozen() -> None:
 
 def test_the_benches_are_frozen() -> None:
     group: Any = typer.main.get_command(bench)
-    wanted = {"engine", "busy", "shape", "probe", "serve", "prefix", "sources", "gpu"}
+    wanted = {"engine", "busy", "shape", "probe", "serve", "prefix", "sources", "gpu", "drafts"}
     assert group.commands.keys() == wanted
 
 

@@ -1,5 +1,7 @@
 """Tokenizers for tests: the embedded model's, loaded once, and such as a tiny model's ids hold."""
 
+import json
+import shutil
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,6 +32,18 @@ def write_letters(folder: Path) -> None:
     """Put a tokenizer of printable ASCII letters, ids 4 to 98, into a model's folder."""
     wrapped = PreTrainedTokenizerFast(tokenizer_object=_letters(), unk_token="?!")
     wrapped.save_pretrained(folder)
+
+
+def copy_with_letters(model: Path, folder: Path) -> Path:
+    """Copy a tiny model to ``folder``, with such letters as structured outputs can be spelt in."""
+    shutil.copytree(model, folder)
+    write_letters(folder)
+    file = folder / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    stored["decoder"] = {"type": "ByteFallback"}  # by its kind llguidance knows what tokens spell
+    stored["model"]["vocab"] |= {"<pad>": 0, "<s>": 1, "</s>": 2}  # and takes ids to have no gaps
+    file.write_text(json.dumps(stored))
+    return folder
 
 
 # Words of the tokenizer below, each with a space before it.

@@ -216,6 +216,25 @@ class SourcesBenchSettings(PromptBenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftsBenchSettings(PromptBenchSettings):
+    tokens: Annotated[str, Option(help="Tokens of the document: 8K is 8192, 8k is 8000.")] = "5000"
+    new_tokens: NewTokens = 200
+    repeats: Repeats = 3
+    world_sizes: Annotated[str, Option(help="Numbers of ranks; several share short steps.")] = "1,8"
+    threads: Annotated[
+        int, Option(min=1, help="Threads of one rank; several ranks share them.")
+    ] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return _sizes("world_sizes", self.world_sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapeBenchSettings(PromptBenchSettings):
     argument: ClassVar[str | None] = "shape"
     one_length: ClassVar[bool] = False
@@ -386,6 +405,7 @@ BENCHES: Mapping[str, tuple[type[BenchSettings], str]] = {
         "Load on a server with OpenAI's API: ours, llama-server, vLLM.",
     ),
     "prefix": (PrefixBenchSettings, "What the prefix cache saves over HTTP, and after a kill."),
+    "drafts": (DraftsBenchSettings, "Answers about a document, with drafts and without."),
     "sources": (SourcesBenchSettings, "Cost of asking for an answer's sources."),
     "gpu": (GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network."),
 }

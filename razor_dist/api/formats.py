@@ -90,12 +90,20 @@ class Format(ABC):
         cached = sum(choice.cached_tokens for choice in self._choices)
         if completion is None:
             completion = sum(len(choice.pieces) for choice in self._choices)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        pieces = [piece for choice in self._choices for piece in choice.pieces]
+        drafted = {
+            "accepted_prediction_tokens": sum(piece.accepted for piece in pieces),
+            "rejected_prediction_tokens": sum(piece.rejected for piece in pieces),
+        }
+        if any(drafted.values()):
+            usage["completion_tokens_details"] = drafted
+        return usage
 
     def _parser(self) -> ToolParser | None:
         """Return a new parser of one answer's calls of tools, if the request allows any."""

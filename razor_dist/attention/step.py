@@ -6,12 +6,15 @@ and `razor_dist.engine.commit` alone changes the sequences, after the pass.
 A step is one `Pass` of the model, or two in tensor-parallel decode, where chunks need the weights
 whole. The tokens of a pass come in three kinds, in this order::
 
-    [ decode: one token of each of n sequences | prompts: replicated | chunks: this rank's part ]
+    [ decode: n tokens of answers | prompts: replicated | chunks: this rank's part ]
+
+Each token of the first kind is a query of its own: usually one of each sequence, and with drafts
+runs of consecutive tokens of one, of which a token sees those before it.
 
 All ranks have the tokens of the first two kinds alike. Which memory decode reads is said by tensors
 alone, so that a recording of it (`razor_dist.engine.graph`) serves every step of its shape.
 
-Letters: n sequences, T tokens, K key-value heads, D head dimension.
+Letters: n tokens of decode, T tokens, K key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -34,15 +37,15 @@ Extents = list[tuple[int, int]]  # slots [a, b) of a page pool
 
 
 class StepInputs(NamedTuple):
-    """Numbers of a decode batch that change at every step: int64 ``[n]``, one a sequence."""
+    """Numbers of a decode batch that change at every step: int64 ``[n]``, one a token."""
 
-    token: Tensor  # the new token's id
+    token: Tensor  # its id
     position: Tensor
     model_position: Tensor  # as the model gets it (`Sequence.position_mark`)
-    # Slot of the page pool for the new token's retrieval keys and values; the pool's dummy slot on
+    # Slot of the page pool for the token's retrieval keys and values; the pool's dummy slot on
     # ranks that do not store them.
     at: Tensor
-    stored: Tensor  # tokens of this rank's shard, the new one included where it is stored
+    stored: Tensor  # tokens of this rank's shard up to it, itself included where it is stored
     # [windows, n], for each streaming cache: ``s`` of the query (`razor_dist.cache.policy`), the
     # slot's first place, and the tokens that its ring holds.
     start: Tensor
@@ -59,19 +62,19 @@ _AT, _STORED = StepInputs._fields.index("at"), StepInputs._fields.index("stored"
 
 
 class BlockTables(NamedTuple):
-    """The memory that a decode batch of n sequences may read on this rank."""
+    """The memory that the n tokens of a decode batch may read on this rank."""
 
-    pages: Tensor  # int32 [n, pages], of each sequence's shard; zeros where it has no more
+    pages: Tensor  # int32 [n, pages], of each one's sequence; zeros where its shard has no more
     widths: tuple[int, ...]  # by streaming cache: places of a slot that are read at most
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The next token of each of n sequences, in host memory."""
+    """The next n tokens of some sequences, in host memory."""
 
     inputs: Tensor  # int64 [5 + 3 windows, n]: `StepInputs`
-    pages: tuple[list[int], ...]  # by sequence: its page table
-    longest: int  # tokens of the longest shard on any rank, the new token included
+    pages: tuple[list[int], ...]  # by token: its sequence's page table
+    longest: int  # tokens of the longest shard on any rank, the new tokens included
     windows: tuple[int, ...]  # by streaming cache: tokens of the longest window
     page_size: int
     dummy_slot: int
@@ -81,7 +84,7 @@ class DecodeBatch:
         return len(self.pages)
 
     def padded(self, rows: int) -> Tensor:
-        """`inputs` with further columns that no sequence has: these store and see nothing."""
+        """`inputs` with further columns that are of no token: these store and see nothing."""
         padded = torch.nn.functional.pad(self.inputs, (0, rows - len(self)))
         padded[_AT, len(self) :] = self.dummy_slot
         return padded
@@ -171,7 +174,7 @@ class ChunkTokens:
 
 @dataclass(frozen=True)
 class SourceToken:
-    """A decode token that asks which positions the strongest retrieval heads attend to."""
+    """An answer's token that asks which positions the strongest retrieval heads attend to."""
 
     sequence: int
     index: int  # among the tokens of the pass
@@ -208,5 +211,5 @@ class Step:
     """One scheduled step on this rank."""
 
     passes: tuple[Pass, ...]
-    decoded: list[int]  # the sequences of `Pass.decode`, in order
-    growth: list[tuple[int, list[int]]]  # of each entry: its sequence, and new tokens by rank
+    runs: list[tuple[int, int]]  # of each sequence of `Pass.decode`, in order: its tokens there
+    growth: list[tuple[int, list[int]]]  # of each other entry: its sequence, new tokens by rank

@@ -92,6 +92,11 @@ class StreamingPolicy:
         """s(i): the first position in the window of query ``position``; never decreases."""
         return max(0, self.block * ((position + 1 - self.window(position)) // self.block))
 
+    def run(self, position: int, most: int) -> int:
+        """Consecutive queries from ``position`` on, ``most`` of them, that see one window start."""
+        start = self.start(position)
+        return next((n for n in range(1, most) if self.start(position + n) != start), most)
+
     def dropped(self, position: int) -> int:
         """|D(i)|: how many tokens the compensation token stands for."""
         return max(0, self.start(position) - self.sinks)

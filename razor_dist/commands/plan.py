@@ -18,7 +18,7 @@ from razor_dist.config.sources import load_config
 _LEFT_OUT = """
     model device threads collective_timeout heartbeat_timeout seed generation_config ring
     cuda_graphs shared_memory weights max_step_ms scheduling_policy prefix_host_gb prefix_store
-    prefix_store_gb source_heads repetition_detection default_max_tokens
+    prefix_store_gb source_heads repetition_detection default_max_tokens speculative_config
 """
 
 

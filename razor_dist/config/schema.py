@@ -22,6 +22,7 @@ from pydantic import (
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
+from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.config.validation import SettingError, explain
 
 # Old names of settings, which are taken with a warning.
@@ -145,6 +146,13 @@ class EngineConfig(BaseModel):
     )
     cuda_graphs: bool = _ranks(
         True, "Decode steps are recorded and repeated: in CUDA graphs, and on CPU."
+    )
+    speculative_config: Annotated[
+        SpeculativeConfig | None, BeforeValidator(SpeculativeConfig.of)
+    ] = _ranks(
+        None,
+        "Drafts from what the prompt says, as JSON with vLLM's names: method (lookup or ngram), "
+        "num_speculative_tokens, prompt_lookup_min and _max; none: no drafts.",
     )
     shared_memory: bool = _ranks(
         True, "Ranks of one host talk through memory that they share; off: over gloo."

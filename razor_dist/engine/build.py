@@ -222,6 +222,7 @@ def make_engine(
         by_priority=config.scheduling_policy == "priority",
         load_tokenizer=partial(_tokenizer, config),
         prefix_cache=config.caches_prefixes,
+        speculative=config.speculative_config,
     )
     if config.keeps_prefixes:
         about = {

@@ -9,6 +9,7 @@ from razor_dist.attention.step import ChunkTokens, ReplicatedTokens, Step, Windo
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence
 from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.sharding import shard_sizes
 
 # By streaming cache and layer: what a rank holds of the next chunk's window.
 Kept = Seq[dict[int, list[KVPiece]]]
@@ -21,11 +22,15 @@ def commit(
     sequences: Mapping[int, Sequence],
     kept: Seq[Kept],
 ) -> None:
-    """Count a step's tokens in this rank's sequences; ``kept`` is of its chunks, in order."""
+    """Count a step's tokens in this rank's sequences; ``kept`` is of its chunks, in order.
+
+    Runs of several tokens wait for `commit_run`: what stays of them is not known yet.
+    """
     for key, sizes in step.growth:
         sequences[key].grow(sizes, rank)
-    for key in step.decoded:
-        _commit_token(caches, sequences[key])
+    for key, count in step.runs:
+        if count == 1:
+            commit_run(rank, caches, sequences[key], 1)
     for part in step.passes:
         for tokens in part.replicated:
             _commit_replicated(caches, tokens)
@@ -34,7 +39,16 @@ def commit(
         _commit_chunk(rank, caches, sequences[chunk.sequence], chunk, windows)
 
 
-def _commit_token(caches: Caches, sequence: Sequence) -> None:
+def commit_run(rank: int, caches: Caches, sequence: Sequence, tokens: int) -> None:
+    """Count the first ``tokens`` of a sequence's run.
+
+    The others leave no trace. They stand in pages behind the shard's end, and in a ring at places
+    of tokens that its window has left, since the window begins at the same position for all of a
+    run (`razor_dist.cache.policy.StreamingPolicy.run`): nothing reads these places before they are
+    written again.
+    """
+    begin, size = sequence.length, len(sequence.shard_tokens)
+    sequence.grow(shard_sizes(begin, begin, begin + tokens, size), rank)
     for cache, slot in zip(caches.streaming, sequence.streaming, strict=True):
         # What the next token no longer sees goes to the sums, of all layers at once, before that
         # token takes the place of a dropped one in the ring. It happens once in ``block`` tokens.

@@ -7,12 +7,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
+from razor_dist.config.speculative import SpeculativeConfig
+from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.intake import Intake
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.prefill_policy import PrefillPolicy
@@ -44,13 +47,26 @@ _GRAMMAR_SECONDS = 0.02
 _LAST_SECONDS = 1.0
 
 
+@dataclass
+class _Run:
+    """What a step computed of one answer: logits after its last token, and after its draft's."""
+
+    answer: Answer
+    row: int  # of the step's logits, after the last token
+    draft: list[int]
+    drawn: int = 0  # tokens drawn by these rows so far
+    accepted: int = 0  # of the draft's
+    ends: bool = False
+    sound: bool = True  # False if an error ends it: its caches may hold anything
+
+
 class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
     Requests without a seed get theirs from ``seed``. ``max_step`` and ``by_priority`` are settings
     of `PrefillPolicy`. With ``prefix_cache``, a sequence stays in the caches after its end, for
     later prompts with the same beginning, until other sequences need the room. ``load_tokenizer``
-    is called in a thread, for structured outputs.
+    is called in a thread, for structured outputs. ``speculative`` says how drafts are made.
     """
 
     def __init__(
@@ -63,6 +79,7 @@ class EngineCore:
         max_step: float = math.inf,
         by_priority: bool = False,
         prefix_cache: bool = False,
+        speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
@@ -83,6 +100,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             runner.config, runner.comm.size, prefill_policy, share=share, end_ids=eos_token_ids
         )
+        self._drafts: Drafts | None = None
+        if speculative is not None:
+            self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
+            self.scheduler.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
         vocab_size = runner.shape.vocab_size
         self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
@@ -98,6 +119,7 @@ class EngineCore:
         self._prompt_tokens = self._generated_tokens = self._answers = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
         self._max_step, self._last_step = max_step, 0.0
+        self._kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
 
     @property
     def has_work(self) -> bool:
@@ -165,6 +187,7 @@ class EngineCore:
             self._run(plan)
 
     def _run(self, plan: StepPlan) -> Tensor | None:
+        plan, self._kept = replace(plan, kept=self._kept), ()
         plan.send(self.runner.comm)
         return self.runner.execute(plan)
 
@@ -216,25 +239,32 @@ class EngineCore:
         reads = any(one.tokens for one in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[AboutRequest] = []
-        running: list[Answer] = []
-        rows: list[int] = []  # of the logits, for each of those
+        runs: list[_Run] = []
+        plans: list[StepPlan] = []
         row = 0
         for entry, (of, tokens) in zip(plan.entries, step, strict=True):
-            due = [of] if isinstance(of, Answer) else []
             if isinstance(of, Prefill):
                 self._prompt_tokens += tokens
                 messages += self._prefilled(of, tokens, began)
                 if of.done:
-                    self._run_all(self.scheduler.start(of))
-                    due = of.request.answers
-            running += due
-            rows += [row] * len(due)
+                    plans += self.scheduler.start(of)
+                    runs += [_Run(answer, row, []) for answer in of.request.answers]
+            else:
+                runs.append(_Run(of, row, entry.tokens[1:].tolist()))
             row += entry.samples
-        if rows:
+        if runs:
             assert logits is not None
-            logits = logits if rows == list(range(row)) else logits[rows]
-            messages += self._advance_all(running, logits)
+            messages += self._draw(runs, logits)
+        drafted = [run for run in runs if run.draft]
+        self._kept = tuple(run.drawn for run in drafted)
+        if self._drafts is not None:
+            for run in drafted:
+                self._drafts.verified(len(run.draft), run.accepted)
         # Only now are answers as long as their sequences are on the ranks.
+        self._run_all(plans)
+        for run in runs:
+            if run.ends:
+                self._end(run.answer, keep=run.sound)
         self._run_all(self.scheduler.copies(step))
         return messages
 
@@ -287,33 +317,53 @@ class EngineCore:
             seconds=self._clock() - prefill.began if begun else 0.0,
         )
 
-    def _advance_all(self, answers: Sequence[Answer], logits: Tensor) -> list[AboutRequest]:
-        """Sample each answer's next token by its row of ``logits``."""
-        failed = self._processors.begin(answers)
-        params, generators = [a.params for a in answers], [a.generator for a in answers]
-        adjusted = self._processors.adjusted([a.key for a in answers], logits)
-        sampled = sample(logits, params, generators, adjusted)
-        chosen = {a.key: s.token for a, s in zip(answers, sampled, strict=True) if s is not None}
-        self._processors.accept(chosen)
-        return [
-            self._advance(answer, one, failed.get(answer.key))
-            for answer, one in zip(answers, sampled, strict=True)
-        ]
+    def _draw(self, runs: Sequence[_Run], logits: Tensor) -> list[AboutRequest]:
+        """Draw each answer's next tokens by the rows of its run.
+
+        A draft is of use while it is what is drawn: then its next token was read, and the row after
+        it says what follows. Each token is drawn as if it had been read alone, by the answer's
+        next random number and with all tokens before it counted; so drafts change no answer.
+        """
+        failed = self._processors.begin([run.answer for run in runs])
+        found: dict[int, list[AboutRequest]] = {run.answer.key: [] for run in runs}
+        while runs:
+            answers = [run.answer for run in runs]
+            rows = [run.row + run.drawn for run in runs]
+            own = logits if rows == list(range(len(logits))) else logits[rows]
+            params, generators = [a.params for a in answers], [a.generator for a in answers]
+            adjusted = self._processors.adjusted([a.key for a in answers], own)
+            sampled = sample(own, params, generators, adjusted)
+            pairs = zip(answers, sampled, strict=True)
+            self._processors.accept({a.key: s.token for a, s in pairs if s is not None})
+            going = []
+            for run, one in zip(runs, sampled, strict=True):
+                message = self._advance(run, one, failed.get(run.answer.key))
+                found[run.answer.key].append(message)
+                if not run.ends and run.accepted == run.drawn:
+                    going.append(run)
+                elif isinstance(message, Token):
+                    message.rejected = len(run.draft) - run.accepted
+            runs = going
+        return [message for of in found.values() for message in of]
 
     def _advance(
-        self, answer: Answer, sampled: Sampled | None, error: RazorError | None
+        self, run: _Run, sampled: Sampled | None, error: RazorError | None
     ) -> AboutRequest:
-        """Take an answer's next token; end the answer if that was its last, or there is none.
+        """Take an answer's next token, and note if the answer ends with it, or there is none.
 
         A failure here is rank 0's alone, after the step, and ends this answer only.
         """
+        answer = run.answer
+        at, run.drawn = run.drawn, run.drawn + 1
+        right = sampled is not None and run.draft[at:][:1] == [sampled.token]
+        run.accepted += right
         grammar = self._processors.grammar(answer.key)
         if grammar is not None and error is None:
             error = grammar.error
         if sampled is None and error is None:
             error = EngineError("the model computed logits that are not finite")
         if sampled is None or error is not None:
-            self._end(answer, keep=False)
+            run.ends, run.sound = True, False
             assert error is not None
             return Failed.of(answer.id, error)
         answer.generated.append(sampled.token)
@@ -321,9 +371,8 @@ class EngineCore:
         finish = self._finish_reason(answer, sampled.token)
         if grammar is not None and grammar.ended:
             finish = "stop"
-        if finish is not None:
-            self._answers += 1
-            self._end(answer)
+        run.ends = finish is not None
+        self._answers += run.ends
         sources = self.runner.sources.get(answer.key)
         return Token(
             answer.id,
@@ -331,7 +380,8 @@ class EngineCore:
             sampled.logprob,
             list(sampled.top),
             finish,
-            None if sources is None else sources.merged(),
+            None if sources is None else sources[at].merged(),
+            right,
         )
 
     def _finish_reason(self, answer: Answer, token: int) -> str | None:
@@ -431,6 +481,7 @@ class EngineCore:
             "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
             "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
             "decode": self.runner.decode,
+            **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
             "running": self.scheduler.sequences,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,

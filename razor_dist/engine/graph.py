@@ -207,6 +207,7 @@ class DecodeGraphs:
         self._recorder, self._most = recorder, most
         self._tolerance = _TOLERANCE if comm.size == 1 else _TOLERANCE_OF_RANKS[dtype]
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
+        self.most_tokens = recorder.most_sequences  # of a step that is recorded
         self.enabled = True
 
     def close(self) -> None:

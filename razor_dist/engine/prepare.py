@@ -57,18 +57,14 @@ class Preparation:
 
     def step(self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]) -> Step:
         """Prepare a step of ``entries``, in their order (`StepPlan.step`)."""
-        single = [entry for entry in entries if entry.single]
-        whole = [entry for entry in entries if not (entry.single or entry.sharded)]
+        decoded = [entry for entry in entries if entry.decoded]
+        whole = [entry for entry in entries if not (entry.decoded or entry.sharded)]
         sharded = [entry for entry in entries if entry.sharded]
+        runs = [(entry.sequence, len(entry.tokens)) for entry in decoded]
         decode, sources = None, []
-        if single:
-            tokens = [(sequences[entry.sequence], int(entry.tokens[0])) for entry in single]
-            decode = self._decode(tokens)
-            sources = [
-                self._source(index, entry.sequence, sequences[entry.sequence])
-                for index, entry in enumerate(single)
-                if entry.sources
-            ]
+        if decoded:
+            decode = self._decode([(sequences[e.sequence], e.tokens.tolist()) for e in decoded])
+            sources = self._sources(decoded, sequences)
         replicated: list[ReplicatedTokens] = []
         offset = 0
         for entry in whole:
@@ -88,14 +84,16 @@ class Preparation:
             for entry, tokens in zip(sharded, chunks, strict=True)
         ]
         short = (decode, tuple(replicated), tuple(sources))
-        if self._tensor_parallel and (single or whole):
-            passes = [self._pass(len(single), parts, *short, (), tensor_parallel=True)]
+        lengths = [length for _, length in runs]
+        if self._tensor_parallel and (decoded or whole):
+            passes = [self._pass(lengths, parts, *short, (), tensor_parallel=True)]
             if chunks:
-                passes.append(self._pass(0, own, None, (), (), tuple(chunks)))
+                passes.append(self._pass([], own, None, (), (), tuple(chunks)))
         else:
-            passes = [self._pass(len(single), [*parts, *own], *short, tuple(chunks))]
-        growth = [(e.sequence, self._growth(e, sequences[e.sequence].length)) for e in entries]
-        return Step(tuple(passes), [entry.sequence for entry in single], growth)
+            passes = [self._pass(lengths, [*parts, *own], *short, tuple(chunks))]
+        prompts = [*whole, *sharded]
+        growth = [(e.sequence, self._growth(e, sequences[e.sequence].length)) for e in prompts]
+        return Step(tuple(passes), runs, growth)
 
     def _growth(self, entry: BatchEntry, begin: int) -> list[int]:
         """New tokens of every rank's shard."""
@@ -104,7 +102,7 @@ class Preparation:
 
     def _pass(
         self,
-        single: int,
+        runs: list[int],
         parts: Seq[tuple[BatchEntry, Tensor, Tensor]],
         decode: DecodeBatch | None,
         replicated: tuple[ReplicatedTokens, ...],
@@ -113,20 +111,24 @@ class Preparation:
         *,
         tensor_parallel: bool = False,
     ) -> Pass:
-        """Put parts of a pass together: entries with this rank's tokens and their positions."""
+        """Put parts of a pass together: entries with this rank's tokens and their positions.
+
+        Before them come runs of these lengths.
+        """
         # Rank 0 samples, and holds the last token of every chunk; all compute parts of its logits.
         samples = tensor_parallel or self._comm.rank == 0
-        rows, logits = [int(samples)] * single, list(range(single * samples))
+        end = sum(runs)
+        rows, logits = [n * samples for n in runs], list(range(end * samples))
         if not parts:
             keep = None if samples else self._nothing
             nothing = self._nothing, self._nothing
             return Pass(
                 *nothing, keep, rows, decode, sources=sources, tensor_parallel=tensor_parallel
             )
-        ids, positions, end = [], [], single
+        ids, positions = [], []
         for entry, tokens, at in parts:
             n = len(tokens)
-            begin = n - (samples and entry.samples)
+            begin = n - samples * entry.samples
             if entry.prompt_logprobs >= 0:
                 begin = 0
             rows.append(n - begin)
@@ -151,36 +153,32 @@ class Preparation:
     def _integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
-    def _decode(self, tokens: Seq[tuple[Sequence, int]]) -> DecodeBatch:
-        """One token of each of some sequences, none of which is in the midst of its prompt."""
+    def _decode(self, runs: Seq[tuple[Sequence, list[int]]]) -> DecodeBatch:
+        """Next tokens of some sequences, none of which is in the midst of its prompt."""
         caches, rank, size = self._caches, self._comm.rank, self._comm.size
         pool, columns, longest = caches.pages, [], 0
         windows = [0] * len(caches.streaming)
-        for sequence, token in tokens:
+        for sequence, tokens in runs:
             assert sequence.prefill is None
-            position, table, slots = sequence.length, sequence.table, sequence.streaming
-            owner = owner_of(position, size)
-            mine = owner == rank
-            at = pool.slot(table, table.tokens) if mine else pool.dummy_slot
-            columns.append(
-                (
-                    token,
-                    position,
-                    position + sequence.position_mark,
-                    at,
-                    table.tokens + mine,
-                    *(cache.policy.start(position) for cache in caches.streaming),
-                    *(slot.offset for slot in slots),
-                    *(slot.capacity for slot in slots),
-                )
-            )
-            shards = (n + (r == owner) for r, n in enumerate(sequence.shard_tokens))
+            table, slots, begin = sequence.table, sequence.streaming, sequence.length
+            starts = [cache.policy.start(begin) for cache in caches.streaming]
+            fixed = (*starts, *(s.offset for s in slots), *(s.capacity for s in slots))
+            shards = list(sequence.shard_tokens)
+            for position, token in enumerate(tokens, begin):
+                owner = owner_of(position, size)
+                mine = owner == rank
+                at = pool.slot(table, shards[rank]) if mine else pool.dummy_slot
+                shards[owner] += 1
+                marked = position + sequence.position_mark
+                columns.append((token, position, marked, at, shards[rank], *fixed))
+            end = begin + len(tokens)
+            assert starts == [cache.policy.start(end - 1) for cache in caches.streaming]
             longest = max(longest, *shards)
-            held = (min(slot.capacity, position + 1) for slot in slots)
+            held = (min(slot.capacity, end) for slot in slots)
             windows = [max(pair) for pair in zip(windows, held, strict=True)]
         return DecodeBatch(
             torch.tensor(columns, dtype=torch.int64).T.contiguous(),
-            tuple(sequence.table.pages for sequence, _ in tokens),
+            tuple(sequence.table.pages for sequence, tokens in runs for _ in tokens),
             longest,
             tuple(windows),
             pool.page_size,
@@ -188,11 +186,22 @@ class Preparation:
             tuple(cache.arena.ring for cache in caches.streaming),
         )
 
-    def _source(self, index: int, key: int, sequence: Sequence) -> SourceToken:
-        position, table = sequence.length, sequence.table
-        own = owner_of(position, self._comm.size) == self._comm.rank
-        spans = self._caches.pages.spans(table, 0, table.tokens + own)
-        return SourceToken(key, index, position, spans, sequence.runs(self._comm.rank))
+    def _sources(
+        self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]
+    ) -> list[SourceToken]:
+        """Those of the tokens of a decode batch that ask where the strongest heads look."""
+        found, index, rank = [], 0, self._comm.rank
+        for entry in entries:
+            sequence = sequences[entry.sequence]
+            stored = sequence.table.tokens
+            for position in range(sequence.length, sequence.length + len(entry.tokens)):
+                stored += owner_of(position, self._comm.size) == rank
+                if entry.sources:
+                    spans = self._caches.pages.spans(sequence.table, 0, stored)
+                    of = entry.sequence, index, position, spans, sequence.runs(rank)
+                    found.append(SourceToken(*of))
+                index += 1
+        return found
 
     def _replicated(self, entry: BatchEntry, sequence: Sequence, offset: int) -> ReplicatedTokens:
         assert sequence.prefill is None, "its chunks are not done"

@@ -26,7 +26,7 @@ from razor_dist.attention.sources import (
 from razor_dist.attention.step import BlockTables, ChunkTokens, Pass, Step, StepInputs
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
-from razor_dist.engine.commit import Kept, commit
+from razor_dist.engine.commit import Kept, commit, commit_run
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
@@ -47,6 +47,9 @@ from razor_dist.prefix.transfer import Transfers, load_job
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 log = logging.getLogger(__name__)
+
+# Tokens of answers that drafts bring a step to at most: of more, arithmetic takes the time.
+_MOST_DECODED = 64
 
 
 class ModelRunner:
@@ -93,8 +96,9 @@ class ModelRunner:
         self.sequences = Sequences(comm, self.caches, self.position_mark)
         self.patience = math.inf  # seconds, for the device
         self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)
-        # Of the last step's tokens that asked, by sequence; on rank 0.
-        self.sources: dict[int, Sources] = {}
+        # Of the last step's tokens that asked, by sequence and in order; on rank 0.
+        self.sources: dict[int, list[Sources]] = {}
+        self._runs: list[int] = []  # sequences with a run in the last step, of which the next tells
         # Of the last step's chunks, by sequence: `_gather_logprobs`.
         self.prompt_logprobs: dict[int, Tensor] = {}
         self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
@@ -104,6 +108,11 @@ class ModelRunner:
         """Factor by which other programs on this host slow down this rank's steps, at least 1."""
         return self._threads.slowdown
 
+    @property
+    def most_decoded(self) -> int:
+        """Tokens of answers in a step, at most, that drafts may bring it to."""
+        return _MOST_DECODED if self.graphs is None else min(_MOST_DECODED, self.graphs.most_tokens)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Carry out one step.
@@ -112,6 +121,9 @@ class ModelRunner:
         order (`BatchEntry.samples`), or the gathered counters after STATS. After SAVE and LOAD, on
         all ranks, how far each is. Otherwise None.
         """
+        for key, tokens in zip(self._runs, plan.kept, strict=True):
+            commit_run(self.comm.rank, self.caches, self.sequences[key], tokens)
+        self._runs = []
         match plan.op:
             case Op.OPEN:
                 self.sequences.open(plan)
@@ -124,8 +136,9 @@ class ModelRunner:
                 self._threads.use_all()
                 self.sequences.cache(plan.sequence)
             case Op.STEP:
-                decoded = all(entry.single for entry in plan.entries)
-                with self._threads.step(len(plan.entries) * decoded):
+                decoded = all(entry.decoded for entry in plan.entries)
+                tokens = sum(len(entry.tokens) for entry in plan.entries) * decoded
+                with self._threads.step(tokens):
                     return self._step(plan.entries)
             case Op.STATS:
                 return self._stats()
@@ -168,6 +181,7 @@ class ModelRunner:
         if any(entry.prompt_logprobs >= 0 for entry in entries):
             logits = self._split_logprobs(entries, step, logits)
         commit(self.comm.rank, self.caches, step, self.sequences, kept)
+        self._runs = [key for key, tokens in step.runs if tokens > 1]
         self.sequences.note_peak()
         return logits if self.comm.rank == 0 else None
 
@@ -179,7 +193,7 @@ class ModelRunner:
         return self._preparation.step(entries, self.sequences)
 
     def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
-        """Logits ``[n, V]`` after one token of n sequences; only rank 0, which samples, has any."""
+        """Logits ``[n, V]`` after n tokens of answers; only rank 0, which samples, has any."""
         context = DecodeContext(self.comm, self.caches, inputs, tables)
         keep = None if self._tensor is not None or self.comm.rank == 0 else self._nothing
         shares = self._tensor is not None
@@ -212,8 +226,9 @@ class ModelRunner:
             part.tensor_parallel,
         )
         if tracer is not None:
-            found = zip(part.sources, tracer.gather(), strict=False)  # rank 0 alone has any
-            self.sources = {token.sequence: sources for token, sources in found}
+            # Rank 0 alone has any.
+            for token, sources in zip(part.sources, tracer.gather(), strict=False):
+                self.sources.setdefault(token.sequence, []).append(sources)
         kept += [chunk.kept for chunk in chunks]
         return logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,13 @@ from razor_dist.engine.step_cost import Work
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk, whole_shards
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
+
+# Tokens of an answer in one step at most.
+_LONGEST_RUN = 64
+
+# From answers, each with the tokens that a step can read of it, its last one among them, to what
+# may follow these: fewer tokens than that.
+Drafter = Callable[[Sequence[tuple[Answer, int]]], list[list[int]]]
 
 
 class Computed(NamedTuple):
@@ -59,6 +66,7 @@ class Scheduler:
         self.prefills: dict[int, Prefill] = {}
         self.running: dict[int, Answer] = {}
         self.pinned: dict[int, Request] = {}
+        self.drafter: Drafter | None = None
         # Tokens of an answer after which no rollback window reaches the prompt's end.
         tails = [arena.tail - arena.policy.block for arena in cache.arenas]
         self._answer_kept = min(tails, default=0)
@@ -149,8 +157,13 @@ class Scheduler:
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = policy.together(short, part=0.5 if long else 1.0)
         entries = [
-            BatchEntry(a.key, torch.tensor(a.generated[-1:]), sources=a.params.return_sources > 0)
-            for a in self.running.values()
+            BatchEntry(
+                answer.key,
+                torch.tensor(answer.generated[-1:] + draft),
+                sources=answer.params.return_sources > 0,
+                run=len(draft) > 0,
+            )
+            for answer, draft in zip(self.running.values(), self._drafts(), strict=True)
         ]
         entries += [self._entry(p, math.inf, sharded=not p.short) for p in joining]
         if long:
@@ -166,6 +179,22 @@ class Scheduler:
             )
             entries.append(self._entry(chosen, length, sharded=sharded))
         return StepPlan.step(entries) if entries else None
+
+    def _drafts(self) -> list[list[int]]:
+        """What may follow each answer; it is read with the answer's last token, and verified."""
+        if self.drafter is None:
+            return [[] for _ in self.running]
+        answers = self.running.values()
+        return self.drafter([(answer, self._longest_run(answer)) for answer in answers])
+
+    def _longest_run(self, answer: Answer) -> int:
+        """Tokens of an answer, its last one among them, that one step can read at most."""
+        # As many tokens are drawn.
+        most = min(_LONGEST_RUN, answer.request.max_tokens - len(answer.generated))
+        if self._answer_kept > len(answer.generated):  # there a copy is kept
+            most = min(most, self._answer_kept - len(answer.generated))
+        policies = {arena.policy for arena in self.cache.arenas}
+        return min([most, *(policy.run(answer.length, most) for policy in policies)])
 
     def _entry(self, prefill: Prefill, length: float, *, sharded: bool) -> BatchEntry:
         """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
@@ -202,8 +231,9 @@ class Scheduler:
         chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
         for (of, n), entry in zip(step, plan.entries, strict=True):
             if isinstance(of, Answer):
-                answers += 1
-                before += of.length
+                # Each token of a run reads what is before it, and has its own logits.
+                answers += len(entry.tokens)
+                before += len(entry.tokens) * of.length
                 continue
             dealt = entry.sharded and self.world_size > 1
             # What is not sharded may be computed by every rank, but attends to the rank's own part

@@ -24,6 +24,7 @@ _BELIEVED = np.array([5e-3, 5e-3, 5e-3, 1e-4, 1e-9, 5e-4, 1e-9])
 # weights besides.
 _RECENT = 64
 _CHUNK, _WHOLE = 1, 2  # these terms' indices
+_DECODE = 0, 3, 4
 # Every choice of terms that may be more than 0, and what turns equations for all of them into
 # equations for those.
 _CHOICES = np.array(list(itertools.product((0.0, 1.0), repeat=len(_BELIEVED))))
@@ -113,6 +114,11 @@ class StepCost:
     def step(self, answers: int = 0, before: int = 0) -> float:
         """Estimate a step that decodes ``answers`` sequences, with ``before`` tokens cached."""
         return float(np.array(Work(answers=answers, before=before)) @ self._fit())
+
+    def decode_terms(self) -> tuple[float, float, float]:
+        """Seconds of a decode step, of each token in it, and of each token that is before one."""
+        fitted = self._fit()
+        return tuple(fitted[list(_DECODE)].tolist())
 
     @property
     def chunk(self) -> float:

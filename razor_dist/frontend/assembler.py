@@ -30,6 +30,8 @@ class TextPiece:
     offset: int = 0
     # With ``return_sources``: those that the token made certain to have ended.
     sentences: Sequence[AnswerSentence] = ()
+    accepted: bool = False  # as in `Token`
+    rejected: int = 0
 
 
 class Assembler:
@@ -67,7 +69,8 @@ class Assembler:
         logprobs = None
         if self._params.logprobs is not None and message.logprob is not None:
             logprobs = token_logprobs(self._tokenizer, token, message.logprob, message.top)
-        return TextPiece(token, text, logprobs, finish, stop_reason, offset)
+        drafted = (), message.accepted, message.rejected
+        return TextPiece(token, text, logprobs, finish, stop_reason, offset, *drafted)
 
     def _text(self, token: int, finish: str | None) -> str:
         if self._detokenizer is None:

@@ -138,6 +138,8 @@ class Token(_Message, tag="token"):
     # With ``return_sources``: positions and the strongest heads' mean attention to them while the
     # token was computed, largest first; None for the first token.
     sources: list[tuple[int, float]] | None = None
+    accepted: bool = False  # it was in a draft
+    rejected: int = 0  # tokens of a draft that did not come true, with the last token of its step
 
 
 class Failed(_Message, tag="error"):
@@ -180,6 +182,7 @@ class Stats(_Message, tag="stats"):
     ``prompt_tokens``                prefilled since start, and ``generated_tokens``
     ``step_seconds``                 {"prefill" and "decode": `StepSeconds.fields`}
     ``decode``                       as `EngineInfo.decode`
+    ``spec_decode``                  `razor_dist.engine.drafts.Drafts.counts`; only with drafts
     """
 
     tag: int

@@ -53,25 +53,28 @@ class BatchEntry:
     prompt_logprobs: int = -1
     # The prompt's token after them, if log-probabilities are asked for and there is one.
     following: int = -1
-    # Of a single token: tell where the strongest heads look (`razor_dist.attention.sources`).
+    # Of an answer's tokens: tell where the strongest heads look (`razor_dist.attention.sources`).
     sources: bool = False
+    # A run: an answer's last token and a draft of those that may follow. Logits are wanted after
+    # each, and the next plan says how many of these tokens stay (`StepPlan.kept`).
+    run: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.int64))
 
     @property
-    def single(self) -> bool:
-        """True for one token on every rank, which may be part of a recorded step."""
-        return len(self.tokens) == 1 and not self.sharded
+    def decoded(self) -> bool:
+        """True for one token on every rank, or a run: these may be part of a recorded step."""
+        return self.run or (len(self.tokens) == 1 and not self.sharded)
 
     @property
     def flags(self) -> int:
-        return self.sharded | self.last << 1 | self.sources << 2
+        return self.sharded | self.last << 1 | self.sources << 2 | self.run << 3
 
     @property
-    def samples(self) -> bool:
-        """True if a step gives logits for what follows."""
-        return self.last or not self.sharded
+    def samples(self) -> int:
+        """How many of the tokens a step gives logits after: the last ones."""
+        return len(self.tokens) if self.run else int(self.last or not self.sharded)
 
 
 def payload_length(entries: int, tokens: int) -> int:
@@ -94,13 +97,15 @@ class StepPlan:
     instead: bool = False  # FORK: its source ends, and has no other user
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
+    # All: of each run of the step before, in order, how many of its tokens stay in the caches.
+    kept: tuple[int, ...] = ()
     # STEP: its entries; SAVE and LOAD: with the first part, what to do.
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @classmethod
     def step(cls, entries: Sequence[BatchEntry]) -> StepPlan:
-        """Return the plan of a step: single tokens first, sharded entries last."""
-        ordered = sorted(entries, key=lambda entry: (entry.sharded, not entry.single))
+        """Return the plan of a step: answers' tokens first, sharded entries last."""
+        ordered = sorted(entries, key=lambda entry: (entry.sharded, not entry.decoded))
         # The number of entries, a row of numbers for each, and the tokens of all.
         rows = [
             (p.sequence, len(p.tokens), p.flags, p.prompt_logprobs, p.following) for p in ordered
@@ -118,7 +123,8 @@ class StepPlan:
         of_each = self.payload[tokens:].split([row[1] for row in rows])
         return [
             BatchEntry(
-                key, of, bool(flags & 1), bool(flags & 2), logprobs, following, bool(flags & 4)
+                *(key, of, bool(flags & 1), bool(flags & 2), logprobs, following),
+                *(bool(flags & 4), bool(flags & 8)),
             )
             for (key, _, flags, logprobs, following), of in zip(rows, of_each, strict=True)
         ]
@@ -128,29 +134,31 @@ class StepPlan:
         if comm.size == 1:
             return
         frame = torch.zeros(FRAME, dtype=torch.int64)
-        header = [*(int(getattr(self, name)) for name in _NUMBERS), len(self.payload)]
+        body = torch.cat([torch.tensor(self.kept, dtype=torch.int64), self.payload])
+        numbers = (int(getattr(self, name)) for name in _NUMBERS)
+        header = [*numbers, len(self.kept), len(body)]
         frame[: len(header)] = torch.tensor(header)
-        inline = len(self.payload) <= FRAME - HEADER
+        inline = len(body) <= FRAME - HEADER
         if inline:
-            frame[HEADER : HEADER + len(self.payload)] = self.payload
+            frame[HEADER : HEADER + len(body)] = body
         comm.host.broadcast(frame, "control")
         if not inline:
-            comm.host.broadcast(self.payload, "control")
+            comm.host.broadcast(body, "control")
 
     @classmethod
     def receive(cls, comm: Communicator) -> StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
         frame = torch.zeros(FRAME, dtype=torch.int64)
         comm.host.broadcast(frame, "control")
-        *header, n = frame[: len(_NUMBERS) + 1].tolist()
+        *header, kept, n = frame[: len(_NUMBERS) + 2].tolist()
         if n <= FRAME - HEADER:
-            payload = frame[HEADER : HEADER + n]
+            body = frame[HEADER : HEADER + n]
         else:
-            payload = torch.empty(n, dtype=torch.int64)
-            comm.host.broadcast(payload, "control")
+            body = torch.empty(n, dtype=torch.int64)
+            comm.host.broadcast(body, "control")
         numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
         numbers |= {"op": Op(numbers["op"]), "instead": bool(numbers["instead"])}
-        return cls(**numbers, payload=payload)
+        return cls(**numbers, kept=tuple(body[:kept].tolist()), payload=body[kept:])
 
 
-_NUMBERS = [field.name for field in fields(StepPlan) if field.name != "payload"]
+_NUMBERS = [field.name for field in fields(StepPlan) if field.name not in ("kept", "payload")]

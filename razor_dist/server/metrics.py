@@ -240,6 +240,7 @@ class RankMetrics(Collector):
         sent = stats.get("bytes_sent", {})
         yield self._counters("bytes_sent", "Between ranks, by purpose.", "purpose", sent)
         yield from self._prefixes(stats.get("prefix_cache", {}))
+        yield from self._drafts(stats.get("spec_decode", {}))
         steps = HistogramMetricFamily(
             f"{PREFIX}step_seconds",
             "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
@@ -252,6 +253,24 @@ class RankMetrics(Collector):
                 buckets.append((bound, running))
             steps.add_metric([*self._labels.values(), kind], buckets, total)
         yield steps
+
+    def _drafts(self, reported: Fields) -> Iterator[Any]:
+        """Stream what was drafted, and what of it came true; nothing for an engine without."""
+        texts = {
+            "spec_decode_num_drafts": "Drafts that a step verified.",
+            "spec_decode_num_draft_tokens": "Their tokens.",
+            "spec_decode_num_accepted_tokens": "Those that came true.",
+        }
+        for name, text in texts.items() if reported else ():
+            family = CounterMetricFamily(f"{PREFIX}{name}", text, labels=list(self._labels))
+            family.add_metric(
+                list(self._labels.values()), reported[name.removeprefix("spec_decode_")]
+            )
+            yield family
+        by_position = dict(enumerate(reported.get("num_accepted_tokens_per_pos", ())))
+        text = "Those that came true, by their position in a draft."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._counters(name, text, "position", by_position)
 
     def _prefixes(self, reported: Fields) -> Iterator[Any]:
         """Stream what is cached of prompts, and what of it was used, by tier."""

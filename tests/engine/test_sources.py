@@ -43,9 +43,9 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
         runner.execute(StepPlan.step([company, *asking]))
         assert set(runner.sources) == ({0, 2} if comm.rank == 0 else set())
         if comm.rank == 0:
-            told = runner.sources[0]
-            assert torch.equal(told.positions, runner.sources[2].positions)
-            torch.testing.assert_close(told.weights, runner.sources[2].weights)
+            (told,) = runner.sources[0]
+            assert torch.equal(told.positions, runner.sources[2][0].positions)
+            torch.testing.assert_close(told.weights, runner.sources[2][0].weights)
             found.append((told.positions, told.weights))
     sent = comm.bytes_sent["sources"]
     runner.execute(StepPlan.step([BatchEntry(1, [1])]))
@@ -104,7 +104,7 @@ def test_a_short_context_has_fewer_positions(tiny: Tiny) -> None:
     runner.execute(StepPlan(Op.OPEN, 0, end=2, total=3, max_read=3))
     runner.execute(one_chunk(0, (5, 6), last=True))
     runner.execute(StepPlan.step([BatchEntry(0, [7], sources=True)]))
-    told = runner.sources[0]
+    (told,) = runner.sources[0]
     assert sorted(told.positions[0].tolist()) == [-1] * (TOP - 3) + [0, 1, 2]
     assert told.weights.sum() == pytest.approx(1)
     assert sum(weight for _, weight in told.merged()) == pytest.approx(1)

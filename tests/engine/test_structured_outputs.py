@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import random
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -39,7 +38,7 @@ from razor_dist.protocol.structured_outputs import (
 )
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
-from tests.tokenizer import smollm2_tokenizer, write_letters
+from tests.tokenizer import copy_with_letters, smollm2_tokenizer
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
@@ -56,14 +55,7 @@ def test_every_answer_to_a_random_schema_is_valid(count: int) -> None:
 def core(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     """An engine whose tokens are printable letters, 4 to 98; 2 ends a sequence."""
     folder = tmp_path_factory.mktemp("letters") / "llama"
-    shutil.copytree(tiny("llama"), folder)
-    write_letters(folder)
-    file = folder / "tokenizer.json"
-    stored = json.loads(file.read_text())
-    stored["decoder"] = {"type": "ByteFallback"}  # by its kind llguidance knows what tokens spell
-    stored["model"]["vocab"] |= {"<pad>": 0, "<s>": 1, "</s>": 2}  # and takes ids to have no gaps
-    file.write_text(json.dumps(stored))
-    return make_core(folder, max_num_seqs=4)
+    return make_core(copy_with_letters(tiny("llama"), folder), max_num_seqs=4)
 
 
 def texts(core: EngineCore, structured: Any, **settings: Any) -> list[str]:

@@ -32,7 +32,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 def server() -> Iterator[ServerProcess]:
     command = [sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"]
     # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck one.
-    command += ["--heartbeat-timeout", "5"]
+    command += ["--heartbeat-timeout", "5", "--speculative-config", '{"method": "lookup"}']
     with executed():
         started = ServerProcess(*command)
     with started as process:
@@ -277,6 +277,52 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
     sent = {purpose: n for purpose, n in stats["bytes_sent"].items() if purpose != "control"}
     assert sent == {purpose: found[f"bytes_sent_total {purpose}"] for purpose in sent}
     assert found["resident_memory_bytes 1"] > 2**27
+
+
+def test_drafts_are_counted(server: ServerProcess) -> None:
+    """An answer that repeats a passage has drafts that come true; its usage and metrics say so."""
+    passage = "The old mill stood by the river, and its wheel had not turned for thirty years. "
+    question = f"{passage * 3}\n\nRepeat the text above word by word."
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    names = [
+        "razor:spec_decode_num_drafts_total",
+        "razor:spec_decode_num_draft_tokens_total",
+        "razor:spec_decode_num_accepted_tokens_total",
+    ]
+    by_position = "razor:spec_decode_num_accepted_tokens_per_pos_total"
+
+    def counts() -> tuple[list[float], float]:
+        text = httpx.get(server.url() + "/metrics").text
+        found = {sample.name: 0.0 for sample in _samples(text)}
+        for sample in _samples(text):
+            found[sample.name] += sample.value
+        return [found[name] for name in names], found[by_position]
+
+    before, _ = counts()
+    usages = []
+    for stream in (False, True):
+        answer: Any = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=60,
+            stream=stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        )
+        usages.append((list(answer)[-1] if stream else answer).usage)
+    after, positions = counts()
+    drafts, drafted, accepted = (now - then for now, then in zip(after, before, strict=True))
+    details = [usage.completion_tokens_details for usage in usages]
+    assert accepted == sum(of.accepted_prediction_tokens for of in details) > 30
+    assert drafted - accepted == sum(of.rejected_prediction_tokens for of in details)
+    assert drafts <= drafted and positions == after[2]
+    stats = httpx.get(server.url() + "/stats").json()["spec_decode"]
+    assert [stats[n] for n in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")] == after
+    assert usages[0].completion_tokens == usages[1].completion_tokens
+
+
+def _samples(text: str) -> list[Any]:
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def test_the_page_reads_and_asks_the_real_model(server: ServerProcess) -> None:

@@ -1,0 +1,87 @@
+"""The setting ``speculative_config``: how drafts are made, with vLLM's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from razor_dist.config.validation import SettingError, nearest
+
+_NAME = "speculative_config"
+_METHODS = ("lookup", "ngram")
+# Of each number: its greatest value.
+_MOST = {"num_speculative_tokens": 63, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafts of tokens that may follow an answer's last one, which one step verifies.
+
+    ``method``                  lookup: what followed where the last tokens stood before, while
+                                that pays; ngram: vLLM's method, a draft wherever there is a match
+    ``num_speculative_tokens``  of a draft, at most
+    ``prompt_lookup_min``       tokens that must be alike, at least; none: 2, or
+                                ``prompt_lookup_max`` if that is less; of ngram 5
+    ``prompt_lookup_max``       tokens that are compared, at most; none: 16; of ngram
+                                ``prompt_lookup_min``
+
+    Raises `SettingError` for a value of the wrong type or out of range.
+    """
+
+    method: str = "lookup"
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            wanted = " or ".join(_METHODS)
+            raise SettingError(f"{_NAME}.method must be {wanted}, got {self.method!r:.80}", _NAME)
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value is None and name != "num_speculative_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                wanted = f"an integer from 1 to {most}"
+                raise SettingError(f"{_NAME}.{name} must be {wanted}, got {value!r:.80}", _NAME)
+        least, most_alike = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is not None and most_alike is not None and least > most_alike:
+            raise SettingError(
+                f"{_NAME}.prompt_lookup_min ({least}) must not be above prompt_lookup_max "
+                f"({most_alike})",
+                _NAME,
+            )
+
+    @classmethod
+    def of(cls, value: object) -> SpeculativeConfig | None:
+        """Make one of a setting's value: a mapping of these fields, or that as JSON."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise SettingError(f"{_NAME} must be a JSON object: {error}", _NAME) from None
+        if not isinstance(value, Mapping):
+            raise SettingError(f"{_NAME} must be an object, got {value!r:.80}", _NAME)
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                near = nearest(str(name), known)
+                hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
+                raise SettingError(f"{_NAME} has no field {name!r:.80}; {hint}", _NAME)
+        return cls(**value)
+
+    @property
+    def lookup_min(self) -> int:
+        usual = 5 if self.method == "ngram" else 2
+        if self.prompt_lookup_min is None and self.prompt_lookup_max is not None:
+            return self.prompt_lookup_max if self.method == "ngram" else min(usual, self.lookup_max)
+        return self.prompt_lookup_min or usual
+
+    @property
+    def lookup_max(self) -> int:
+        if self.prompt_lookup_max is not None:
+            return self.prompt_lookup_max
+        return self.lookup_min if self.method == "ngram" else max(16, self.lookup_min)

@@ -1,0 +1,285 @@
+"""Drafts change no answer, and leave nothing behind: engines with and without them are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.build import make_engine
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.request import Answer
+from razor_dist.engine.worker import follow
+from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Failed, Token
+from razor_dist.protocol.repetition import RepetitionDetectionParams
+from razor_dist.protocol.sampling_params import SamplingParams
+from tests.alibi_models import make_alibi
+from tests.cases import model_and_shape
+from tests.engine.test_core import prompt
+from tests.engine.test_prefix_cache import SETTINGS
+from tests.ranks import RankPool
+from tests.test_invariance import split_of
+from tests.tokenizer import copy_with_letters
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+Answers = dict[str, list[Token]]
+Truth = dict[str, list[int]]
+
+END = (2,)
+SOURCE_HEADS = [(1, 0)]  # the first of the head that `split_of` keeps of every model
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request; those before ``wait`` are added together."""
+
+    name: str
+    ids: tuple[int, ...]
+    params: SamplingParams
+    tokens: int | None = None  # it is aborted after so many
+    wait: bool = False
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Requests, and the engine that they are asked of."""
+
+    path: str
+    asks: tuple[Ask, ...]
+    changed: dict[str, Any] = field(default_factory=dict)  # of `SETTINGS`
+
+
+class Planted:
+    """Drafts of which some are right: the truth, up to where a wrong token is planted."""
+
+    def __init__(self, truth: Truth, seed: int) -> None:
+        self._truth, self._random = truth, random.Random(seed)
+        self.drafted = self.right = 0
+
+    def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
+        return [self._draft(answer, most) for answer, most in answers]
+
+    def _draft(self, answer: Answer, most: int) -> list[int]:
+        known = self._truth[answer.id][len(answer.generated) :]
+        draft = known[: self._random.randrange(min(most, 9))]
+        if draft and self._random.random() < 0.5:
+            wrong = self._random.randrange(len(draft))
+            draft[wrong] = (draft[wrong] + self._random.randrange(1, 90)) % 100
+        self.drafted += len(draft)
+        return draft
+
+
+def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -> Answers:
+    """Rank 0's answers, with drafts if the ``truth`` is known; nothing may be left at the end."""
+    settings = {**SETTINGS, "max_num_seqs": 8, **scene.changed}
+    config = EngineConfig(model=scene.path, world_size=comm.size, **settings)
+    model, _ = model_and_shape(scene.path)
+    split = split_of(Path(scene.path))
+    engine = make_engine(model, config, split, comm, eos_token_ids=END, source_heads=SOURCE_HEADS)
+    if comm.rank:
+        follow(engine)
+        return {}
+    core, answers = engine.core, {}
+    planted = None if truth is None else Planted(truth, seed)
+    core.scheduler.drafter = planted
+    for ask in scene.asks:
+        core.add(ask.name, list(ask.ids), ask.params)
+        while ask.wait and core.has_work:
+            take(core, answers, scene.asks)
+    while core.has_work:
+        take(core, answers, scene.asks)
+    assert planted is None or planted.drafted
+    stats = core.stats()  # compares the ranks' free pages and places with rank 0's
+    assert sum(stats["kv_bytes_per_rank"]) == 0
+    admission = core.scheduler.admission
+    if admission.prefix_cache is not None:
+        while admission.prefix_cache.evictable:
+            core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
+    assert (admission.accounts.free == admission.accounts.sizes).all()
+    assert not engine.runner.sequences
+    core.stop()
+    return answers
+
+
+def take(core: EngineCore, answers: Answers, asks: tuple[Ask, ...]) -> None:
+    """One step, after which requests are aborted as they ask."""
+    for message in core.step():
+        assert not isinstance(message, Failed), message
+        if isinstance(message, Token):
+            answers.setdefault(message.id, []).append(message)
+    for ask in asks:
+        if ask.tokens is not None and len(answers.get(ask.name, ())) >= ask.tokens:
+            core.abort(ask.name)
+            del answers[ask.name][ask.tokens :]
+
+
+def assert_drafts_change_nothing(
+    ranks: Ranks, world: int, scene: Scene, seed: int = 0, *, tolerance: float = 1e-4
+) -> Answers:
+    want = ranks(world).run(answered, scene, None, seed)[0]
+    truth = {name: [token.token for token in tokens] for name, tokens in want.items()}
+    # Beyond where an answer ends anything may be in a draft.
+    longer = {name: tokens + prompt(9, seed) for name, tokens in truth.items()}
+    found = ranks(world).run(answered, scene, longer, seed)[0]
+    assert {name: [t.token for t in tokens] for name, tokens in found.items()} == truth
+    for name, tokens in want.items():
+        for got, of in zip(found[name], tokens, strict=True):
+            assert got.finish == of.finish, name
+            assert_close(dict(got.top), dict(of.top), tolerance)
+            assert (got.sources is None) == (of.sources is None), name
+            assert_close(dict(got.sources or ()), dict(of.sources or ()), tolerance)
+    return found
+
+
+def assert_close(got: dict[int, float], want: dict[int, float], tolerance: float) -> None:
+    """The same keys and values; of those that are least, and so nearly left out, one may differ."""
+    least = min(want.values(), default=0.0) + tolerance
+    for one, other in (got, want), (want, got):
+        for key, value in one.items():
+            assert other.get(key, value if value <= least else None) == pytest.approx(
+                value, abs=tolerance
+            )
+
+
+def every_feature(count: int = 60) -> tuple[Ask, ...]:
+    """Requests that ask for all that could see another order of tokens, side by side."""
+    common: dict[str, Any] = {"max_tokens": count, "ignore_eos": True, "logprobs": 2}
+    sampled = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=5, **common)
+    penalized = SamplingParams(
+        temperature=0.8,
+        seed=7,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        logit_bias={7: 3.0, 9: -5.0},
+        **common,
+    )
+    constrained = SamplingParams(
+        temperature=1.2, seed=3, max_tokens=count, structured_outputs={"regex": "(ab|c[0-9]){9}!"}
+    )
+    ends = SamplingParams(temperature=1.0, seed=11, max_tokens=count, min_tokens=9)
+    looping = replace(
+        SamplingParams(temperature=0, **common),
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=8, min_count=3),
+    )
+    return (
+        Ask("greedy", tuple(prompt(61, 1)), SamplingParams(temperature=0, **common)),
+        Ask("sampled", tuple(prompt(90, 2)), replace(sampled, n=2, min_p=0.02)),
+        Ask("penalized", tuple(prompt(33, 3)), replace(penalized, return_sources=2)),
+        Ask("gone", tuple(prompt(40, 4)), sampled, tokens=7),
+        Ask("constrained", tuple(prompt(25, 5)), constrained, wait=True),
+        # From the cache, while nothing else runs, and in company again.
+        Ask("again", tuple(prompt(61, 1)), replace(penalized, return_sources=3), wait=True),
+        Ask("ends", tuple(prompt(50, 6)), replace(ends, stop_token_ids=list(range(4, 20)), n=3)),
+        Ask("looping", tuple(prompt(90, 2) + prompt(20, 9)), looping),
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("decode", ["replicated", "tensor"])
+def test_every_feature_in_company(
+    world: int, decode: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = copy_with_letters(tiny("llama"), tmp_path / "llama")
+    found = assert_drafts_change_nothing(
+        ranks, world, Scene(str(path), every_feature(), {"decode": decode})
+    )
+    assert len(found) == 11 and all(len(tokens) > 5 for tokens in found.values())
+    assert {tokens[-1].finish for tokens in found.values()} >= {"stop", "length"}
+
+
+def one_by_one(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    return tuple(replace(ask, wait=True) for ask in asks)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        # Numbers of 8 bits round otherwise in other chunks, so nothing else may run meanwhile.
+        {"kv_dtype": "int8", "prefix_cache": False},
+        {"prefill": "exact"},
+        {"compensation": False},
+        {"window_ratio": None, "window_min": 5, "sink_tokens": 0},
+        {"cuda_graphs": False, "block": 1},  # the window moves at most tokens
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_other_caches(
+    changed: dict[str, Any], world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = copy_with_letters(tiny("llama"), tmp_path / "llama")
+    asks = every_feature(40)
+    scene = Scene(str(path), one_by_one(asks) if "kv_dtype" in changed else asks, changed)
+    assert_drafts_change_nothing(ranks, world, scene)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_heads_biased_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = make_alibi(family, tmp_path)
+    asks = tuple(ask for ask in every_feature() if ask.params.structured_outputs is None)
+    for world in (1, 2):
+        assert_drafts_change_nothing(ranks, world, Scene(str(path), asks))
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[int, Scene, int]:
+    """Ranks, requests that continue each other's texts in any company, and a seed."""
+    world = draw(st.sampled_from([1, 1, 2, 3]))
+    block, tail = draw(st.integers(2, 12)), draw(st.integers(0, 30))
+    changed = {
+        "decode": draw(st.sampled_from(["replicated", "tensor"])),
+        "window_min": draw(st.integers(1, 40)),
+        "window_ratio": draw(st.sampled_from([None, 3, 8])),
+        "block": block,
+        "sink_tokens": draw(st.integers(0, 6)),
+        "prefix_tail_tokens": tail,
+        "page_size": draw(st.sampled_from([1, 4, 16])),
+        "max_num_seqs": draw(st.integers(3, 6)),
+        "chunked_prefill_size": draw(st.sampled_from([8, 32, 100])),
+    }
+    asks = []
+    for index in range(draw(st.integers(1, 6))):
+        texts = draw(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 2)), min_size=1))[:3]
+        ids = [token for count, seed in texts for token in prompt(count, seed)]
+        params = SamplingParams(
+            temperature=draw(st.sampled_from([0.0, 0.7, 1.5])),
+            max_tokens=draw(st.integers(1, 60)),
+            min_tokens=draw(st.sampled_from([0, 1])),
+            ignore_eos=draw(st.booleans()),
+            seed=index,
+            n=draw(st.sampled_from([1, 1, 3])),
+            presence_penalty=draw(st.sampled_from([0.0, 0.8])),
+            logprobs=2,
+            return_sources=draw(st.sampled_from([0, 0, 2])),
+            stop_token_ids=[9, 50],
+        )
+        gone = draw(st.sampled_from([None, None, None, 1, 5]))
+        asks.append(Ask(f"r{index}", tuple(ids), params, gone, draw(st.booleans())))
+    first = replace(asks[0], params=replace(asks[0].params, max_tokens=60, stop_token_ids=()))
+    first = replace(first, params=replace(first.params, ignore_eos=True), tokens=None)
+    return world, Scene("", (first, *asks[1:]), changed), draw(st.integers(0, 2**20))
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
+def test_any_scene(count: int, ranks: Ranks, tiny: Tiny) -> None:
+    @settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(drawn=scenes())
+    def check(drawn: tuple[int, Scene, int]) -> None:
+        world, scene, seed = drawn
+        assert_drafts_change_nothing(ranks, world, replace(scene, path=str(tiny("qwen2"))), seed)
+
+    check()

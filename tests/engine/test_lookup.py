@@ -1,0 +1,212 @@
+"""Where drafts come from, how long they are, and the setting that asks for them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import load_config
+from razor_dist.config.speculative import SpeculativeConfig
+from razor_dist.engine.drafts import Drafts, HitRates, Lookup, Ngram, NgramIndex
+
+TEXTS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def best_match(tokens: list[int], n: int, longest: int) -> tuple[int, int]:
+    """`NgramIndex.find`, by comparing with every earlier place."""
+    best = (0, -1)
+    for end in range(len(tokens) - 1):
+        backwards = zip(tokens[end::-1], reversed(tokens), strict=False)
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], backwards)
+        length = min(longest, len(list(alike)))
+        if length >= n:
+            best = max(best, (length, end + 1))
+    return (best[1], best[0]) if best[0] else (-1, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompt=TEXTS, answer=TEXTS, n=st.integers(1, 3), longest=st.integers(3, 9))
+def test_the_index_finds_the_longest_and_latest_match(
+    prompt: list[int], answer: list[int], n: int, longest: int
+) -> None:
+    index, tokens = NgramIndex(np.array(prompt, np.int32), n), list(prompt)
+    for token in [*answer, None]:
+        at, length = index.find(longest)
+        want_at, want_length = best_match(tokens, n, longest)
+        # Only the latest 16 places are compared: with four tokens there may be more.
+        assert length <= want_length and (length == 0) == (want_length == 0)
+        ends = [
+            e for e in range(n - 1, len(tokens) - 1) if tokens[e - n + 1 : e + 1] == tokens[-n:]
+        ]
+        if len(ends) <= 16:
+            assert (at, length) == (want_at, want_length)
+        if token is not None:
+            index.add(token)
+            tokens.append(token)
+    assert len(index) == len(tokens)
+
+
+def test_an_index_that_grows_is_one_of_the_whole_text() -> None:
+    rng = random.Random(1)
+    tokens = [rng.randrange(40) for _ in range(5000)]
+    whole = NgramIndex(np.array(tokens, np.int32), 2)
+    grown = NgramIndex(np.array(tokens[:7], np.int32), 2)
+    for token in tokens[7:]:
+        grown.add(token)
+    assert grown.find(16) == whole.find(16)
+    assert grown.following(3, 5) == tokens[3:8]
+    # Behind the end comes what was copied: a text with a period goes on with it.
+    assert whole.following(4998, 5) == [*tokens[4998:], *tokens[4998:], tokens[4998]]
+
+
+def test_a_lookup_goes_on_where_it_copies_from_and_behind_a_replaced_word() -> None:
+    text = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    lookup = Lookup(np.array([*text, 99, 11, 12], np.int32), SpeculativeConfig(), HitRates())
+    assert lookup.draft(3) == [13, 14, 15]
+    lookup.extend([13, 14])
+    assert lookup.draft(3) == [15, 16, 17]
+    promised = lookup.hits(3)
+    lookup.extend([77])  # instead of 15
+    assert lookup.draft(3) == [16, 17, 18] and lookup.hits(3) < promised
+    lookup.extend([78])  # neither: nothing is known
+    assert lookup.draft(3) == [] and lookup.hits(3) == 0
+    lookup.extend([17, 18])
+    assert lookup.draft(1) == [19]
+
+
+def test_ngram_is_vllms() -> None:
+    config = SpeculativeConfig("ngram", prompt_lookup_min=2, prompt_lookup_max=3)
+    ngram = Ngram(np.array([1, 2, 3, 4, 1, 2, 3, 5, 2, 3], np.int32), config)
+    assert ngram.draft(2) == [4, 1]  # after the first place of the two tokens
+    ngram.extend([5])
+    assert ngram.draft(2) == [2, 3]  # three tokens are alike once
+    ngram.extend([9])
+    assert ngram.draft(2) == []
+    assert (config.lookup_min, config.lookup_max) == (2, 3)
+    assert [SpeculativeConfig("ngram").lookup_min, SpeculativeConfig("ngram").lookup_max] == [5, 5]
+
+
+class Answer:
+    """What `Drafts` reads of an answer."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.generated = np.array(tokens, np.int32), []
+        self.request = self  # whose prompt these are
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + len(self.generated) - 1
+
+
+def drafts(terms: tuple[float, float, float], most: int = 64, **fields: Any) -> Drafts:
+    cost: Any = SimpleNamespace(decode_terms=lambda: terms)
+    return Drafts(SpeculativeConfig(**fields), cost, most)
+
+
+def tokens_per_second(made: Drafts, text: list[int], answer: list[int], terms: Any) -> float:
+    """Speed of one answer by the cost model, relative to that without drafts."""
+    asked: Any = Answer(text)
+    step, token, before = terms
+    seconds = plain = 0.0
+    asked.generated.append(answer[0])
+    while (at := len(asked.generated)) < len(answer):
+        (draft,) = made([(asked, len(answer) - at)])
+        seconds += step + (1 + len(draft)) * (token + asked.length * before)
+        right = 0
+        while right < len(draft) and draft[right] == answer[at + right]:
+            right += 1
+        made.verified(len(draft), right)
+        for new in answer[at : at + right + 1]:
+            plain += step + token + asked.length * before
+            asked.generated.append(new)
+    return plain / seconds
+
+
+# Steps whose time is mostly weights, as on one rank, and steps of which each token costs much.
+@pytest.mark.parametrize("terms", [(14e-3, 5e-4, 0.0), (14e-3, 5e-3, 0.0), (1e-3, 1e-3, 1e-7)])
+def test_a_draft_pays_or_is_not_made(terms: tuple[float, float, float]) -> None:
+    rng = random.Random(2)
+    text = [rng.randrange(300) for _ in range(4000)]
+    unlike = [rng.randrange(300) for _ in range(2000)]  # the same words, in no order
+    made = drafts(terms)
+    assert tokens_per_second(made, text, unlike, terms) > 0.97
+    copied = tokens_per_second(made, text, text[1000:1600], terms)
+    assert copied > (3.0 if terms[0] > 10 * terms[1] else 1.0)
+    # After that, what holds for other answers is believed of a new one for a few tokens only.
+    assert tokens_per_second(made, text, unlike, terms) > 0.97
+    counts = made.counts
+    assert counts["num_accepted_tokens"] == sum(counts["num_accepted_tokens_per_pos"])  # type: ignore[arg-type]
+
+
+def test_runs_have_few_lengths_and_share_a_step() -> None:
+    text = list(range(500)) * 2
+    for most, tokens, room in itertools.product((1, 2, 5, 8, 40), (3, 8, 63), (8, 64)):
+        answers: list[Any] = [Answer(text[: 600 + index]) for index in range(3)]
+        for answer in answers:
+            answer.generated.append(answer.tokens[-1] + 1)
+        found = drafts((1.0, 1e-6, 0.0), room, num_speculative_tokens=tokens)(
+            [(answer, most) for answer in answers]
+        )
+        lengths = [1 + len(draft) for draft in found]
+        assert set(lengths) <= {1, 2, 4, 8, 16, 32} and sum(lengths) <= room
+        assert max(lengths) <= min(most, tokens + 1)
+        assert max(lengths) * 2 > min(most, tokens + 1, room - 2)
+        for answer, draft in zip(answers, found, strict=True):
+            last = int(answer.generated[-1])
+            assert draft == list(range(last + 1, last + 1 + len(draft)))
+
+
+@given(
+    window=st.integers(1, 40),
+    ratio=st.sampled_from([None, 2, 5]),
+    block=st.integers(1, 20),
+    position=st.integers(0, 300),
+    most=st.integers(1, 20),
+)
+def test_a_run_sees_one_window_start(
+    window: int, ratio: int | None, block: int, position: int, most: int
+) -> None:
+    policy = StreamingPolicy(window_min=window, window_ratio=ratio, block=block)
+    run = policy.run(position, most)
+    assert 1 <= run <= most
+    assert len(policy.runs(position, position + run)) == 1
+    assert run == most or len(policy.runs(position, position + run + 1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("{", "speculative_config must be a JSON object: "),
+        ("[]", "must be an object, got []"),
+        ('{"method": "eagle"}', "speculative_config.method must be lookup or ngram, got 'eagle'"),
+        ('{"num_speculative_token": 3}', "did you mean 'num_speculative_tokens'?"),
+        ('{"num_speculative_tokens": 0}', "must be an integer from 1 to 63, got 0"),
+        ('{"num_speculative_tokens": true}', "must be an integer from 1 to 63, got True"),
+        ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "must not be above prompt_lookup_max"),
+    ],
+)
+def test_mistakes_in_the_setting_are_named(value: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(EngineConfig, {"speculative_config": value}, {})
+    assert problem in str(raised.value)
+    assert str(raised.value).endswith("(from --speculative-config)")
+
+
+def test_the_setting_reaches_the_ranks() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
+    config = load_config(EngineConfig, {"speculative_config": text}, {})
+    again = EngineConfig.from_json(config.engine_json())
+    assert again == config and isinstance(again.speculative_config, SpeculativeConfig)
+    assert (again.speculative_config.lookup_min, again.speculative_config.lookup_max) == (3, 3)
+    assert EngineConfig(speculative_config={"method": "lookup"}).speculative_config is not None
+    assert load_config(EngineConfig, {"speculative_config": "none"}, {}).speculative_config is None
