@@ -222,7 +222,7 @@ class Savings:
 
     def tables(self) -> RenderableType:
         held, share = self.kv_bytes_per_rank, self.full_per_rank
-        memory = _table("keys and values", "MB", "razor / it")
+        memory = _table("keys and values", "MB", "share kept")
         memory.add_row("razor, most on one rank (measured)", _mb(held), "")
         full = {"all on one rank": share * self.world_size}
         if self.world_size > 1:

@@ -49,6 +49,7 @@ class ServerProcess:
     def __init__(
         self, *command: str, stderr: int | None = subprocess.STDOUT, **settings: Any
     ) -> None:
+        self.ended_late = False  # by SIGKILL, since it did not end in time
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the object
         self.process = subprocess.Popen(command, stdout=self._log, stderr=stderr, **settings)
 
@@ -65,6 +66,7 @@ class ServerProcess:
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            self.ended_late = True
             self.process.kill()
             self.process.wait()
 

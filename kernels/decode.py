@@ -6,16 +6,19 @@ every batch of its size. Three modules have them: `decode_torch`, the definition
 of fixed shapes; `decode_triton`, where a layer is a launch to store, one to attend and one or two
 to merge; and `decode_cpu`, compiled C++.
 
-``store(k, v, order, pages, windows)`` puts the new tokens' keys and values, ``[K, n, D]``, into the
-caches; pages may be of 8 bits (`razor_dist.kernels.quantized`), windows are not.
+``store(k, v, order, pages, windows, turned)`` puts the new tokens' keys and values, ``[K, n, D]``,
+into the caches; pages may be of 8 bits (`razor_dist.kernels.quantized`), windows are not. With
+`Turned` queries, where the module ``ROTATES``, keys are stored rotated, and these heads' queries
+rotated as well.
 
-``attend(q, order, pages, windows, out, *, scale, slopes, pack)`` attends with ``q`` ``[K, G, n,
-D]``, the new tokens included, and writes to ``out`` ``[n, K, G, D]``. With ``pack`` it returns the
-retrieval heads' results instead, ``out`` and ``lse`` side by side, float32 ``[R, G, n, D + 1]``.
-``slopes``, float32 ``[K, G]``, are ALiBi's.
+``attend(q, order, pages, windows, out, *, scale, slopes, pack, places)`` attends with ``q`` ``[K,
+G, n, D]``, the new tokens included, and writes to ``out`` ``[n, H, D]``, a row for each query head.
+``places``, int64 ``[K G]``, says which row a query head has, -1 for none; without it their order is
+``q``'s. With ``pack`` it returns the retrieval heads' results instead, ``out`` and ``lse`` side by
+side, float32 ``[R, G, n, D + 1]``. ``slopes``, float32 ``[K, G]``, are ALiBi's.
 
-``merge_ranks(gathered, order, out)`` merges such results of all ranks, ``[P, R, G, n, D + 1]``,
-into ``out``.
+``merge_ranks(gathered, order, out, places)`` merges such results of all ranks, ``[P, R, G, n, D +
+1]``, into ``out``.
 
 ``order``, int64, says which of the K heads the rows of the caches are: first those of ``pages``,
 then those of ``windows``. Either may be None. Rows of the batch that no sequence has are written
@@ -73,6 +76,22 @@ class Windows(NamedTuple):
     capacity: Tensor  # int64 [n]: tokens that its ring holds
     k_scale: Tensor | None = None  # float32 [S, places]
     v_scale: Tensor | None = None
+
+
+class Rotation(NamedTuple):
+    """Rotary embeddings that queries and keys are still to get (`razor_dist.kernels.fused`)."""
+
+    cos: Tensor  # [1, T, R]
+    sin: Tensor
+    interleaved: bool
+
+
+class Turned(NamedTuple):
+    """Queries that are rotated as keys are stored."""
+
+    q: Tensor  # [K, G, n, D]
+    out: Tensor  # the same, rotated: those heads that are stored
+    rotation: Rotation
 
 
 def implementation(device: torch.device) -> ModuleType:

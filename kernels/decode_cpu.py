@@ -11,15 +11,23 @@ from torch import Tensor
 
 from razor_dist.kernels import decode_torch
 from razor_dist.kernels.compiled import operations
-from razor_dist.kernels.decode import Pages, Windows
+from razor_dist.kernels.decode import Pages, Turned, Windows
 
-__all__ = ["attend", "merge_ranks", "store"]
+__all__ = ["ROTATES", "attend", "merge_ranks", "store"]
+
+ROTATES = False  # operations are calls here, which cost little
 
 
 def store(
-    k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    pages: Pages | None,
+    windows: Windows | None,
+    turned: Turned | None = None,
 ) -> None:
     """See `razor_dist.kernels.decode`."""
+    assert turned is None
     of_pages, of_windows, sinks = [], [], 0
     if pages is not None:
         of_pages = [pages.k, pages.v, pages.at]
@@ -41,6 +49,7 @@ def attend(
     scale: float,
     slopes: Tensor | None = None,
     pack: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor | None:
     """See `razor_dist.kernels.decode`."""
     packed = None
@@ -53,19 +62,20 @@ def attend(
     if windows is not None:
         sizes = (windows.sinks, windows.compensation, windows.width)
     fields = _of_pages(pages), page_size, _of_windows(windows)
-    operations().attend(_rows(q), order, *fields, *sizes, found, scale, slopes, packed)
+    operations().attend(_rows(q), order, *fields, *sizes, found, scale, slopes, packed, places)
     if found is not out:
         of = order if packed is None else order[len(packed) :]
-        out[:, of] = found[:, of].to(out.dtype)
+        rows = decode_torch.rows_of(of, q.shape[1], places)
+        out[:, rows] = found[:, rows].to(out.dtype)
     return packed
 
 
-def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
+def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | None = None) -> None:
     """See `razor_dist.kernels.decode`."""
     if out.dtype == torch.float32:
-        operations().merge_ranks(gathered, order, out)
+        operations().merge_ranks(gathered, order, out, places)
     else:
-        decode_torch.merge_ranks(gathered, order, out)
+        decode_torch.merge_ranks(gathered, order, out, places)
 
 
 def _rows(x: Tensor) -> Tensor:

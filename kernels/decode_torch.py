@@ -10,21 +10,33 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from razor_dist.kernels.alibi import Distance
-from razor_dist.kernels.decode import Pages, Windows
+from razor_dist.kernels.decode import Pages, Turned, Windows
+from razor_dist.kernels.fused import rotate
 from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
 from razor_dist.kernels.query import Query
 
+ROTATES = True
 # Slots of pages that are not consecutive are copied in parts of this many tokens.
 _COPIED = 4096
 
 
 def store(
-    k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    pages: Pages | None,
+    windows: Windows | None,
+    turned: Turned | None = None,
 ) -> None:
     """See `razor_dist.kernels.decode`."""
+    if turned is not None:
+        q, group = turned.q[order].flatten(0, 1), turned.q.shape[1]
+        rotated, k = (x[0] for x in rotate(q.unsqueeze(0), k.unsqueeze(0), *turned.rotation))
+        turned.out.index_copy_(0, order, rotated.unflatten(0, (len(order), group)))
     split = 0 if pages is None else len(pages.k)
     if pages is not None:
         for cache, scales, new in ((pages.k, pages.k_scale, k), (pages.v, pages.v_scale, v)):
@@ -53,6 +65,7 @@ def attend(
     scale: float,
     slopes: Tensor | None = None,
     pack: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor | None:
     """See `razor_dist.kernels.decode`."""
     split, query = 0 if pages is None else len(pages.k), Query(q.float(), scale, slopes)
@@ -60,7 +73,7 @@ def attend(
         of = order[split:]
         mine = query.heads(of)
         found = _together(_see_window(mine.tokens(slice(t, t + 1)), windows, t) for t in _rows(q))
-        out.index_copy_(1, of, found.out.permute(2, 0, 1, 3).to(out.dtype))
+        _write(out, of, found.out, places)
     if pages is None:
         return None
     of = order[:split]
@@ -68,14 +81,34 @@ def attend(
     found = _together(_see_shard(mine.tokens(slice(t, t + 1)), pages, t) for t in _rows(q))
     if pack:
         return torch.cat([found.out.float(), found.lse.unsqueeze(-1)], -1)
-    out.index_copy_(1, of, found.out.permute(2, 0, 1, 3).to(out.dtype))
+    _write(out, of, found.out, places)
     return None
 
 
-def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
+def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | None = None) -> None:
     """See `razor_dist.kernels.decode`."""
     merged = merge_stacked(gathered[..., :-1], gathered[..., -1]).out
-    out.index_copy_(1, order[: merged.shape[0]], merged.permute(2, 0, 1, 3).to(out.dtype))
+    _write(out, order[: merged.shape[0]], merged, places)
+
+
+def rows_of(heads: Tensor, group: int, places: Tensor | None) -> Tensor:
+    """Return the rows of ``out`` for the query heads of KV ``heads``, -1 for none."""
+    rows = heads.unsqueeze(-1) * group + torch.arange(group, device=heads.device)
+    return rows.flatten() if places is None else places[rows.flatten()]
+
+
+def _write(out: Tensor, heads: Tensor, found: Tensor, places: Tensor | None) -> None:
+    """Write results ``found`` ``[len(heads), G, n, D]`` to their rows of ``out``."""
+    rows = rows_of(heads, found.shape[1], places)
+    results = found.flatten(0, 1).transpose(0, 1).to(out.dtype)
+    if places is None:
+        out.index_copy_(1, rows, results)
+        return
+    # Rows of none go to one more, as shapes must not depend on numbers: steps are recorded.
+    count = out.shape[1]
+    wider = functional.pad(out, (0, 0, 0, 1))
+    wider.index_copy_(1, rows.where(rows >= 0, count), results)
+    out.copy_(wider[:, :count])
 
 
 def _rows(q: Tensor) -> range:

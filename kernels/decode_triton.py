@@ -23,12 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from razor_dist.kernels.fused_triton import load_rotated
 from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
 
 if TYPE_CHECKING:
-    from razor_dist.kernels.decode import Pages, Windows
+    from razor_dist.kernels.decode import Pages, Turned, Windows
 
-__all__ = ["attend", "merge_ranks", "store"]
+__all__ = ["ROTATES", "attend", "merge_ranks", "store"]
+
+ROTATES = True  # `store` does, beside what it does anyway
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -69,15 +72,31 @@ def _quantized(new):
 @triton.jit(do_not_specialize=["retrieval"], do_not_specialize_on_alignment=_UNALIGNED)
 def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
+    q, q_head, q_group, q_token, turned, turned_head, turned_group, turned_token,
+    cos, sin, table_token,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
     ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
     SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGES_SCALED: tl.constexpr,
+    R: tl.constexpr, INTERLEAVED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Store one head's new key and value; with tables for R dimensions, rotated, as its queries."""
     head, token = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     own, at_token = tl.load(order + head), token.to(tl.int64)
-    new_k = tl.load(k + own * k_head + at_token * k_token + d, mask=d < D, other=0.0)
+    of_k = k + own * k_head + at_token * k_token
+    if R > 0:
+        c, s = cos + at_token * table_token, sin + at_token * table_token
+        new_k = load_rotated(of_k, c, s, d, d < D, R, D, INTERLEAVED).to(k.dtype.element_ty)
+        # All query heads of this one, side by side.
+        g = tl.arange(0, GROUP)[:, None]
+        wide, of_all = d[None, :] + 0 * g, (g < G) & (d[None, :] < D)
+        from_q = q + own * q_head + at_token * q_token + g * q_group
+        found = load_rotated(from_q, c, s, wide, of_all, R, D, INTERLEAVED)
+        to_q = turned + own * turned_head + at_token * turned_token + g * turned_group
+        tl.store(to_q + wide, found.to(turned.dtype.element_ty), mask=of_all)
+    else:
+        new_k = tl.load(of_k + d, mask=d < D, other=0.0)
     new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D, other=0.0)
     if head < retrieval:
         slot = tl.load(at + token)
@@ -168,6 +187,30 @@ def _page_tile(
     )  # fmt: skip
 
 
+@triton.jit
+def _ring_tile(
+    top, total, sums, queries, factor, at, high, d, shift, k, v, step, k_scale, v_scale, far, slope,
+    MASKED: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    SLOPES: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of a window's keys, ``at`` and following, which lie ``shift`` places further.
+
+    ``far`` is how far the window's first key is from the query.
+    """
+    i = tl.arange(0, TILE)
+    seen, first = at + i < high, (at + shift).to(tl.int64)
+    numbers = i[:, None] * step + d[None, :]
+    bias = 0.0
+    if SLOPES:
+        bias = slope[:, None] * (far + at + i).to(tl.float32)[None, :]
+    return _tile(
+        top, total, sums, queries, factor, bias, seen,
+        k + first * step + numbers, v + first * step + numbers,
+        seen[:, None] & (d[None, :] < D), k_scale + first + i, v_scale + first + i, seen,
+        SLOPES, MASKED, MASKED or D < WIDTH, SCALED,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def attend_kernel(
     q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
@@ -192,15 +235,18 @@ def attend_kernel(
     # Counts of tokens have 32 bits here; the numbers of a cache are more.
     place = tl.load(position + token).to(tl.int32)
     room = tl.load(capacity + token).to(tl.int32)
-    if of_pages:
-        length = tl.load(stored + token).to(tl.int32)
-    else:
-        # A row that fills the batch up has no slot.
-        length = tl.where(room > 0, 1 + SINKS + tl.minimum(room, place + 1), 0)
+    # Where the query's window begins.
+    first = tl.maximum(tl.load(start + token).to(tl.int32), SINKS)
     low = part * split
-    high = tl.minimum(low + split, length)
+    if of_pages:
+        high = tl.minimum(low + split, tl.load(stored + token).to(tl.int32))
+        idle = low >= high
+    else:
+        high = tl.minimum(low + split, place + 1 - first)
+        # The first part has what is before the ring as well; a row that fills the batch up nothing.
+        idle = (room <= 0) | ((part > 0) & (low >= high))
     lse_at = lse + program.to(tl.int64) * G + rows
-    if low >= high:
+    if idle:
         tl.store(lse_at, tl.full([M], float("-inf"), tl.float32), mask=rows < G)
         return
 
@@ -251,29 +297,43 @@ def attend_kernel(
             step = tl.multiple_of(step, 16)
         k_scale = ring_k_scale + head.to(tl.int64) * ring_scale_row + begins
         v_scale = ring_v_scale + head.to(tl.int64) * ring_scale_row + begins
-        # What the query sees, by its position and `s`.
-        first = tl.maximum(tl.load(start + token).to(tl.int32), SINKS)
-        newest = place % tl.maximum(room, 1)
-        weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
-        for at in range(low, high, TILE):
-            i = at + tl.arange(0, TILE)
-            in_ring = i - 1 - SINKS
-            held = place - newest + in_ring - tl.where(in_ring > newest, room, 0)
-            means = i == 0
-            seen = tl.where(in_ring < 0, i - 1 <= place, held >= first)
-            seen = (i < high) & tl.where(means, COMPENSATION & (first > SINKS), seen)
-            bias = tl.where(means, weight, 0.0)[None, :]
-            if SLOPES:
-                # The dropped tokens stand in their middle.
-                stands = tl.where(means, (first + SINKS - 1) * 0.5, held.to(tl.float32))
-                stands = tl.where((in_ring < 0) & (i > 0), i - 1, stands)
-                bias += slope[:, None] * (stands - place)[None, :]
-            numbers = i[:, None] * step + d[None, :]
-            top, total, sums = _tile(
-                top, total, sums, queries, factor, bias, seen, k + numbers, v + numbers,
-                seen[:, None] & wide, k_scale + i, v_scale + i, seen,
-                True, True, True, RING_SCALED,
-            )  # fmt: skip
+        if part == 0:
+            weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
+            for at in range(0, 1 + SINKS, TILE):
+                i = at + tl.arange(0, TILE)
+                means = i == 0
+                seen = tl.where(means, COMPENSATION & (first > SINKS), i - 1 <= place)
+                seen &= i <= SINKS
+                bias = tl.where(means, weight, 0.0)[None, :]
+                if SLOPES:
+                    # The dropped tokens stand in their middle.
+                    stands = tl.where(means, (first + SINKS - 1) * 0.5, (i - 1).to(tl.float32))
+                    bias += slope[:, None] * (stands - place)[None, :]
+                numbers = i[:, None] * step + d[None, :]
+                top, total, sums = _tile(
+                    top, total, sums, queries, factor, bias, seen, k + numbers, v + numbers,
+                    seen[:, None] & wide, k_scale + i, v_scale + i, seen,
+                    True, True, True, RING_SCALED,
+                )  # fmt: skip
+        # The window in its order: what is before the ring's end, and what is from its beginning on.
+        turn = room - first % room
+        for run in tl.static_range(2):
+            begin = tl.where(run == 0, low, tl.maximum(low, turn))
+            end = tl.where(run == 0, tl.minimum(high, turn), high)
+            shift = 1 + SINKS + tl.where(run == 0, room - turn, -turn)
+            whole = begin + tl.maximum(end - begin, 0) // TILE * TILE
+            for at in range(begin, whole, TILE):
+                top, total, sums = _ring_tile(
+                    top, total, sums, queries, factor, at, end, d, shift, k, v, step,
+                    k_scale, v_scale, first - place, slope,
+                    False, D, TILE, WIDTH, SLOPES, RING_SCALED,
+                )  # fmt: skip
+            if whole < end:
+                top, total, sums = _ring_tile(
+                    top, total, sums, queries, factor, whole, end, d, shift, k, v, step,
+                    k_scale, v_scale, first - place, slope,
+                    True, D, TILE, WIDTH, SLOPES, RING_SCALED,
+                )  # fmt: skip
     found = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
     tl.store(lse_at, found, mask=rows < G)
     out_at = out + (program.to(tl.int64) * G + rows[:, None]) * D + d[None, :]
@@ -282,7 +342,12 @@ def attend_kernel(
 
 
 def store(
-    k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    pages: Pages | None,
+    windows: Windows | None,
+    turned: Turned | None = None,
 ) -> None:
     """See `razor_dist.kernels.decode`."""
     heads, tokens, dim = len(order), k.shape[1], k.shape[2]
@@ -293,13 +358,21 @@ def store(
     page, ring = pages or own, windows or own
     at = order if pages is None else pages.at
     slot = (order,) * 3 if windows is None else (windows.position, windows.offset, windows.capacity)
+    rotated: tuple[object, ...] = (k, 0, 0, 0, k, 0, 0, 0, k, k, 0)
+    rotation = {"R": 0, "INTERLEAVED": False, "G": 1}
+    if turned is not None:
+        q, out, (cos, sin, interleaved) = turned
+        assert q.stride(3) == out.stride(3) == cos.stride(2) == 1 and cos.stride() == sin.stride()
+        rotated = (q, *q.stride()[:3], out, *out.stride()[:3], cos, sin, cos.stride(1))
+        rotation = {"R": cos.shape[-1], "INTERLEAVED": interleaved, "G": q.shape[1]}
     store_kernel[(heads, tokens)](
-        k, *k.stride()[:2], v, *v.stride()[:2], order, split,
+        k, *k.stride()[:2], v, *v.stride()[:2], order, split, *rotated,
         page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order), at,
         ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
         SINKS=0 if windows is None else windows.sinks,
         D=dim, WIDTH=triton.next_power_of_2(dim),
-        PAGES_SCALED=pages is not None and pages.k_scale is not None, num_warps=1,
+        PAGES_SCALED=pages is not None and pages.k_scale is not None,
+        **rotation, GROUP=triton.next_power_of_2(rotation["G"]), num_warps=1,
     )  # fmt: skip
 
 
@@ -313,10 +386,11 @@ def attend(
     scale: float,
     slopes: Tensor | None = None,
     pack: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor | None:
     """See `razor_dist.kernels.decode`."""
     _, group, tokens, dim = q.shape
-    assert q.stride(3) == out.stride(3) == 1
+    assert q.stride(3) == out.stride(2) == 1
     own = pages or windows
     assert own is not None
     page, ring = pages or own, windows or own
@@ -355,7 +429,7 @@ def attend(
         **tile(group, dim, q.dtype, page.k.dtype, slopes=slopes is not None),
     )  # fmt: skip
     packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
-    merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed)
+    merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed, places)
     return packed
 
 

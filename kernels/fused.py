@@ -1,23 +1,35 @@
-"""Norms and rotary embeddings as one operation each, where transformers has eight and more.
+"""What lies between a layer's products, as one operation each where transformers has several.
 
 A decode step is bound by the number of its kernels as much as by what they read, and a prompt's
-passes over all of its tokens cost a tenth of it on CPU. `use_fused_layers` puts these in a model's
-place; without kernels, and where gradients are wanted, they are computed as before.
+passes over all of its tokens cost a tenth of it on CPU. `use_fused_layers` has a model's norms,
+rotary embeddings, gated activations and residual sums computed by these operations:
+
+- ``rms_norm(x, weight, eps)``
+- ``add_rms_norm(x, residual, weight, eps)``: the norm of a sum, and the sum
+- ``rotate(q, k, cos, sin, interleaved)``
+- ``gated(gate, up)``: SwiGLU's ``silu(gate) * up``
+
+Their definitions are here; `fused_triton` has them for CUDA, the compiled C++ for CPU. Without
+kernels, and where gradients are wanted, a model computes as transformers does.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from razor_dist.kernels.compiled import operations
-from razor_dist.kernels.decode import available
+from razor_dist.kernels.decode import Rotation, available
 
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]
@@ -26,6 +38,17 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x²) + eps)`` over the last dimension, rounded once."""
     return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of ``x + residual``, rounded as a tensor is, and that sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, rounded once; both ``[..., I]``."""
+    return (functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
 def rotate(
@@ -50,17 +73,53 @@ def rotate(
     return turned(q), turned(k)
 
 
-def use_fused_layers(model: nn.Module) -> None:
-    """Have a model's RMSNorms and rotary embeddings computed by one operation each.
+class _Postponed(NamedTuple):
+    q: Tensor
+    k: Tensor
+    rotation: Rotation
 
-    A layer is replaced only if it computes what its replacement does, which is tried on random
+
+_POSTPONED: ContextVar[list[_Postponed] | None] = ContextVar("postponed", default=None)
+
+
+@contextmanager
+def postponed_rotations(yes: bool = True) -> Iterator[None]:
+    """Leave fused rotary embeddings to attention, which finds them by `postponed_rotation`."""
+    token = _POSTPONED.set([] if yes else None)
+    try:
+        yield
+    finally:
+        _POSTPONED.reset(token)
+
+
+def postponed_rotation(q: Tensor, k: Tensor) -> Rotation | None:
+    """Return what queries and keys of a layer are still to be rotated by, as attention gets them.
+
+    Raise `NotImplementedError` if a model has changed them since its rotary embeddings.
+    """
+    waiting = _POSTPONED.get()
+    if not waiting:
+        return None
+    last = waiting.pop()
+    if waiting or last.q is not q or last.k is not k:
+        raise NotImplementedError("queries or keys are changed after their rotary embeddings")
+    return last.rotation
+
+
+def use_fused_layers(model: nn.Module) -> None:
+    """Have a model's layers computed by these operations.
+
+    A part is replaced only if it computes what its replacement does, which is tried on random
     numbers. transformers' function for rotary embeddings is its module's, so that it is replaced
     for all models of the family in this process.
     """
+    model.eval()
     for module in model.modules():
         kind = type(module)
         if kind.__name__.endswith("RMSNorm") and _is_rms_norm(module):
-            module.__class__ = _fused_norm(kind)
+            module.__class__ = _fused(kind, _norm_forward)
+        if kind.__name__.endswith("MLP") and _is_gated(module):
+            module.__class__ = _fused(kind, _mlp_forward)
         if kind.__name__.endswith("Attention"):
             namespace: Any = sys.modules[kind.__module__]
             original = getattr(namespace, "apply_rotary_pos_emb", None)
@@ -68,11 +127,19 @@ def use_fused_layers(model: nn.Module) -> None:
                 interleaved = _interleaved(original)
                 if interleaved is not None:
                     namespace.apply_rotary_pos_emb = _fused_rotary(original, interleaved)
+    body = getattr(model, "base_model", model)
+    layers = list(getattr(body, "layers", []))
+    # The last sum of a model is its last norm's.
+    if _is_fused(getattr(body, "norm", None)) and all(map(_adds_up, layers)):
+        for layer in layers:
+            layer.__class__ = _fused(type(layer), _layer_forward)
 
 
 def _served(*tensors: Tensor) -> bool:
-    """Tell if there is an operation for these tensors."""
+    """Tell if there are operations for these tensors."""
     x = tensors[0]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
     if x.device.type != "cpu":
         return available(x.device)
     if not torch.is_inference_mode_enabled() or operations() is None:
@@ -80,49 +147,140 @@ def _served(*tensors: Tensor) -> bool:
     return {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
-def _rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        on_cpu: tuple[Tensor, Tensor] = operations().rotate(q, k, cos, sin, interleaved)
-        return on_cpu
-    kernels = importlib.import_module("razor_dist.kernels.rotary_triton")
-    found: tuple[Tensor, Tensor] = kernels.rotate(q, k, cos, sin, interleaved)
+def _backend(x: Tensor) -> Any:
+    """Return what has the operations for a tensor that is `_served`."""
+    if x.device.type == "cpu":
+        return operations()
+    return importlib.import_module("razor_dist.kernels.fused_triton")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A layer's output that the next norm adds up: the residual stream, and what is added."""
+
+    residual: Tensor
+    part: Tensor
+
+
+def _normed(norm: Any, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
+    """Return a fused norm's output, and its input as one tensor."""
+    if isinstance(x, Tensor):
+        return norm(x), x
+    of = x.part, x.residual, norm.weight
+    if not _served(*of):
+        total = x.residual + x.part
+        return norm(total), total
+    found: tuple[Tensor, Tensor] = _backend(x.part).add_rms_norm(*of, norm.variance_epsilon)
     return found
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    found: Tensor = (
-        operations().rms_norm(x, weight, eps)
-        if x.device.type == "cpu"
-        else rms_norm(x, weight, eps)
-    )
+def _norm_forward(kind: Any, self: Any, hidden_states: Tensor | Sum) -> Tensor:
+    if isinstance(hidden_states, Sum):
+        return _normed(self, hidden_states)[0]
+    if _served(hidden_states, self.weight):
+        x, weight, eps = hidden_states, self.weight, self.variance_epsilon
+        fused: Tensor = _backend(x).rms_norm(x, weight, eps)
+        return fused
+    found: Tensor = kind.forward(self, hidden_states)
     return found
 
 
+def _mlp_forward(kind: Any, self: Any, hidden_states: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        plain: Tensor = kind.forward(self, hidden_states)
+        return plain
+    if hasattr(self, "gate_up_proj"):
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
+    else:
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+    inner = _backend(gate).gated(gate, up) if _served(gate, up) else functional.silu(gate) * up
+    found: Tensor = self.down_proj(inner)
+    return found
+
+
+def _layer_forward(kind: Any, self: Any, hidden_states: Tensor | Sum, **given: Any) -> Any:
+    if torch.is_grad_enabled():
+        return kind.forward(self, hidden_states, **given)
+    normed, residual = _normed(self.input_layernorm, hidden_states)
+    attended, _ = self.self_attn(hidden_states=normed, **given)
+    normed, residual = _normed(self.post_attention_layernorm, Sum(residual, attended))
+    return Sum(residual, self.mlp(normed))
+
+
+def _fused(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """Return a module's class with another ``forward``, which is told the first."""
+    if kind.__name__.startswith("Fused"):
+        return kind
+
+    def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(kind, self, *args, **kwargs)
+
+    own = {"forward": fused_forward, "__module__": kind.__module__}
+    return type(f"Fused{kind.__name__}", (kind,), own)
+
+
+def _is_fused(module: Any) -> bool:
+    return type(module).__name__.startswith("Fused")
+
+
+def _random(weight: Tensor) -> Tensor:
+    """Return two tokens as a norm of ``weight`` gets them."""
+    x = torch.randn(1, 2, len(weight), generator=torch.Generator().manual_seed(0))
+    return x.to(weight)
+
+
+def _close(want: Any, got: Tensor) -> bool:
+    same = isinstance(want, Tensor) and want.shape == got.shape
+    return same and torch.allclose(want.float(), got.float(), rtol=2e-2, atol=2e-2)
+
+
+@torch.no_grad()
 def _is_rms_norm(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
-    generator = torch.Generator(weight.device).manual_seed(0)
-    of = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
-    x = torch.randn(2, len(weight), **of)
-    with torch.no_grad():
-        want, got = module(x), rms_norm(x, weight, module.variance_epsilon)
-    return bool(torch.allclose(want.float(), got.float(), rtol=2e-2, atol=2e-2))
+    x = _random(weight)
+    return _close(module(x), rms_norm(x, weight, module.variance_epsilon))
 
 
-def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind.__name__.startswith("Fused"):
-        return kind
+def _with(module: nn.Module, parts: dict[str, Any]) -> Any:
+    """Return a copy of a module with other parts, as it is their use that is tried."""
+    changed = copy.copy(module)
+    changed.__dict__["_modules"] = {**module._modules, **parts}
+    return changed
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if _served(hidden_states, self.weight):
-            return _rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        found: Tensor = kind.forward(self, hidden_states)
-        return found
 
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
+@torch.no_grad()
+def _is_gated(module: Any) -> bool:
+    """Tell if an MLP is ``down(silu(gate) * up)``, of two matrices or one."""
+    if not hasattr(module, "down_proj") or _is_fused(module):
+        return False
+    gate, up = torch.randn(2, 1, 2, 16, generator=torch.Generator().manual_seed(0))
+    both = torch.cat([gate, up], -1)
+    parts = {
+        "gate_proj": lambda x: gate,
+        "up_proj": lambda x: up,
+        "gate_up_proj": lambda x: both,
+        "down_proj": lambda x: x,
+    }
+    if not any(hasattr(module, name) for name in ("gate_up_proj", "gate_proj")):
+        return False
+    return _close(_with(module, parts).forward(gate), gated(gate, up))
+
+
+@torch.no_grad()
+def _adds_up(layer: Any) -> bool:
+    """Tell if a layer is the sum of its input, attention to its norm, and the MLP of that's."""
+    norms = [getattr(layer, f"{name}_layernorm", None) for name in ("input", "post_attention")]
+    if not all(map(_is_fused, norms)) or not hasattr(layer, "mlp"):
+        return False
+    parts = {
+        "self_attn": lambda hidden_states, **_: (hidden_states * 0.5, None),
+        "mlp": lambda hidden_states: hidden_states * 0.75,
+    }
+    tried, x = _with(layer, parts), _random(layer.input_layernorm.weight)
+    found = _layer_forward(None, tried, x)
+    return _close(tried.forward(x), found.residual + found.part)
 
 
 def _interleaved(function: Rotary) -> bool | None:
@@ -149,10 +307,14 @@ def _fused_rotary(original: Rotary, interleaved: bool) -> Rotary:
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         alone = len(q) == len(cos) == 1 and cos.shape[1] == q.shape[2]
-        served = alone and _served(q, k, cos, sin)
-        if not served or unsqueeze_dim != 1 or q.requires_grad:
+        if unsqueeze_dim != 1 or not alone or not _served(q, k, cos, sin):
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return _rotate(q, k, cos, sin, interleaved)
+        waiting = _POSTPONED.get()
+        if waiting is not None:
+            waiting.append(_Postponed(q, k, Rotation(cos, sin, interleaved)))
+            return q, k
+        found: tuple[Tensor, Tensor] = _backend(q).rotate(q, k, cos, sin, interleaved)
+        return found
 
     apply_rotary_pos_emb.original = original  # type: ignore[attr-defined]
     return apply_rotary_pos_emb

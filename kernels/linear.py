@@ -18,7 +18,8 @@ import functools
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 
 # The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
 FEW = 24
+# Rows whose products are rounded as one row's are: those of the longest recorded step.
+_ALIKE = 8
 # And of 8 bits, which oneDNN multiplies by instructions of their own.
 _FEW_INT8 = 8
 
@@ -92,7 +95,11 @@ def fastest_way(rows: int) -> Way:
 
     That is `by_compiled` for a few rows, where it can be had, and torch's own else. It stays for
     this process, also when fewer threads compute some steps, since another way rounds otherwise.
+    For that reason a few rows are computed as one is, if `by_compiled` is the way for that: logits
+    of an answer's tokens are the same when they are read one by one, and when a step reads several.
     """
+    if 1 < rows <= _ALIKE and fastest_way(1) is by_compiled:
+        return by_compiled
     few = rows <= FEW and operations() is not None
     ways: list[Way] = [by_compiled] if few else []
     ways.append(functional.linear)
@@ -232,6 +239,70 @@ def _onednn_is_slow() -> bool:
 def _step(x: Tensor, most: int) -> Tensor:
     """Return what a row's integers are multiplied by, ``[n, 1]``, if its largest is ``most``."""
     return x.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny * most) / most
+
+
+class Joined:
+    """Several linear layers of one input as one product: fewer kernels, of which each does more.
+
+    The layers are called in their order, with the same tensor: the first computes all, and what is
+    the others' waits for them.
+
+    Parameters
+    ----------
+    weights : sequence of Tensor
+        ``[O_i, I]``. They are copied to one matrix, `weights`, of which they may become views.
+    biases : sequence of (Tensor or None)
+        ``[O_i]``.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._sizes = [len(weight) for weight in weights]
+        self._weight, self._bias = torch.cat(list(weights)), None
+        if any(bias is not None for bias in biases):
+            pairs = zip(weights, biases, strict=True)
+            self._bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+        self._waiting: list[Tensor] = []  # the input, and the outputs of the layers to come
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return self._weight.split(self._sizes)
+
+    def forward(self, index: int, x: Tensor) -> Tensor:
+        """Return the output of a layer."""
+        if index == 0:
+            self._waiting = [x, *linear(x, self._weight, self._bias).split(self._sizes, -1)]
+        given, out = self._waiting[0], self._waiting.pop(1)
+        left = len(self._sizes) - index
+        assert given is x and len(self._waiting) == left, "layers of one input, in their order"
+        if left == 1:
+            self._waiting = []  # activations that nobody else may need
+        return out
+
+
+def joins(device: torch.device) -> bool:
+    """Tell if `Joined` layers are faster: where launching a product takes longer than a call."""
+    return device.type == "cuda"
+
+
+# The layers of an attention or MLP that have one input, in the order in which they are called.
+_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def use_joined_linear(model: nn.Module) -> None:
+    """Compute layers of one input as one product; their weights become views of one matrix."""
+    for module in model.modules():
+        for names in _OF_ONE_INPUT:
+            layers = [getattr(module, name, None) for name in names]
+            if all(type(layer) is Linear for layer in layers):
+                join_linear(layers)
+
+
+def join_linear(layers: Sequence[Any]) -> None:
+    """Join some layers, in their order."""
+    joined = Joined([layer.weight for layer in layers], [layer.bias for layer in layers])
+    for index, (layer, weight) in enumerate(zip(layers, joined.weights, strict=True)):
+        layer.weight.data = weight
+        layer.forward = functools.partial(joined.forward, index)
 
 
 def use_fast_linear(model: nn.Module) -> None:

@@ -25,12 +25,21 @@ def _add(top, total, sums, lse, parts):
     return higher, total * shrink + tl.sum(weights, 0), sums
 
 
+@triton.jit
+def _place(order, places, head, g, G: tl.constexpr, PLACED: tl.constexpr):
+    """Return the row that a query head's result has, or -1."""
+    row = tl.load(order + head) * G + g
+    if PLACED:
+        row = tl.load(places + row)
+    return row
+
+
 @triton.jit(do_not_specialize=["tokens", "retrieval", "page_splits", "ring_splits"])
 def merge_splits_kernel(
-    parts, lse, order, tokens, retrieval, page_splits, ring_splits,
-    out, out_token, out_head, out_group, packed,
+    parts, lse, order, places, tokens, retrieval, page_splits, ring_splits,
+    out, out_token, out_head, packed,
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one query: some dimensions of it."""
     head, token = tl.program_id(0), tl.program_id(1)
@@ -58,17 +67,22 @@ def merge_splits_kernel(
             natural = tl.where(total > 0, top + tl.log(total), float("-inf"))
             tl.store(packed + row + D, natural)
     else:
-        to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
-        tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
+        to = _place(order, places, head, g, G, PLACED)
+        at = to * out_head + token.to(tl.int64) * out_token
+        tl.store(out + at + d, sums.to(out.dtype.element_ty), mask=(d < D) & (to >= 0))
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def merge_ranks_kernel(
-    gathered, rows, order, tokens, out, out_token, out_head, out_group,
+    gathered, rows, order, places, tokens, out, out_token, out_head,
     RANKS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     """Merge what the ranks found for one query, ``gathered`` [P, R, G, n, D + 1]."""
     head, token, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    to = _place(order, places, head, g, G, PLACED)
+    if to < 0:
+        return
     d, rank = tl.arange(0, WIDTH), tl.arange(0, PARTS)
     row = (head * G + g) * tokens + token
     at = (rank.to(tl.int64) * rows + row) * (D + 1)
@@ -78,8 +92,8 @@ def merge_ranks_kernel(
     top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
     top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
     sums = sums / tl.where(total > 0, total, 1.0)
-    to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
-    tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
+    at = to * out_head + token.to(tl.int64) * out_token
+    tl.store(out + at + d, sums.to(out.dtype.element_ty), mask=d < D)
 
 
 def merge_splits(
@@ -90,8 +104,9 @@ def merge_splits(
     splits: tuple[int, int],
     out: Tensor,
     packed: Tensor | None,
+    places: Tensor | None,
 ) -> None:
-    """Merge splits ``parts`` ``[programs, G, D]`` with ``lse`` into ``out`` ``[n, K, G, D]``.
+    """Merge splits ``parts`` ``[programs, G, D]`` with ``lse`` into ``out`` ``[n, H, D]``.
 
     The first ``retrieval`` heads of ``order`` have as many splits as ``splits`` says first, and go
     to ``packed`` ``[R, G, n, D + 1]`` instead if there is that.
@@ -99,21 +114,23 @@ def merge_splits(
     tokens, (_, group, dim) = len(out), parts.shape
     chunks = -(-dim // MERGED_WIDTH)
     merge_splits_kernel[(len(order), tokens, group * chunks)](
-        parts, lse, order, tokens, retrieval, *splits,
-        out, *out.stride()[:3], parts if packed is None else packed,
+        parts, lse, order, order if places is None else places, tokens, retrieval, *splits,
+        out, *out.stride()[:2], parts if packed is None else packed,
         G=group, D=dim, WIDTH=MERGED_WIDTH, SPLITS=MERGED, PACKED=packed is not None,
+        PLACED=places is not None,
         num_warps=WARPS,
     )  # fmt: skip
 
 
-def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
+def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | None = None) -> None:
     """See `razor_dist.kernels.decode`."""
     ranks, heads, group, tokens, width = gathered.shape
     assert gathered.is_contiguous()
     merge_ranks_kernel[(heads, tokens, group)](
-        gathered, heads * group * tokens, order, tokens, out, *out.stride()[:3],
+        gathered, heads * group * tokens, order, order if places is None else places, tokens,
+        out, *out.stride()[:2],
         RANKS=ranks, PARTS=triton.next_power_of_2(ranks), G=group, D=width - 1,
-        WIDTH=triton.next_power_of_2(width - 1), num_warps=WARPS,
+        WIDTH=triton.next_power_of_2(width - 1), PLACED=places is not None, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from razor_dist.kernels.alibi import (
     attend_at_places,
     distance_bias,
 )
+from razor_dist.kernels.decode import Rotation
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import KeysOrValues, unpacked
 
@@ -43,6 +44,8 @@ class Query(NamedTuple):
     scale: float
     # ALiBi's, float32 [K, G]; None where positions are in queries and keys already.
     slopes: Tensor | None = None
+    # Of these queries and their keys, where attention is to rotate them.
+    rotation: Rotation | None = None
 
     @classmethod
     def grouped(cls, q: Tensor, scale: float, slopes: Tensor | None, kv_heads: int) -> Query:

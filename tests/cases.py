@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from razor_dist.attention.sources import QueryHeads
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.streaming import Arena
+from razor_dist.cache.slots import Arena
 from razor_dist.engine.capacity import streaming_dtype
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner

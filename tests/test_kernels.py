@@ -302,44 +302,6 @@ def test_long_queries_are_cudnns_in_few_shapes(
     assert calls == (blocks if there and not causal else ["flash"])
 
 
-def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On eight ranks, two KV heads in groups of eight; chunks shorten as the context grows."""
-    from razor_dist.kernels import torch_cuda
-
-    plans, products = set(), {"cuDNN": 0, "flash": 0}
-
-    def attended(name, q, k):
-        products[name] += q.shape[1] * q.shape[2] * k.shape[2]
-        return torch.empty_like(q)
-
-    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
-        plans.add(tuple((x.shape, x.stride()) for x in (q, k, v)))
-        out = attended("cuDNN", q, k)
-        return out, out.new_empty(1, q.shape[1], q.shape[2], 1, dtype=torch.float32), None, None
-
-    def flash(q, k, v, dropout, causal, debug, *, scale):
-        out = attended("flash", q, k)
-        return out, out.new_empty(out.shape[:3], dtype=torch.float32), None
-
-    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: True)
-    done, chunks = 0, 0
-    while done < 1 << 20:
-        tokens = int(min((1 << 20) - done, 60_000 + 300_000 * 65_536 / (65_536 + done)) / 8)
-        q = torch.empty(2, 8, max(1, tokens), 128, dtype=torch.bfloat16, device="meta")
-        block = torch.empty(2, 2, done // 8 + tokens, 128, dtype=torch.bfloat16, device="meta")
-        early = done // 8 + tokens // 2
-        for queries, keys in ((q, block[:, :, :early]), (q[:, :, tokens // 2 :], block)):
-            torch_cuda.attend(queries, *keys, 0.1, False, None)
-        done, chunks = done + 8 * max(1, tokens), chunks + 1
-    assert chunks > 8
-    assert len(plans) == 1
-    assert products["cuDNN"] > 0.8 * (products["cuDNN"] + products["flash"])
-
-
 def test_keys_of_eight_bits_are_read_in_cudnns_blocks_on_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

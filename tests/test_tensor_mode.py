@@ -1,7 +1,7 @@
 """Tensor mode: ranks that share short steps compute what one rank does, with its part of the heads.
 
 The cases are those of replicated decode (`tests.test_invariance`, `tests.test_short_steps`,
-`tests.test_prefix_cache`); the truth is one rank's logits.
+`tests.prefix.test_logits`); the truth is one rank's logits.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import dataclasses
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,12 +39,12 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
+from tests.prefix.test_logits import TEXTS as HISTORY
+from tests.prefix.test_logits import assert_as_fresh
 from tests.ranks import RankPool
 from tests.tape import CountingTape
 from tests.test_invariance import POLICY as LONG
 from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
-from tests.test_prefix_cache import TEXTS as HISTORY
-from tests.test_prefix_cache import assert_as_fresh
 from tests.test_short_steps import (
     CHUNKS,
     POLICY,
@@ -212,9 +215,9 @@ def test_bytes_are_counted_and_streaming_caches_are_shared_out(ranks: Ranks, tin
     case = Case(str(path), one, POLICY, tokens[:100], tokens[100:], tensor=True)
     hidden, vocabulary = 64 * 4, 192 * 4
     found = ranks(world).run(sent_and_kept, case)
-    for rank, (sent, _, _) in enumerate(found):
+    for sent, _, _ in found:
         reduced = 2 * shape.layers * (2 * hidden * (world - 1) // world)
-        logits = vocabulary // world if rank else 0
+        logits = (world - 1) * vocabulary // world
         assert sent["tensor"] == steps * (reduced + logits)
         assert sent["merge"] == steps * (world - 1) * shape.group * (16 + 1) * 4
         assert set(sent) == {"tensor", "merge"}
@@ -224,6 +227,39 @@ def test_bytes_are_counted_and_streaming_caches_are_shared_out(ranks: Ranks, tin
     *_, (_, of_all, nbytes) = ranks(world).run(sent_and_kept, whole)
     assert of_all == sum(rows)
     assert [of_rank for *_, of_rank in found] == [nbytes // 11 * n for n in rows]
+
+
+def collectives(comm: Communicator, case: Case) -> Counter[tuple[str, str]]:
+    """Collectives of one decoded token, by kind and purpose."""
+    runner, found = make_runner(comm, case), Counter[tuple[str, str]]()
+    prefill(runner, 0, case)
+    with ExitStack() as patches:
+        for kind in ("all_gather", "all_reduce", "sum", "exchange", "broadcast"):
+            original = getattr(comm, kind)
+
+            def counted(*args: Any, of: Any = original, kind: str = kind) -> Any:
+                found[kind, args[-1]] += 1
+                return of(*args)
+
+            patches.enter_context(mock.patch.object(comm, kind, counted))
+        runner.execute(answer((0, 5)))
+    return found
+
+
+def test_a_token_is_three_collectives_a_layer_and_one(ranks: Ranks, tiny: Tiny) -> None:
+    """So that GLM's forty layers, all with retrieval heads, are 121."""
+    path, world = tiny("mistral"), 2
+    _, shape = model_and_shape(str(path))
+    some = (True, False, False, False)
+    case = Case(str(path), (some,) * shape.layers, POLICY, tokens_of(60), (5,), tensor=True)
+    a_layer = {("all_gather", "merge"): 1, ("sum", "tensor"): 2}
+    want = Counter({kind: count * shape.layers for kind, count in a_layer.items()})
+    want["all_gather", "tensor"] = 1  # the logits
+    assert ranks(world).run(collectives, case) == [want] * world
+    assert want.total() == 3 * shape.layers + 1
+    # Layers without retrieval heads merge nothing.
+    none = dataclasses.replace(case, retrieval=((False,) * 4,) * shape.layers)
+    assert ranks(world).run(collectives, none)[0].total() == 2 * shape.layers + 1
 
 
 @given(

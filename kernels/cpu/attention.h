@@ -406,12 +406,18 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
   }
 }
 
-// q: float32 [K, G, n, D]; out: float32 [n, K, G, D], of which the heads in `order` are written;
+// The row of a query head's result: `places` has it, or -1 for none; without, that is the head.
+inline int64_t place_of(const optional<Tensor>& places, int64_t query_head) {
+  return places ? places->const_data_ptr<int64_t>()[query_head] : query_head;
+}
+
+// q: float32 [K, G, n, D]; out: float32 [n, H, D], of which the heads in `order` are written, each
+// query head to the row that `place_of` says;
 // packed, if it is wanted: float32 [R, G, n, D + 1], written instead for the heads of `pages`.
 inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, int64_t page_size,
                    const Fields& windows, int64_t sinks, bool compensation, int64_t width,
                    const Tensor& out, double scale, const optional<Tensor>& slopes,
-                   const optional<Tensor>& packed) {
+                   const optional<Tensor>& packed, const optional<Tensor>& places) {
   const int group = q.size(1), dim = q.size(3);
   const int64_t tokens = q.size(2);
   const int64_t split = pages.size() ? (*pages.get(0)).size(0) : 0;
@@ -478,10 +484,12 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
       for (int64_t g = 0; g < group; ++g) {
         float most = NOTHING, total = 0;
         for (int64_t u = from; u < to; ++u) most = std::max(most, partial(u).most[g]);
-        float* to_row =
-            j < split && packed
-                ? packed->data_ptr<float>() + ((j * group + g) * tokens + b) * (dim + 1)
-                : out.data_ptr<float>() + ((b * q.size(0) + heads[j]) * group + g) * dim;
+        const bool packs = j < split && packed;
+        const int64_t place = packs ? 0 : place_of(places, heads[j] * group + g);
+        if (place < 0) continue;
+        float* to_row = packs
+                            ? packed->data_ptr<float>() + ((j * group + g) * tokens + b) * (dim + 1)
+                            : out.data_ptr<float>() + (b * out.size(1) + place) * dim;
         std::fill_n(to_row, dim, 0.0f);
         for (int64_t u = from; u < to; ++u) {
           const Partial part = partial(u);
@@ -492,7 +500,7 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
         }
         if (total != 0)
           for (int64_t d = 0; d < dim; ++d) to_row[d] /= total;
-        if (j < split && packed) to_row[dim] = total == 0 ? NOTHING : most + std::log(total);
+        if (packs) to_row[dim] = total == 0 ? NOTHING : most + std::log(total);
       }
     }
   }
@@ -501,7 +509,8 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
 // gathered: what `attend` packed, of all ranks, float32 [P, R, G, n, D + 1]; out: as there, of
 // which the first R heads of `order` are written:
 //   out = sum of e^(lse_p - m) out_p / sum of e^(lse_p - m), 0 where all lse are -inf
-inline void merge_ranks(const Tensor& gathered, const Tensor& order, const Tensor& out) {
+inline void merge_ranks(const Tensor& gathered, const Tensor& order, const Tensor& out,
+                        const optional<Tensor>& places) {
   TORCH_CHECK(gathered.is_contiguous() && out.is_contiguous() && order.is_contiguous(),
               "results and heads must be contiguous");
   const int64_t ranks = gathered.size(0), heads = gathered.size(1), group = gathered.size(2),
@@ -516,7 +525,9 @@ inline void merge_ranks(const Tensor& gathered, const Tensor& order, const Tenso
           const float lse = from[rank * stride + dim];
           most = lse > most || lse != lse ? lse : most;  // NaN stays
         }
-        float* const to = out.data_ptr<float>() + ((b * out.size(1) + of[j]) * group + g) * dim;
+        const int64_t place = place_of(places, of[j] * group + g);
+        if (place < 0) continue;
+        float* const to = out.data_ptr<float>() + (b * out.size(1) + place) * dim;
         std::fill_n(to, dim, 0.0f);
         if (most == NOTHING) continue;
         for (int64_t rank = 0; rank < ranks; ++rank) {

@@ -224,31 +224,96 @@ inline Tensor linear_int8(const Tensor& x, const Tensor& w, const Tensor& scales
   return linear_int8_to(x, w, scales, bias, most, empty_outputs(x, w.size(0)));
 }
 
-// x [..., D] and weight [D], float32
-inline Tensor rms_norm_to(const Tensor& any_x, const Tensor& any_weight, double eps,
-                          const Tensor& out) {
+// out = weight * total / sqrt(mean(total²) + eps) over the last dimension, where total is x, or
+// x + residual if there is one, and is written then. x [..., D] and weight [D], float32.
+inline void norm_rows(const Tensor& any_x, const optional<Tensor>& any_residual,
+                      const Tensor& any_weight, double eps, const Tensor& out,
+                      const optional<Tensor>& total) {
   const Tensor x = any_x.contiguous(), weight = any_weight.contiguous();
+  const optional<Tensor> residual =
+      any_residual ? optional<Tensor>(any_residual->contiguous()) : std::nullopt;
   const int64_t dim = weight.size(0), rows = x.numel() / dim;
-  TORCH_CHECK(out.is_contiguous() && out.sizes() == x.sizes(), "results of ", out.sizes());
+  TORCH_CHECK(out.is_contiguous() && out.sizes() == x.sizes() &&
+                  (!residual || (residual->sizes() == x.sizes() && total->is_contiguous() &&
+                                 total->sizes() == x.sizes())),
+              "results of ", out.sizes());
   const float* of = weight.const_data_ptr<float>();
   at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / dim), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float* from = x.const_data_ptr<float>() + row * dim;
+      if (residual) {
+        const float* other = residual->const_data_ptr<float>() + row * dim;
+        float* both = total->data_ptr<float>() + row * dim;
+        for (int64_t d = 0; d < dim; ++d) both[d] = from[d] + other[d];
+        from = both;
+      }
       float* to = out.data_ptr<float>() + row * dim;
       Floats squares = {};
       int64_t d = 0;
       for (; d + WIDTH <= dim; d += WIDTH) squares += load(from + d) * load(from + d);
-      float total = sum(squares);
-      for (; d < dim; ++d) total += from[d] * from[d];
-      const float factor = 1 / std::sqrt(total / dim + static_cast<float>(eps));
+      float sum_of_squares = sum(squares);
+      for (; d < dim; ++d) sum_of_squares += from[d] * from[d];
+      const float factor = 1 / std::sqrt(sum_of_squares / dim + static_cast<float>(eps));
       for (d = 0; d < dim; ++d) to[d] = of[d] * (from[d] * factor);
     }
   });
+}
+
+inline Tensor rms_norm_to(const Tensor& x, const Tensor& weight, double eps, const Tensor& out) {
+  norm_rows(x, std::nullopt, weight, eps, out, std::nullopt);
   return out;
 }
 
 inline Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return rms_norm_to(x, weight, eps, at::empty(x.sizes(), x.options()));
+}
+
+// The norm of x + residual, and that sum.
+inline std::tuple<Tensor, Tensor> add_rms_norm_to(const Tensor& x, const Tensor& residual,
+                                                  const Tensor& weight, double eps,
+                                                  const Tensor& out, const Tensor& total) {
+  norm_rows(x, residual, weight, eps, out, total);
+  return {out, total};
+}
+
+inline std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                               const Tensor& weight, double eps) {
+  return add_rms_norm_to(x, residual, weight, eps, at::empty(x.sizes(), x.options()),
+                         at::empty(x.sizes(), x.options()));
+}
+
+// out = gate / (1 + e^-gate) * up; both [..., I], float32, of which rows may be parts of longer ones
+inline Tensor gated_to(const Tensor& any_gate, const Tensor& any_up, const Tensor& out) {
+  const int64_t width = out.size(-1), rows = width ? out.numel() / width : 0;
+  auto rows_of = [&](const Tensor& x) {
+    TORCH_CHECK(out.is_contiguous() && x.sizes() == out.sizes(), "results of ", out.sizes());
+    const Tensor flat = x.reshape({rows, width});
+    return flat.stride(1) == 1 ? flat : flat.contiguous();
+  };
+  const Tensor gate = rows_of(any_gate), up = rows_of(any_up);
+  const int64_t grain = GRAIN / (width + 1) + 1;
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *of_gate = gate.const_data_ptr<float>() + row * gate.stride(0),
+                  *of_up = up.const_data_ptr<float>() + row * up.stride(0);
+      float* to = out.data_ptr<float>() + row * width;
+      for (int64_t i = 0; i < width; i += WIDTH) {
+        const int64_t count = std::min<int64_t>(WIDTH, width - i);
+        float last[WIDTH] = {};  // what is left of a row, in a whole vector
+        if (count < WIDTH) std::copy_n(of_gate + i, count, last);
+        const Floats g = load(count < WIDTH ? last : of_gate + i);
+        // e^-|g|, which cannot overflow
+        const Floats e = exp2_of_negative((g < 0 ? g : -g) * LOG2_E);
+        const Floats found = g * ((g < 0 ? e : Floats{} + 1) / (1 + e));
+        for (int64_t at = 0; at < count; ++at) to[i + at] = found[at] * of_up[i + at];
+      }
+    }
+  });
+  return out;
+}
+
+inline Tensor gated(const Tensor& gate, const Tensor& up) {
+  return gated_to(gate, up, at::empty(gate.sizes(), gate.options()));
 }
 
 // A token's heads are neighbours, as a model has them.

@@ -33,10 +33,11 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
   library.def(
       "attend(Tensor q, Tensor order, Tensor?[] pages, int page_size, Tensor?[] windows, int "
       "sinks, bool compensation, int width, Tensor(a!) out, float scale, "
-      "Tensor? slopes, Tensor(b!)? packed) -> ()",
+      "Tensor? slopes, Tensor(b!)? packed, Tensor? places) -> ()",
       on_cpu(attend));
-  library.def("merge_ranks(Tensor gathered, Tensor order, Tensor(a!) out) -> ()",
-              on_cpu(merge_ranks));
+  library.def(
+      "merge_ranks(Tensor gathered, Tensor order, Tensor(a!) out, Tensor? places) -> ()",
+      on_cpu(merge_ranks));
   library.def(
       "attend_many(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? first, "
       "bool causal, float scale) -> (Tensor, Tensor)",
@@ -57,6 +58,16 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", on_cpu(rms_norm));
   library.def("rms_norm.out(Tensor x, Tensor weight, float eps, *, Tensor(a!) out) -> Tensor(a!)",
               on_cpu(rms_norm_to));
+  library.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+      on_cpu(add_rms_norm));
+  library.def(
+      "add_rms_norm.out(Tensor x, Tensor residual, Tensor weight, float eps, *, Tensor(a!) out0, "
+      "Tensor(b!) out1) -> (Tensor(a!), Tensor(b!))",
+      on_cpu(add_rms_norm_to));
+  library.def("gated(Tensor gate, Tensor up) -> Tensor", on_cpu(gated));
+  library.def("gated.out(Tensor gate, Tensor up, *, Tensor(a!) out) -> Tensor(a!)",
+              on_cpu(gated_to));
   library.def(
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",
       on_cpu(rotate));

@@ -22,13 +22,13 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
-from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
+from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of messages, with the values that ask for nothing: a client may put answers, with all that
 # they bring, back into its history.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"tool_calls": ([],)}
 
 
 class Strict(BaseModel):
@@ -85,6 +85,7 @@ class ChatMessage(Strict):
     name: str | None = None  # of who speaks, for templates that show it
     tool_calls: list[CalledTool] | None = None  # an assistant's
     tool_call_id: str | None = None  # a tool's
+    annotations: list[Any] | None = None  # of an answer that is put back; they are not read
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.annotations import citations
 from razor_dist.api.errors import Failure
 from razor_dist.api.logprobs import Json, chat_logprobs, legacy_logprobs, prompt_pieces
 from razor_dist.api.request import ParsedRequest
@@ -164,7 +165,9 @@ class ChatFormat(ChoicesFormat):
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         super().__init__(request, model, choices, tokenizer)
-        self._parsers = [self._parser() for _ in choices]  # of a stream
+        # Of a stream: the answers' parsers, and the characters of their texts so far.
+        self._parsers = [self._parser() for _ in choices]
+        self._lengths = [0] * len(choices)
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -175,7 +178,7 @@ class ChatFormat(ChoicesFormat):
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
         text, finish = piece.text, piece.finish_reason
-        rendered = rendered_sources(self._choices[index], [piece])
+        rendered = self._sources(index, [piece])
         calls: list[Json] = []
         if parser := self._parsers[index]:
             text = parser.push(piece)
@@ -189,10 +192,14 @@ class ChatFormat(ChoicesFormat):
             news.append({"delta": {"tool_calls": numbered}})
         if finish:
             news.append({"finish_reason": finish})
-        if rendered and not news:
+        self._lengths[index] += len(text)
+        annotations = self._annotations([piece], self._lengths[index])
+        if (rendered or annotations) and not news:
             news.append({"delta": {"content": ""}})
         if rendered:
             news[-1] |= rendered
+        if annotations:
+            news[-1]["delta"] = news[-1].get("delta", {}) | {"annotations": annotations}
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
@@ -202,13 +209,28 @@ class ChatFormat(ChoicesFormat):
             said, calls, finish = parser.read(pieces, finish)
             if calls:
                 message |= {"content": said or None, "tool_calls": calls}
+        if self._request.titles is not None:
+            message["annotations"] = self._annotations(pieces, len(message["content"] or ""))
         return {
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
             "finish_reason": finish,
-            **rendered_sources(self._choices[index], pieces),
+            **self._sources(index, pieces),
         }
+
+    def _sources(self, index: int, pieces: Sequence[TextPiece]) -> Json:
+        if not self._request.return_sources:
+            return {}
+        return rendered_sources(self._choices[index], pieces)
+
+    def _annotations(self, pieces: Sequence[TextPiece], length: int) -> list[Json]:
+        """Return the citations of sentences in a message of ``length`` characters."""
+        if self._request.titles is None:
+            return []
+        sentences = [sentence for piece in pieces for sentence in piece.sentences]
+        found = citations(sentences, self._request.titles, length)
+        return [{"type": "url_citation", "url_citation": citation} for citation in found]
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}

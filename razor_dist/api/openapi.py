@@ -201,7 +201,8 @@ _CONTENT: Json = {
 
 def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
     nothing: Json = {"enum": [None, []]}
-    own: Json = {"role": {"enum": roles}, "content": _CONTENT, "annotations": nothing}
+    own: Json = {"role": {"enum": roles}, "content": _CONTENT}
+    own["annotations"] = {"type": ["array", "null"]}
     own["name"] = or_null(TEXT)
     return {
         "type": "object",

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from razor_dist.api.annotations import titles
 from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.api.responses import ResponsesBody, renamed
@@ -56,6 +57,8 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
         prompt_only=body.echoes and body.max_tokens == 0,
         tools=tools,
         described=None if response is None else response.described(prompts[0].params),
+        return_sources=bool(body.return_sources),
+        titles=titles(prompts[0].text) if body.annotates else None,
         cache_salt=uuid.uuid4().hex if body.cache_prompt is False else body.cache_salt,
         ignored=ignored,
         constrained_by=names.get(body.constrained_by, body.constrained_by),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from razor_dist.api.annotations import Title
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.sampling_params import SamplingDefaults
-from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
+from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 Endpoint = Literal[
     "chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"
@@ -70,6 +71,8 @@ class ParsedRequest:
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
     constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
+    return_sources: bool = True  # they were asked for, if there are any
+    titles: Sequence[Title] | None = None  # for annotations, which are wanted unless it is None
     # PDF files that must be read before the request can be, each with the field that holds it.
     unread: Sequence[tuple[str, bytes]] = ()
 

@@ -65,7 +65,7 @@ class TextPart(_Item):
     type: Literal["input_text", "output_text"]
     text: str
     # As in the answers that this server gives.
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: list[Any] | None = None
     logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
@@ -184,11 +184,14 @@ class ResponsesBody(SharedFields):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None  # as in the other endpoints
+    # As in a chat.
+    chat_template_kwargs: TemplateArguments | None = None
+    return_annotations: bool | None = None
 
     def as_chat(self) -> ChatBody:
         """Return the chat that it stands for, by whose names errors go (`renamed`)."""
         same = [*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs"]
+        same.append("return_annotations")
         given = {name: getattr(self, name) for name in same}
         chat = {name: value for name, value in given.items() if value is not None}
         messages: list[Json] = []

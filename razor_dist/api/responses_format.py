@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.annotations import citations
 from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.api.logprobs import Json
@@ -38,6 +39,7 @@ class ResponsesFormat(Format):
         # Of a stream, so far.
         self._text = ""
         self._calls: list[Json] = []
+        self._annotations: list[Json] = []
         self._finish: str | None = None
 
     def whole(self) -> Json:
@@ -55,13 +57,18 @@ class ResponsesFormat(Format):
         return [self._event(kind, response=begun) for kind in kinds]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        has_begun = bool(self._text)
+        has_begun, before = bool(self._text), len(self._annotations)
         text = self._read(piece)
-        if not text:
-            return []
-        begins = [] if has_begun else self._begin_message()
-        delta = {"delta": text, "logprobs": []}
-        return [*begins, self._event("response.output_text.delta", **self._at, **delta)]
+        events = []
+        if text:
+            events += [] if has_begun else self._begin_message()
+            delta = {"delta": text, "logprobs": []}
+            events.append(self._event("response.output_text.delta", **self._at, **delta))
+        added = "response.output_text.annotation.added"
+        for number, annotation in enumerate(self._annotations[before:], start=before):
+            own = {"annotation_index": number, "annotation": annotation}
+            events.append(self._event(added, **self._at, **own))
+        return events
 
     def closing(self, include_usage: bool) -> list[Json]:
         items, events = self._items(), []
@@ -91,6 +98,9 @@ class ResponsesFormat(Format):
                 rest, self._calls, self._finish = parser.end(self._finish)
                 text += rest
         self._text += text
+        if self._request.titles is not None:
+            found = citations(piece.sentences, self._request.titles, len(self._text))
+            self._annotations += [{"type": "url_citation", **citation} for citation in found]
         return text
 
     def _event(self, type_: str, **fields: Any) -> Json:
@@ -100,14 +110,14 @@ class ResponsesFormat(Format):
         empty = self._message("", "in_progress") | {"content": []}
         return [
             self._event("response.output_item.added", output_index=0, item=empty),
-            self._event("response.content_part.added", **self._at, part=_part("")),
+            self._event("response.content_part.added", **self._at, part=_part("", [])),
         ]
 
     def _end_message(self, item: Json) -> list[Json]:
         text = self._text
         return [
             self._event("response.output_text.done", **self._at, text=text, logprobs=[]),
-            self._event("response.content_part.done", **self._at, part=_part(text)),
+            self._event("response.content_part.done", **self._at, part=self._part()),
             self._event("response.output_item.done", output_index=0, item=item),
         ]
 
@@ -140,7 +150,10 @@ class ResponsesFormat(Format):
 
     def _message(self, text: str, status: str) -> Json:
         head = {"id": self._item, "type": "message", "role": "assistant", "status": status}
-        return {**head, "content": [_part(text)]}
+        return {**head, "content": [self._part() if text else _part("", [])]}
+
+    def _part(self) -> Json:
+        return _part(self._text, self._annotations)
 
     @property
     def _status(self) -> str:
@@ -179,8 +192,8 @@ class ResponsesFormat(Format):
         }
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, annotations: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": []}
 
 
 FORMATS: dict[Endpoint, type[Format]] = {

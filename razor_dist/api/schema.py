@@ -41,7 +41,7 @@ from razor_dist.api.fields import (
 )
 from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.passages import PromptText
+from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
@@ -110,6 +110,11 @@ class GenerateBody(SharedFields):
     asks_in: ClassVar[str]  # the field that holds what is asked
 
     @property
+    def annotates(self) -> bool:
+        """True if answers cite passages of their prompt in OpenAI's annotations."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -124,9 +129,10 @@ class GenerateBody(SharedFields):
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
-        if self.truncate_prompt_tokens is not None and self.return_sources:
+        telling = "return_annotations" if self.annotates else "return_sources"
+        if self.truncate_prompt_tokens is not None and (self.return_sources or self.annotates):
             raise RequestError(
-                "truncate_prompt_tokens excludes return_sources, which tells places in the whole "
+                f"truncate_prompt_tokens excludes {telling}, which tells places in the whole "
                 "prompt",
                 param="truncate_prompt_tokens",
             )
@@ -164,6 +170,8 @@ class GenerateBody(SharedFields):
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
     ) -> SamplingParams:
         given = self.model_dump(include=_SAMPLING, exclude_none=True)
+        if self.annotates and not self.return_sources:
+            given["return_sources"] = MOST_CITED
         penalty = self.one_of("repeat_penalty", "repetition_penalty")
         if penalty is not None:
             given["repetition_penalty"] = penalty
@@ -199,6 +207,11 @@ class ChatBody(GenerateBody):
     chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_annotations: bool | None = None
+
+    @property
+    def annotates(self) -> bool:
+        return bool(self.return_annotations)
 
     @property
     def template(self) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from razor_dist.attention.step import BlockTables, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
-from razor_dist.kernels.decode import Pages, Windows, implementation, mixes_dtypes
+from razor_dist.kernels.decode import Pages, Turned, Windows, implementation, mixes_dtypes
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 
@@ -31,26 +32,31 @@ class DecodeContext:
         self.comm, self.caches, self._inputs, self._tables = comm, caches, inputs, tables
         self.tokens = len(inputs.token)
         self._kernels = implementation(inputs.token.device)
+        self.rotates: bool = self._kernels.ROTATES  # queries and keys that it gets
         if caches.pages.positions is not None:
             caches.pages.positions.index_copy_(0, inputs.at, inputs.position)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads, q = self.caches.layout.short[layer], query.q
         kv_heads, group, tokens, dim = q.shape
-        out = q.new_empty(tokens, kv_heads, group, dim)
+        count = kv_heads * group if heads.places is None else len(heads.outputs)
+        out = q.new_empty(tokens, count, dim)
+        turned = None
+        if query.rotation is not None:
+            turned = Turned(q, torch.empty_like(q), query.rotation)
+            q = turned.out
         pages = self._pages(heads) if heads.retrieval else None
         pack = pages is not None and self.comm.size > 1
         found = None
         for order, windows in self._windows(heads):
-            self._kernels.store(k, v, order, pages, windows)
-            options = {"scale": query.scale, "slopes": query.slopes, "pack": pack}
-            found = self._kernels.attend(q, order, pages, windows, out, **options)
+            self._kernels.store(k, v, order, pages, windows, turned)
+            options = {"scale": query.scale, "slopes": query.slopes, "places": heads.places}
+            found = self._kernels.attend(q, order, pages, windows, out, pack=pack, **options)
             if found is not None:
                 gathered = self.comm.all_gather(found, "merge")
-                self._kernels.merge_ranks(gathered, order, out)
+                self._kernels.merge_ranks(gathered, order, out, heads.places)
             pages, pack = None, False  # the first launch has had them
-        results = out.flatten(1, 2)
-        return results if heads.projected is None else results.index_select(1, heads.projected)
+        return out
 
     def _pages(self, heads: ShortHeads) -> Pages:
         pool, inputs, rows = self.caches.pages, self._inputs, heads.retrieval_rows

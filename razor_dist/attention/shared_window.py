@@ -15,7 +15,8 @@ from torch import Tensor
 
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence, SharedWindow
-from razor_dist.cache.streaming import SinksAndSums, StreamingCache, StreamingSlot
+from razor_dist.cache.slots import StreamingSlot
+from razor_dist.cache.streaming import SinksAndSums, StreamingCache
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Interval

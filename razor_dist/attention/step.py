@@ -29,7 +29,7 @@ from torch import Tensor
 from razor_dist.attention.window_plan import WindowPlan
 from razor_dist.cache.pages import Span
 from razor_dist.cache.sequence import SharedWindow
-from razor_dist.cache.streaming import StreamingSlot
+from razor_dist.cache.slots import StreamingSlot
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
 

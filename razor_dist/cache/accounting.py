@@ -15,7 +15,7 @@ import torch
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.streaming import Arena
+from razor_dist.cache.slots import Arena
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 
@@ -80,7 +80,7 @@ class CacheAccounts:
     def _widths(self, totals: Seq[int]) -> list[int]:
         return [arena.width(n) for arena, n in zip(self.cache.arenas, totals, strict=True)]
 
-    # ------------------------------------------------------------------- what there is
+    # ------------------------------------------------------------------- free and cached
 
     @property
     def free(self) -> Ints:
@@ -99,7 +99,7 @@ class CacheAccounts:
         places = np.array(self._free_places) + self._cached_places - (kept or 0)
         return self._table(pages, places.tolist(), self._free_scratch)
 
-    # ------------------------------------------------------------------- what is needed
+    # ------------------------------------------------------------------- needs
 
     def pages_for(self, tokens: Seq[int] | Ints) -> Ints:
         return -(-np.asarray(tokens) // self.cache.page_size)
@@ -169,7 +169,7 @@ class CacheAccounts:
         own = shard_sizes(held.begin, held.chunks_end, end, size) if planned else 0
         return np.array(before, np.int64) + own
 
-    # ------------------------------------------------------------------- what changes hands
+    # ------------------------------------------------------------------- sequences come and go
 
     def open(self, key: int, source: int | None, begin: int, chunks_end: int, total: int) -> None:
         """Take what `need` says, for a sequence that begins as the first tokens of ``source``.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from razor_dist.cache.pages import PagePool
-from razor_dist.cache.streaming import Arena, StreamingCache
+from razor_dist.cache.slots import Arena
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from razor_dist.cache.pages import PageTable
-from razor_dist.cache.streaming import SinksAndSums, StreamingSlot
+from razor_dist.cache.slots import StreamingSlot
+from razor_dist.cache.streaming import SinksAndSums
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import shard_positions
 from razor_dist.parallel.zigzag import Chunk, Interval

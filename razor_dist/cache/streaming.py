@@ -13,91 +13,16 @@ its position and ``s`` alone (`razor_dist.kernels.decode`), and no other place i
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.config.errors import EngineError
+from razor_dist.cache.slots import Arena, SlotPool, StreamingSlot
 
 # Bytes that are copied together from one slot to another.
 _TOGETHER = 64 << 20
-
-
-@dataclass(frozen=True)
-class Arena:
-    """Room for the streaming heads of one window: a place has one token's keys and values."""
-
-    policy: StreamingPolicy
-    places: int
-    tail: int = 0  # dropped tokens that a slot keeps at most
-
-    @classmethod
-    def of(
-        cls,
-        policy: StreamingPolicy,
-        tokens: int,
-        sequences: float,
-        tail: int = 0,
-    ) -> Arena:
-        """Return room for ``sequences`` of up to ``tokens`` tokens, also for a part of one."""
-        arena = cls(policy, 0, tail)
-        return replace(arena, places=int(sequences * arena.width(tokens)))
-
-    @property
-    def ring(self) -> int:
-        """Index in a slot at which the ring begins."""
-        return 1 + self.policy.sinks
-
-    def width(self, total: int) -> int:
-        """Places that the slot of a sequence of up to ``total`` tokens takes."""
-        return self.ring + self.policy.capacity(total) + self.tail_capacity(total)
-
-    def tail_capacity(self, total: int) -> int:
-        return min(self.tail, max(0, self.policy.start(total) - self.policy.sinks))
-
-    def kept_total(self, total: int, length: int) -> int:
-        """Tokens for which a slot of ``total``, that has seen ``length``, is kept when cached.
-
-        It shrinks where its tokens need not move, or where that is worth it.
-        """
-        if length <= self.policy.capacity(length) and not self.policy.start(length):
-            return length
-        return length if 2 * self.width(length) <= self.width(total) else total
-
-    def tail_begin(self, length: int, source: int = 0) -> int:
-        """The first token that the slot of a sequence of ``length`` tokens has in its tail.
-
-        ``source`` is that of the slot that it is a copy of.
-        """
-        return max(source, self.policy.sinks, self.policy.start(length) - self.tail)
-
-    def least_cut(self, length: int, tail_begin: int) -> int:
-        """The least n, at most ``length``, such that such a slot has all that is seen at n."""
-        if tail_begin <= self.policy.sinks:
-            return 0
-        # `start` never decreases.
-        return bisect.bisect_left(range(length), tail_begin, key=self.policy.start)
-
-
-@dataclass
-class StreamingSlot:
-    """One sequence's share of the streaming cache."""
-
-    index: int  # in the compensation sums
-    offset: int  # of its first place in the arena; changes when another slot is allocated
-    capacity: int  # tokens that its ring holds
-    tail_capacity: int  # tokens that its tail holds
-    start: int = 0  # s of the newest query seen: tokens in [N0, start) are in the compensation sums
-    # Where the window's tokens begin in the ring: ``start``, but for a prompt that is being read,
-    # whose window is not replicated. The tail has those from ``tail_begin`` to there.
-    ring_begin: int = 0
-    tail_begin: int = 0
-    length: int = 0  # tokens whose keys and values have been written
-    cached: bool = False  # not in use: it may be evicted
 
 
 @dataclass(frozen=True)
@@ -118,9 +43,7 @@ class StreamingCache:
     ``rows`` counts these KV heads of all layers together, layer by layer; ``slots`` the sequences
     held at once. Keys and values are of ``dtype``, the sums float32.
 
-    A slot takes a contiguous extent of the arena, the first that is long enough. Where none is,
-    the slots are moved together: whatever is no larger than the free places in sum can be allocated
-    (`razor_dist.engine.scheduler` counts on that). The ranks allocate alike, so slots lie alike.
+    Where a sequence's slot lies is `SlotPool`'s to say.
     """
 
     def __init__(
@@ -141,12 +64,7 @@ class StreamingCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
-        self._free = list(range(slots - 1, -1, -1))
-        self._held: list[StreamingSlot] = []  # in the order of the arena
-
-    def _end(self, slot: StreamingSlot) -> int:
-        """The place of the arena after a slot's last."""
-        return slot.offset + self._ring + slot.capacity + slot.tail_capacity
+        self._pool = SlotPool(arena, slots)
 
     @property
     def _ring(self) -> int:
@@ -163,7 +81,7 @@ class StreamingCache:
 
     @property
     def free_places(self) -> int:
-        return self.arena.places - sum(self._end(slot) - slot.offset for slot in self._held)
+        return self.arena.places - self._pool.places()
 
     @property
     def reserved_bytes(self) -> int:
@@ -171,64 +89,37 @@ class StreamingCache:
 
     @property
     def used_bytes(self) -> int:
-        return self._bytes([slot for slot in self._held if not slot.cached])
+        return self._bytes(cached=False)
 
     @property
     def cached_bytes(self) -> int:
-        return self._bytes([slot for slot in self._held if slot.cached])
+        return self._bytes(cached=True)
 
-    def _bytes(self, slots: Sequence[StreamingSlot]) -> int:
+    def _bytes(self, *, cached: bool) -> int:
         rows, _, head_dim = self.k.shape
-        widths = sum(self._end(slot) - slot.offset for slot in slots)
-        sums = 2 * len(slots) * self.sums.itemsize
-        return rows * head_dim * (widths * (self.k.itemsize + self.v.itemsize) + sums)
+        keys_and_values = self._pool.places(cached=cached) * (self.k.itemsize + self.v.itemsize)
+        sums = 2 * len(self._pool.slots(cached=cached)) * self.sums.itemsize
+        return rows * head_dim * (keys_and_values + sums)
 
     def allocate(self, total: int) -> StreamingSlot:
-        """Take a slot for a sequence of up to ``total`` tokens.
-
-        `EngineError` if the arena is too small: a bug, for the scheduler admits only what fits.
-        """
-        need = self.arena.width(total)
-        at, offset = self._first_gap(need)
-        if offset + need > self.arena.places:
+        """Take a slot for a sequence of up to ``total`` tokens; see `SlotPool.allocate`."""
+        if not self._pool.fits(total):
             self._move_together()
-            at, offset = self._first_gap(need)
-            if offset + need > self.arena.places:
-                free = self.arena.places - offset
-                raise EngineError(f"{need} places of a streaming cache needed, {free} free")
-        slot = StreamingSlot(self._free.pop(), offset, *self._capacities(total))
-        self._held.insert(at, slot)
+        slot = self._pool.allocate(total)
         self.sums[:, :, slot.index] = 0
         return slot
 
-    def _capacities(self, total: int) -> tuple[int, int]:
-        return self.policy.capacity(total), self.arena.tail_capacity(total)
-
-    def _first_gap(self, need: int) -> tuple[int, int]:
-        """Index in ``_held`` and offset for ``need`` places: in the first gap, or after all."""
-        offset = 0
-        for index, slot in enumerate(self._held):
-            if slot.offset - offset >= need:
-                return index, offset
-            offset = self._end(slot)
-        return len(self._held), offset
-
     def _move_together(self) -> None:
-        end = 0
-        for slot in self._held:
-            old, slot.offset = slot.offset, end
-            end = self._end(slot)
-            if slot.offset < old:
-                # What has been written, of ring and tail, row by row: the two may overlap, and a
-                # copy of one row is small.
-                tail = self._ring + slot.capacity
-                for a, b in ((0, self._written(slot)), (tail, end - slot.offset)):
-                    for row in (*self.k, *self.v):
-                        row[slot.offset + a : slot.offset + b] = row[old + a : old + b].clone()
+        for slot, old in self._pool.move_together():
+            # What has been written, of ring and tail, row by row: the two may overlap, and a copy
+            # of one row is small.
+            tail, end = self._ring + slot.capacity, slot.width(self._ring)
+            for a, b in ((0, self._written(slot)), (tail, end)):
+                for row in (*self.k, *self.v):
+                    row[slot.offset + a : slot.offset + b] = row[old + a : old + b].clone()
 
     def release(self, slot: StreamingSlot) -> None:
-        self._held.remove(slot)
-        self._free.append(slot.index)
+        self._pool.release(slot)
 
     def cache(self, slot: StreamingSlot, length: int, total: int) -> None:
         """Mark a slot of ``total`` tokens, of which it has seen ``length``, as cached: not in use.
@@ -239,7 +130,7 @@ class StreamingCache:
         if self.arena.kept_total(total, length) == total:
             return
         old, begin = replace(slot), slot.tail_begin
-        slot.capacity, slot.tail_capacity = self._capacities(length)
+        slot.capacity, slot.tail_capacity = self._pool.capacities(length)
         if length <= slot.capacity and slot.start <= self.policy.sinks:
             return  # each token has its place already
         window = max(slot.ring_begin, self.policy.sinks)
@@ -356,7 +247,7 @@ class StreamingCache:
             position = torch.arange(begin, end, device=self.device)
             of_tail = (position >= self.policy.sinks) & (position < slot.ring_begin)
             at = torch.where(of_tail, self._tail_places(slot, position), at)
-        k, v = self.view(rows, slot, self._end(slot) - slot.offset)
+        k, v = self.view(rows, slot, slot.width(self._ring))
         return k.index_select(1, at), v.index_select(1, at)
 
     def _tail_places(self, slot: StreamingSlot, position: Tensor) -> Tensor:
@@ -367,9 +258,7 @@ class StreamingCache:
     ) -> None:
         """Store ``k``, ``v`` ``[K, n, D]`` of positions ``[begin, end)``, that fit the tail."""
         at = self._tail_places(slot, torch.arange(begin, end, device=self.device))
-        for store, new in zip(
-            self.view(rows, slot, self._end(slot) - slot.offset), (k, v), strict=True
-        ):
+        for store, new in zip(self.view(rows, slot, slot.width(self._ring)), (k, v), strict=True):
             store.index_copy_(1, at, new)
 
     def sinks(self, rows: slice, slot: StreamingSlot) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import typer
 from razor_dist.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from razor_dist.prefix.store import Manifest
+    from razor_dist.prefix.manifest import Manifest
 
 store = typer.Typer(
     help="List, verify and prune stored prefixes.", no_args_is_help=True, rich_markup_mode=None

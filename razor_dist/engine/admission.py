@@ -1,27 +1,23 @@
-"""Room in the caches: who gets it, whose caches a prompt begins from, what stays at its end."""
+"""Admission: who gets room in the caches, and whose caches a prompt begins from."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from razor_dist.cache.accounting import Bools, CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.cache_need import CacheNeed
 from razor_dist.engine.checkpoints import WORTH_PAGES, Checkpoints
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Phase, Prefill, Request
+from razor_dist.engine.room import Hit, Room
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
-from razor_dist.prefix.device import Hit, PrefixCache
-from razor_dist.prefix.radix import Tokens
-from razor_dist.prefix.tiers import Candidate, Tiers, least_new
+from razor_dist.prefix.tiers import least_new
 from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Pages that an aborted prompt must have prefilled to leave them.
@@ -68,22 +64,11 @@ class Admission:
         end_ids: Iterable[int] = (),
     ) -> None:
         self.cache, self.world_size, self._prefill_policy = cache, world_size, prefill_policy
-        self.accounts = CacheAccounts(cache, world_size)
+        self.room = Room(cache, world_size, prefill_policy.cost, share=share)
+        self.accounts = self.room.accounts
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
-        self.prefix_cache = PrefixCache(self.accounts, prefill_policy.cost) if share else None
-        self.tiers: Tiers | None = None  # beyond the device, if there are any
         self._pending: list[StepPlan] = []
-        self._copies = itertools.count(-1, -1)  # keys of sequences that no request has
-
-    @property
-    def prefix_stats(self) -> dict[str, Any]:
-        """Counters of the prefix cache since the start, and its entries now."""
-        cache, names = self.prefix_cache, ("queries", "hits", "query_tokens", "hit_tokens")
-        counts = {} if cache is None else cache.counts
-        found: dict[str, Any] = {name: counts.get(name, 0) for name in (*names, "evictions")}
-        found["entries"] = 0 if cache is None else cache.evictable
-        return found | ({} if self.tiers is None else self.tiers.stats)
 
     # ------------------------------------------------------------------- sequences begin
 
@@ -107,7 +92,7 @@ class Admission:
             prefilled = stored + shard_sizes(begin, chunks_end, end, self.world_size)
             each = accounts.need(prefilled, end, end, total)
             but = [] if key is None else [key]
-            plans = self._make_room(need + len(request.forks) * each, *but)
+            plans = self.room.make(need + len(request.forks) * each, *but)
             if plans is not None:
                 return self._open(request, hit, source, plans)
         return Wait.ROOM
@@ -121,13 +106,13 @@ class Admission:
         accounts.open(request.key, source.key, prefill.begin, prefill.chunks_end, total)
         for answer in request.forks:
             accounts.open(answer.key, request.key, end, end, total)
-        cache = self.prefix_cache
+        cache = self.room.prefix_cache
         if cache is not None:
-            self._count(hit if source.begin > request.base else None, request)
+            self.room.count(hit if source.begin > request.base else None, request)
             self.checkpoints.plan(prefill, 0 if hit is None else hit.common)
         if source.instead:
             assert cache is not None and source.key is not None
-            plans += self._forget(source.key)
+            plans += self.room.forget(source.key)
             cache.remove(source.key)
             accounts.close(source.key)
         plan = StepPlan(
@@ -151,9 +136,9 @@ class Admission:
         return StepPlan(Op.FORK, answer.key, end, end, total, source=request.key)
 
     def _find(self, request: Request) -> Hit | None:
-        if self.prefix_cache is None or request.params.prompt_logprobs is not None:
+        if self.room.prefix_cache is None or request.params.prompt_logprobs is not None:
             return None  # log-probabilities are of what is prefilled
-        return self.prefix_cache.find(request.namespace, request.tokens, request.end - 1)
+        return self.room.prefix_cache.find(request.namespace, request.tokens, request.end - 1)
 
     def _sources(self, request: Request, hit: Hit | None) -> Iterator[Source]:
         """Stream what a request may continue, the best first."""
@@ -164,7 +149,7 @@ class Admission:
             short = self._prefill_policy.is_short(request, begin)
             if not request.pinned or self._is_even(request, key, begin, short=short):
                 yield Source(key, begin, short)
-                if self.accounts[key].cached and key not in self._saved:
+                if self.accounts[key].cached and key not in self.room.saved:
                     yield Source(key, begin, short, instead=True)
         yield Source(None if request.prefix is None else request.prefix.key, base, request.short)
 
@@ -183,7 +168,7 @@ class Admission:
         A process that is killed then loses what was prefilled since. The disk sets the pace:
         nothing else is being saved.
         """
-        tiers = self.tiers
+        tiers = self.room.tiers
         if tiers is None or tiers.active or "disk" not in tiers.nodes.room or not prefill.began:
             return
         if prefill.request.params.prompt_logprobs is not None:
@@ -200,17 +185,17 @@ class Admission:
 
     def _promotes(self, request: Request, hit: Hit) -> bool:
         """True if a request waits for what it begins with, which is in host memory or on disk."""
-        tiers, accounts = self.tiers, self.accounts
+        tiers, accounts = self.room.tiers, self.accounts
         if tiers is None:
             return False
         if request.loading is not None:  # once: what could not be loaded is prefilled
             return tiers.loading is not None and tiers.loading.key == request.loading
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
-        if found is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
+        if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
             return False
         if tiers.loading is not None:
             return True
-        node, end, size = found.node, found.node.manifest.end, self.world_size
+        node, end, size = found.entry, found.entry.end, self.world_size
         chunks = node.layout(size)
         stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
         # Room for the request as well, which then takes what it begins with from there.
@@ -218,163 +203,22 @@ class Admission:
         # It may take the place of what is loaded (`_sources`).
         beside = accounts.need(stored, found.tokens, request.end, request.total)
         need = np.maximum(need, need + beside - accounts.in_slots(total=end))
-        evicting = self._make_room(need)
+        evicting = self.room.make(need)
         if evicting is None:
             return False
-        request.loading = key = next(self._copies)
-        namespace = request.namespace
-        assert isinstance(namespace, tuple)
+        request.loading = key = next(self.room.copies)
         accounts.restore(key, chunks, end, node.manifest.tails)
-        self._pending += [*evicting, tiers.load(node, key, namespace)]
+        self._pending += [*evicting, tiers.load(node, key, request.namespace)]
         return True
-
-    def pause(self) -> None:
-        """Sleep a little: what is being saved waits for a disk."""
-        assert self.tiers is not None
-        self.tiers.pause()
-
-    def close(self) -> None:
-        """Let another process write to the store."""
-        if self.tiers is not None:
-            self.tiers.close()
 
     def take_pending(self) -> list[StepPlan]:
         """Return plans that come before those which `open` returns, once."""
         plans, self._pending = self._pending, []
         return plans
 
-    def transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
-        """Take in the answers to a plan that saves or loads; return the plans that follow."""
-        tiers = self.tiers
-        assert tiers is not None and self.prefix_cache is not None
-        if plan.op is Op.SAVE:
-            return tiers.saved(answers)
-        loading = tiers.loading
-        assert loading is not None
-        whole = tiers.loaded(answers)
-        if whole is None:
-            return []
-        key, tokens = loading.key, loading.tokens
-        if not whole:
-            self.accounts.close(key)
-            return [StepPlan(Op.CLOSE, key)]
-        self.accounts.keep(key, len(tokens))
-        self.prefix_cache.add(loading.namespace, tokens, key, loading.tier)
-        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.cache.max_cached, key)]
-
-    def _count(self, hit: Hit | None, request: Request) -> None:
-        cache, tiers = self.prefix_cache, self.tiers
-        assert cache is not None
-        if hit is not None and hit.entry is not None and hit.entry.tier != "device":
-            assert tiers is not None
-            tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
-            hit.entry.tier = "device"
-        cache.use(hit, len(request.prompt), request.base)
-
-    def _enter(self, request: Request, tokens: Tokens, key: int) -> None:
-        """Enter a sequence into the prefix cache, and offer it to host memory and disk."""
-        assert self.prefix_cache is not None
-        self.prefix_cache.add(request.namespace, tokens, key)
-        if self.tiers is not None:
-            assert isinstance(request.namespace, tuple)
-            self.tiers.offer(Candidate(key, request.namespace, tokens))
-
-    # ------------------------------------------------------------------- room
-
-    @property
-    def _saved(self) -> list[int]:
-        """The sequence that is being saved: it must stay."""
-        saving = None if self.tiers is None else self.tiers.saving
-        return [] if saving is None else [saving.of.key]
-
-    def _make_room(self, need: Ints, *but: int) -> list[StepPlan] | None:
-        but = (*but, *self._saved)
-        if (need > self.accounts.available(*but)).any():
-            return None
-        plans = []
-        while (short := need > self.accounts.free).any():
-            evicted = self._evict(short, *but)
-            assert evicted, "what is available is cached"
-            plans += evicted
-        return plans
-
-    def _evict(self, short: Bools, *but: int) -> list[StepPlan]:
-        assert self.prefix_cache is not None
-        entry = self.prefix_cache.evict(short, *but, *self._saved)
-        if entry is None:
-            return []
-        self.accounts.close(entry.key)
-        return [*self._forget(entry.key), StepPlan(Op.CLOSE, entry.key)]
-
-    def shrink_to(self, sequences: int, *but: int) -> list[StepPlan]:
-        """Evict cached sequences until this many are left, if the others may go."""
-        assert self.prefix_cache is not None
-        plans, everything = [], np.ones_like(self.accounts.sizes, bool)
-        while self.prefix_cache.evictable > sequences:
-            evicted = self._evict(everything, *but)
-            if not evicted:
-                break
-            plans += evicted
-        return plans
-
-    def _forget(self, key: int) -> list[StepPlan]:
-        return [] if self.tiers is None else self.tiers.forget(key)
-
-    # ------------------------------------------------------------------- sequences end, or stay
-
-    def prefilled(self, prefill: Prefill) -> None:
-        """Note that a prompt has been prefilled: others may continue it."""
-        self.accounts.end_prompt(prefill.key)
-        if self.prefix_cache is not None:
-            self._enter(prefill.request, prefill.tokens, prefill.key)
-
-    def grown(self, key: int, length: int) -> None:
-        """Note that a sequence in the prefix cache has become longer."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.grown(key, length)
-
-    def copy(
-        self, request: Request, key: int, tokens: Tokens, *, optional: bool = False
-    ) -> list[StepPlan]:
-        """Keep a copy of one of a request's sequences as of now, if there is room for it.
-
-        An ``optional`` one takes room that is free: what was asked for does not go for what may
-        never be.
-        """
-        if self.prefix_cache is None:
-            return []
-        accounts, length = self.accounts, len(tokens)
-        need = accounts.need(accounts.stored(key, length), length, length, length)
-        full = self.prefix_cache.evictable >= self.cache.max_cached
-        if optional and (full or (need > accounts.free).any()):
-            return []
-        plans = self._make_room(need, key)
-        if plans is None:
-            return []
-        copied = next(self._copies)
-        accounts.open(copied, key, length, length, length)
-        accounts.keep(copied, length)
-        self._enter(request, tokens, copied)
-        plans += [
-            StepPlan(Op.FORK, copied, length, length, length, source=key),
-            StepPlan(Op.CACHE, copied),
-        ]
-        return plans + self.shrink_to(self.cache.max_cached)
-
-    def end(self, request: Request, key: int, tokens: Tokens, *, keep: bool) -> list[StepPlan]:
-        """Cache a finished sequence for prompts with the same beginning, or close it."""
-        if self.prefix_cache is not None and keep and len(tokens) >= self.cache.page_size:
-            self.accounts.keep(key, len(tokens))
-            self._enter(request, tokens, key)
-            return [StepPlan(Op.CACHE, key), *self.shrink_to(self.cache.max_cached)]
-        if self.prefix_cache is not None:
-            self.prefix_cache.remove(key)
-        self.accounts.close(key)
-        return [*self._forget(key), StepPlan(Op.CLOSE, key)]
-
     def is_worth_keeping(self, prefill: Prefill) -> bool:
         """True if an aborted prefill has done enough of its prompt to be worth caching."""
-        if self.prefix_cache is None or prefill.short:
+        if self.room.prefix_cache is None or prefill.short:
             return False
         if prefill.request.params.prompt_logprobs is not None:
             return False

@@ -19,19 +19,14 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.advice import about_settings
-from razor_dist.engine.capacity import (
-    cache_config,
-    cache_room,
-    chunk_length,
-    context_length,
-    free_memory,
-)
+from razor_dist.engine.capacity import Capacity, free_memory
 from razor_dist.engine.checks import check_settings
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.decode_mode import NoAttention, share_short_steps
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.warm_up import warm_up
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.sources import source_heads
@@ -51,7 +46,7 @@ from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
 from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
-from razor_dist.prefix.nodes import Tier
+from razor_dist.prefix.index import Tier
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.tiers import Tiers
 from razor_dist.prefix.transfer import PART_BYTES, Transfers
@@ -135,6 +130,8 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
         weights=loaded.weights,
         source_heads=source_heads(config, loaded.head_map, loaded.model.config),
     )
+    if engine.runner.device.type == "cuda":
+        warm_up(engine.runner)
     if comm.rank == 0:
         shared = engine.runner.decode == "tensor"
         longest = engine.core.max_model_len
@@ -187,35 +184,29 @@ def make_engine(
     kv_dtype = torch_kv_dtype(config, dtype)
     if comm.rank == 0:
         warn_of_kv_dtype(device, dtype, kv_dtype)
-    max_model_len = context_length(config, shape)
     recorder = recorder_of(config, comm, device)
     mode = share_short_steps(config, model, shape, retrieval, windows, comm, recorder)
     layout, tensor, _ = mode
-    chunked_prefill_size = chunk_length(
-        config, shape, layout.windows, max_model_len, comm.size, device
-    )
+    free = free_memory(comm, device)
+    capacity = Capacity.of(config, shape, layout, comm.size, device, dtype, free)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
-    room = cache_room(free_memory(comm, device), shape, chunked_prefill_size, comm.size, dtype)
-    cache = cache_config(
-        config, shape, layout, max_model_len, comm.size, dtype, kv_dtype, room=room
-    )
     try:
         runner = ModelRunner(
-            model, shape, layout, cache, comm, ring, recorder, source_heads, tensor
+            model, shape, layout, capacity.cache, comm, ring, recorder, source_heads, tensor
         )
     except (RuntimeError, MemoryError) as error:
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise ConfigError(
-            f"the KV caches do not fit into memory with max_model_len {max_model_len} and "
-            f"kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
+            f"the KV caches do not fit into memory with max_model_len {capacity.max_model_len} "
+            f"and kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
         ) from error
     if comm.size > 1 and recorder is not None:
         runner.patience = config.collective_timeout
     core = EngineCore(
         runner,
-        chunked_prefill_size=chunked_prefill_size,
+        chunked_prefill_size=capacity.chunked_prefill_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed if config.seed is not None else secrets.randbits(62),
         max_step=config.max_step_ms / 1000,
@@ -225,20 +216,11 @@ def make_engine(
         speculative=config.speculative_config,
     )
     if config.keeps_prefixes:
-        about = {
-            "weights": weights or weights_fingerprint(model),
-            "model": settings_of(model.config),
-            "retrieval": [list(map(int, row)) for row in retrieval],
-            "windows": windows,
-            "policy": asdict(StreamingPolicy.of(config)),
-            "dtype": dtype_name(dtype),
-            "kv_dtype": dtype_name(kv_dtype),
-            **({} if config.weight_dtype == "auto" else {"weight_dtype": config.weight_dtype}),
-        }
-        _keep_prefixes(config, about, runner, core)
+        weights = weights or weights_fingerprint(model)
+        _keep_prefixes(config, _about(config, model, retrieval, windows, weights), runner, core)
     kept = sum(map(sum, retrieval))
     info = EngineInfo(
-        max_model_len,
+        capacity.max_model_len,
         shape.vocab_size,
         comm.size,
         config.model,
@@ -256,11 +238,31 @@ def make_engine(
     return RankEngine(runner, core, info)
 
 
+def _about(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    retrieval: Sequence[Sequence[bool]],
+    windows: Windows | None,
+    weights: str,
+) -> dict[str, Any]:
+    """Return all that stored prefixes depend on."""
+    return {
+        "weights": weights,
+        "model": settings_of(model.config),
+        "retrieval": [list(map(int, row)) for row in retrieval],
+        "windows": windows,
+        "policy": asdict(StreamingPolicy.of(config)),
+        "dtype": dtype_name(model.dtype),
+        "kv_dtype": dtype_name(torch_kv_dtype(config, model.dtype)),
+        **({} if config.weight_dtype == "auto" else {"weight_dtype": config.weight_dtype}),
+    }
+
+
 def _keep_prefixes(
     config: EngineConfig, about: dict[str, Any], runner: ModelRunner, core: EngineCore
 ) -> None:
     """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
-    admission, comm = core.scheduler.admission, runner.comm
+    caches, comm = core.scheduler.room, runner.comm
     store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
     fingerprint = "" if store is None else store.fingerprint
     folder = None if store is None else store.folder
@@ -277,8 +279,9 @@ def _keep_prefixes(
         batches = [cache.batches(length, PART_BYTES) for cache in runner.caches.streaming]
         return [(of[0].stop, len(of)) for of in batches]
 
-    cost = core.scheduler.prefill_policy.cost
-    admission.tiers = Tiers(admission.accounts, cost, fingerprint, store, room, state_parts)
+    assert caches.prefix_cache is not None
+    index = caches.prefix_cache.index
+    caches.tiers = Tiers(caches.accounts, index, fingerprint, store, room, state_parts)
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

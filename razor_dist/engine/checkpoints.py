@@ -12,7 +12,7 @@ import numpy as np
 
 from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.engine.request import Prefill, Request
-from razor_dist.prefix.radix import common_tokens
+from razor_dist.prefix.index import common_tokens
 
 # Pages of tokens that a prompt must have in common with another to wait for it, or for a copy to be
 # kept where they part.

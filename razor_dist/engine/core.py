@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config.errors import EngineError, RazorError, RequestError
+from razor_dist.config.errors import RequestError
 from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.drafts import Drafts
+from razor_dist.engine.draws import Draws, Run
 from razor_dist.engine.intake import Intake
-from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.rank_stats import RankStats
-from razor_dist.engine.request import Answer, Phase, Prefill, Request
+from razor_dist.engine.rank_stats import RankStats, check_accounts
+from razor_dist.engine.request import Answer, Prefill, Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import Sampled, sample
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step_cost import StepSeconds
+from razor_dist.engine.time_left import seconds_left
 from razor_dist.parallel.comm import PURPOSES
 from razor_dist.protocol.messages import (
     AboutRequest,
-    Failed,
     Progress,
     PromptLogprobs,
-    Token,
     Tokens,
     answer_ids,
 )
@@ -45,19 +42,6 @@ _ANSWER_TOKENS = 256
 _GRAMMAR_SECONDS = 0.02
 # Seconds for saving sequences to the prefix store when the ranks are stopped.
 _LAST_SECONDS = 1.0
-
-
-@dataclass
-class _Run:
-    """What a step computed of one answer: logits after its last token, and after its draft's."""
-
-    answer: Answer
-    row: int  # of the step's logits, after the last token
-    draft: list[int]
-    drawn: int = 0  # tokens drawn by these rows so far
-    accepted: int = 0  # of the draft's
-    ends: bool = False
-    sound: bool = True  # False if an error ends it: its caches may hold anything
 
 
 class EngineCore:
@@ -103,11 +87,10 @@ class EngineCore:
         self._drafts: Drafts | None = None
         if speculative is not None:
             self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
-            self.scheduler.drafter = self._drafts
+            self.scheduler.batch.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
-        vocab_size = runner.shape.vocab_size
-        self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
-        self._grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
+        self._draws = Draws(runner, eos_token_ids)
+        self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
         self._intake = Intake(
             runner,
             self._grammars,
@@ -116,7 +99,7 @@ class EngineCore:
             seed=seed,
             clock=clock,
         )
-        self._prompt_tokens = self._generated_tokens = self._answers = 0
+        self._prompt_tokens = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
         self._max_step, self._last_step = max_step, 0.0
         self._kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
@@ -175,7 +158,7 @@ class EngineCore:
     def _end(self, answer: Answer, *, keep: bool = True) -> None:
         """End an answer; ``keep`` its caches for later prompts, if they are sound."""
         del self._requests[answer.id]
-        self._processors.remove(answer.key)
+        self._draws.processors.remove(answer.key)
         plans = self.scheduler.end(answer, keep=keep)
         grammar = answer.request.grammar
         if grammar is not None and not answer.request.answers:
@@ -221,7 +204,7 @@ class EngineCore:
         if moved:
             return
         if self._moves:
-            self.scheduler.admission.pause()
+            self.scheduler.room.pause()
             return
         # A request that waits while nothing runs would have rank 0 spin for ever.
         pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
@@ -239,7 +222,7 @@ class EngineCore:
         reads = any(one.tokens for one in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[AboutRequest] = []
-        runs: list[_Run] = []
+        runs: list[Run] = []
         plans: list[StepPlan] = []
         row = 0
         for entry, (of, tokens) in zip(plan.entries, step, strict=True):
@@ -248,13 +231,13 @@ class EngineCore:
                 messages += self._prefilled(of, tokens, began)
                 if of.done:
                     plans += self.scheduler.start(of)
-                    runs += [_Run(answer, row, []) for answer in of.request.answers]
+                    runs += [Run(answer, row, []) for answer in of.request.answers]
             else:
-                runs.append(_Run(of, row, entry.tokens[1:].tolist()))
+                runs.append(Run(of, row, entry.tokens[1:].tolist()))
             row += entry.samples
         if runs:
             assert logits is not None
-            messages += self._draw(runs, logits)
+            messages += self._draws.draw(runs, logits)
         drafted = [run for run in runs if run.draft]
         self._kept = tuple(run.drawn for run in drafted)
         if self._drafts is not None:
@@ -271,7 +254,7 @@ class EngineCore:
     @property
     def _moves(self) -> bool:
         """True if caches go to host memory and disk, or come from there."""
-        tiers = self.scheduler.admission.tiers
+        tiers = self.scheduler.room.tiers
         return tiers is not None and tiers.active
 
     def _transfer(self) -> bool:
@@ -279,13 +262,13 @@ class EngineCore:
 
         While requests run, saving takes an eighth of the last step's time. True if any was moved.
         """
-        tiers = self.scheduler.admission.tiers
+        tiers = self.scheduler.room.tiers
         began, moved = self._clock(), False
         while tiers is not None and (plan := tiers.next()) is not None:
             answers = self._run(plan)
             moved = True
             assert answers is not None
-            self._run_all(self.scheduler.admission.transferred(plan, answers))
+            self._run_all(self.scheduler.room.transferred(plan, answers))
             served = self.scheduler.running and plan.op is Op.SAVE
             most = min(self._max_step / 4, self._last_step / 8) if served else self._max_step / 4
             if self._clock() - began > most:
@@ -317,120 +300,11 @@ class EngineCore:
             seconds=self._clock() - prefill.began if begun else 0.0,
         )
 
-    def _draw(self, runs: Sequence[_Run], logits: Tensor) -> list[AboutRequest]:
-        """Draw each answer's next tokens by the rows of its run.
-
-        A draft is of use while it is what is drawn: then its next token was read, and the row after
-        it says what follows. Each token is drawn as if it had been read alone, by the answer's
-        next random number and with all tokens before it counted; so drafts change no answer.
-        """
-        failed = self._processors.begin([run.answer for run in runs])
-        found: dict[int, list[AboutRequest]] = {run.answer.key: [] for run in runs}
-        while runs:
-            answers = [run.answer for run in runs]
-            rows = [run.row + run.drawn for run in runs]
-            own = logits if rows == list(range(len(logits))) else logits[rows]
-            params, generators = [a.params for a in answers], [a.generator for a in answers]
-            adjusted = self._processors.adjusted([a.key for a in answers], own)
-            sampled = sample(own, params, generators, adjusted)
-            pairs = zip(answers, sampled, strict=True)
-            self._processors.accept({a.key: s.token for a, s in pairs if s is not None})
-            going = []
-            for run, one in zip(runs, sampled, strict=True):
-                message = self._advance(run, one, failed.get(run.answer.key))
-                found[run.answer.key].append(message)
-                if not run.ends and run.accepted == run.drawn:
-                    going.append(run)
-                elif isinstance(message, Token):
-                    message.rejected = len(run.draft) - run.accepted
-            runs = going
-        return [message for of in found.values() for message in of]
-
-    def _advance(
-        self, run: _Run, sampled: Sampled | None, error: RazorError | None
-    ) -> AboutRequest:
-        """Take an answer's next token, and note if the answer ends with it, or there is none.
-
-        A failure here is rank 0's alone, after the step, and ends this answer only.
-        """
-        answer = run.answer
-        at, run.drawn = run.drawn, run.drawn + 1
-        right = sampled is not None and run.draft[at:][:1] == [sampled.token]
-        run.accepted += right
-        grammar = self._processors.grammar(answer.key)
-        if grammar is not None and error is None:
-            error = grammar.error
-        if sampled is None and error is None:
-            error = EngineError("the model computed logits that are not finite")
-        if sampled is None or error is not None:
-            run.ends, run.sound = True, False
-            assert error is not None
-            return Failed.of(answer.id, error)
-        answer.generated.append(sampled.token)
-        self._generated_tokens += 1
-        finish = self._finish_reason(answer, sampled.token)
-        if grammar is not None and grammar.ended:
-            finish = "stop"
-        run.ends = finish is not None
-        self._answers += run.ends
-        sources = self.runner.sources.get(answer.key)
-        return Token(
-            answer.id,
-            sampled.token,
-            sampled.logprob,
-            list(sampled.top),
-            finish,
-            None if sources is None else sources[at].merged(),
-            right,
-        )
-
-    def _finish_reason(self, answer: Answer, token: int) -> str | None:
-        params = answer.params
-        if token in params.stop_token_ids:
-            return "stop"
-        if token in self.eos_token_ids and not params.ignore_eos:
-            return "stop"
-        # With every token, so that a loop that began before `min_tokens` ends there.
-        loops = answer.repetition is not None and answer.repetition.push(token)
-        if loops and len(answer.generated) >= params.min_tokens:
-            return "repetition"
-        return "length" if len(answer.generated) >= answer.request.max_tokens else None
-
     def seconds_left(self) -> dict[str, float]:
-        """Estimate for each request the seconds until it ends; any thread may ask.
-
-        It assumes that prompts are read one after the other, that answers are computed together,
-        one in each slot, and that they get as long as those so far, unless they may not. Pinned
-        prefixes that are prefilled are left out: only the frontend ends them.
-        """
-        requests = list(self._requests.values())  # at once: they come and go meanwhile
-        usual = (_ANSWER_TOKENS + self._generated_tokens) / (1 + self._answers)
-        prefilled, cost = 0.0, self.scheduler.prefill_policy.cost
-        at_once = min(len(requests), self.runner.config.max_sequences)
-        free_at = [0.0] * at_once  # when each slot is free
-        ends: dict[str, float] = {}
-        for request in dict.fromkeys(requests):
-            if request.pinned and request.phase is Phase.PREFILLED:
-                continue
-            seconds = self._prefill_seconds(request)
-            of_each = [(a.id, len(a.generated)) for a in request.answers] or [(request.id, 0)]
-            for name, generated in of_each:
-                start = heapq.heappop(free_at)
-                if seconds is not None:
-                    start = prefilled = max(prefilled, start) + seconds
-                    seconds = 0.0
-                tokens = max(0.0, min(request.max_tokens, usual) - generated)
-                ends[name] = start + tokens * cost.step(at_once, at_once * request.end)
-                heapq.heappush(free_at, ends[name])
-        return ends
-
-    def _prefill_seconds(self, request: Request) -> float | None:
-        """Estimate the rest of a prompt's prefill; None if it is done."""
-        if request.phase not in (Phase.WAITING, Phase.PREFILL):
-            return None
-        prefill = self.scheduler.prefills.get(request.key)
-        begin = request.base if prefill is None else prefill.position
-        return self.scheduler.prefill_policy.cost.seconds(request.end - begin, begin)
+        """Estimate for each request the seconds until it ends; any thread may ask."""
+        requests = dict.fromkeys(list(self._requests.values()))  # they come and go meanwhile
+        usual = (_ANSWER_TOKENS + self._draws.tokens) / (1 + self._draws.answers)
+        return seconds_left(requests, self.scheduler, usual)
 
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
@@ -441,15 +315,7 @@ class EngineCore:
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
         found = [RankStats.of(row) for row in table.tolist()]
-        counted = self.scheduler.admission.accounts.free.T.tolist()
-        for rank, (stats, ours) in enumerate(zip(found, counted, strict=True)):
-            if self.runner.caches.scratch is None:
-                ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
-            if list(stats.free) != ours:
-                raise EngineError(
-                    f"rank {rank} has {list(stats.free)} pages and places free and rank 0 counts "
-                    f"{ours}: a defect of razor_dist; please report it"
-                )
+        check_accounts(found, self.scheduler.room.accounts, self.runner.caches)
         return found
 
     def prepare(self) -> None:
@@ -461,8 +327,8 @@ class EngineCore:
         end = time.monotonic() + _LAST_SECONDS
         while self._moves and time.monotonic() < end:
             if not self._transfer():
-                self.scheduler.admission.pause()
-        self.scheduler.admission.close()
+                self.scheduler.room.pause()
+        self.scheduler.room.close()
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
@@ -474,7 +340,7 @@ class EngineCore:
             "kv_bytes_per_rank": [rank.kv_bytes for rank in ranks],
             "retrieval_kv_bytes_per_rank": [rank.retrieval_kv_bytes for rank in ranks],
             "peak_kv_bytes_per_rank": [rank.peak_kv_bytes for rank in ranks],
-            "prefix_cache": self.scheduler.admission.prefix_stats | {"bytes_per_rank": cached},
+            "prefix_cache": self.scheduler.room.stats | {"bytes_per_rank": cached},
             "rss_per_rank": [rank.rss for rank in ranks],
             "peak_rss_per_rank": [rank.peak_rss for rank in ranks],
             "cpu_us_per_rank": [rank.cpu_us for rank in ranks],
@@ -485,6 +351,6 @@ class EngineCore:
             "running": self.scheduler.sequences,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,
-            "generated_tokens": self._generated_tokens,
+            "generated_tokens": self._draws.tokens,
             "step_seconds": {kind: times.fields for kind, times in self._step_seconds.items()},
         }

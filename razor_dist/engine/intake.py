@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.prefix.index import Namespace
 from razor_dist.protocol.messages import Tokens, answer_ids, as_tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ class Intake:
         chunked_prefill_size = self._chunked_prefill_size
         if params.prompt_logprobs is not None:
             chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
-        namespace: Hashable
+        namespace: Namespace
         if prefix is None:
             # Keys of other rotary frequencies, if there are any, are of no use.
             most = self.max_model_len if pin else end + max_tokens

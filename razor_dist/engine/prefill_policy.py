@@ -13,10 +13,10 @@ prefilled without chunks, where that is no slower (`PrefillPolicy.piece`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from razor_dist.engine.request import Prefill, Request
-from razor_dist.engine.step_cost import StepCost
+from razor_dist.engine.request import Answer, Prefill, Request
+from razor_dist.engine.step_cost import StepCost, Work
 
 # Most tokens of a rank in a step, of prompts that join it whole or go on without a chunk. `plan`
 # counts no activations for them.
@@ -195,6 +195,26 @@ class PrefillPolicy:
     def _vary(self) -> float:
         self._varied = not self._varied
         return _VARIED if self._varied else 1.0
+
+    def learn(self, parts: Iterable[tuple[Prefill | Answer, int, bool]], seconds: float) -> None:
+        """Learn the cost of a step from its parts: each with its tokens, and if it is sharded."""
+        chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
+        for of, n, sharded in parts:
+            if isinstance(of, Answer):
+                # Each token of a run reads what is before it, and has its own logits.
+                answers += n
+                before += n * of.length
+                continue
+            dealt = sharded and self._ranks > 1
+            # What is not sharded may be computed by every rank, but attends to the rank's own part
+            # of what is before it.
+            times = 1 if sharded else self.repeats
+            chunks |= dealt
+            wholes += not dealt
+            before += of.position
+            tokens += times * n
+            pairs += n * (of.position + times * n / 2)
+        self.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
 
     def took(self, prompts: Sequence[Prefill], served: Prefill, seconds: float) -> None:
         """Note that ``served`` was read from for so long, while ``prompts`` take turns."""

@@ -24,7 +24,8 @@ from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import ChunkedPrefill, Sequence, SharedWindow
-from razor_dist.cache.streaming import StreamingCache, StreamingSlot
+from razor_dist.cache.slots import StreamingSlot
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.halo import KVPiece

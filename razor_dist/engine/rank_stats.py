@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
+from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.cache.caches import Caches
+from razor_dist.config.errors import EngineError
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.sequences import Sequences
 from razor_dist.parallel.comm import PURPOSES, Communicator
@@ -52,3 +55,15 @@ class RankStats:
         end = first + len(PURPOSES)
         numbers = dict(zip((f.name for f in fields(cls)), row[:first], strict=False))
         return cls(**numbers, sent=tuple(row[first:end]), free=tuple(row[end:]))
+
+
+def check_accounts(found: Sequence[RankStats], accounts: CacheAccounts, caches: Caches) -> None:
+    """Raise `EngineError` if any rank's caches are not as rank 0 counts them."""
+    for rank, (stats, ours) in enumerate(zip(found, accounts.free.T.tolist(), strict=True)):
+        if caches.scratch is None:
+            ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
+        if list(stats.free) != ours:
+            raise EngineError(
+                f"rank {rank} has {list(stats.free)} pages and places free and rank 0 counts "
+                f"{ours}: a defect of razor_dist; please report it"
+            )

@@ -7,7 +7,7 @@ What a sequence has of the caches is in `razor_dist.cache.accounting`, by the se
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from razor_dist.prefix.index import Namespace
 from razor_dist.protocol.messages import Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -54,7 +55,7 @@ class Request:
     max_tokens: int  # of each answer; 0 if the prompt is pinned
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     prefix: Request | None = None  # a pinned prefix that this one continues
-    namespace: Hashable = None  # prompts of different ones share no caches
+    namespace: Namespace = (None, 0)  # prompts of different ones share no caches
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
     answers: list[Answer] = field(default_factory=list)  # those that have not ended
     grammar: Future[Grammar] | None = None  # what every answer must match
@@ -149,7 +150,7 @@ class Prefill:
     def __post_init__(self) -> None:
         request = self.request
         assert request.base <= self.begin < request.end
-        self.end = request.end  # a prompt that nobody needs any more is cut short
+        self.end = request.end  # `cut` moves it, for a prompt whose request was aborted
         self.position = self.begin  # after the last prefilled token
 
     @property

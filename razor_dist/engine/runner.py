@@ -36,6 +36,7 @@ from razor_dist.engine.sequences import Sequences
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.decode import available
+from razor_dist.kernels.fused import postponed_rotations
 from razor_dist.kernels.linear import choose_ways
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
@@ -92,7 +93,7 @@ class ModelRunner:
         self._threads = DecodeThreads(threads, chooses=comm.size == 1, crowded=crowded)
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder, model.dtype)
+            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder)
         self.sequences = Sequences(comm, self.caches, self.position_mark)
         self.patience = math.inf  # seconds, for the device
         self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)
@@ -197,13 +198,16 @@ class ModelRunner:
         context = DecodeContext(self.comm, self.caches, inputs, tables)
         keep = None if self._tensor is not None or self.comm.rank == 0 else self._nothing
         shares = self._tensor is not None
-        return self._forward(inputs.token, inputs.model_position, context, keep, shares)
+        with postponed_rotations(context.rotates):
+            return self._forward(inputs.token, inputs.model_position, context, keep, shares)
 
     def _run(self, part: Pass, kept: list[Kept]) -> Tensor:
         """float32 logits ``[n, V]`` of one pass; take what it leaves of its chunks to ``kept``."""
-        if part.recordable and self.graphs is not None:
+        if part.recordable:
             assert part.decode is not None
-            return self.graphs.run(part.decode)
+            if self.graphs is not None:
+                return self.graphs.run(part.decode)
+            return self.decode_logits(*part.decode.on(self.device, len(part.decode)))
         contexts: list[DecodeContext | ReplicatedContext | PrefillContext] = []
         ids, positions = [], []
         if part.decode is not None:

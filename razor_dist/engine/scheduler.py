@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.admission import Admission, Wait
+from razor_dist.engine.batch import Batch
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Phase, Prefill, Request
-from razor_dist.engine.step_cost import Work
-from razor_dist.parallel.sharding import is_even
-from razor_dist.parallel.zigzag import Chunk, whole_shards
+from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
-
-# Tokens of an answer in one step at most.
-_LONGEST_RUN = 64
-
-# From answers, each with the tokens that a step can read of it, its last one among them, to what
-# may follow these: fewer tokens than that.
-Drafter = Callable[[Sequence[tuple[Answer, int]]], list[list[int]]]
 
 
 class Computed(NamedTuple):
@@ -41,12 +29,8 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    A step computes the next token of every running sequence, whole short prompts, as many as
-    `PrefillPolicy` lets into one step, and one chunk of a long prompt. If there are several long
-    prompts, `PrefillPolicy` chooses which one goes on and how long its chunk is, so that no request
-    is delayed by more than about ``max_step`` seconds at a time.
-
-    Room in the caches is `Admission`'s; ``share`` and ``end_ids`` are its.
+    What a step computes says `Batch`. Room in the caches is `Admission`'s; ``share`` and
+    ``end_ids`` are its.
     """
 
     def __init__(
@@ -60,16 +44,14 @@ class Scheduler:
     ) -> None:
         self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
         self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
+        self.room = self.admission.room
         self.waiting: deque[Request] = deque()
         # By the keys of their sequences: prompts that are being prefilled, in the order in which
         # they were admitted; answers; pinned prefixes that are prefilled.
         self.prefills: dict[int, Prefill] = {}
         self.running: dict[int, Answer] = {}
         self.pinned: dict[int, Request] = {}
-        self.drafter: Drafter | None = None
-        # Tokens of an answer after which no rollback window reaches the prompt's end.
-        tails = [arena.tail - arena.policy.block for arena in cache.arenas]
-        self._answer_kept = min(tails, default=0)
+        self.batch = Batch(cache, world_size, prefill_policy, self.admission.checkpoint)
 
     @property
     def sequences(self) -> int:
@@ -127,7 +109,7 @@ class Scheduler:
         """
         if self.waiting:
             for answer in self.running.values():
-                self.admission.grown(answer.key, answer.length)
+                self.room.grown(answer.key, answer.length)
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
@@ -147,104 +129,18 @@ class Scheduler:
         return None
 
     def next(self) -> StepPlan | None:
-        """Plan a step: a token of each answer, prompts that join it whole, a part of a long one."""
-        policy = self.prefill_policy
-        prefills = policy.first_class(list(self.prefills.values()))
-        short: list[Prefill] = []
-        long: list[Prefill] = []
-        for prefill in prefills:
-            (short if policy.joins(prefill) else long).append(prefill)
-        # At least half of a step is left for a long prompt, or it would starve among short ones.
-        joining, joined = policy.together(short, part=0.5 if long else 1.0)
-        entries = [
-            BatchEntry(
-                answer.key,
-                torch.tensor(answer.generated[-1:] + draft),
-                sources=answer.params.return_sources > 0,
-                run=len(draft) > 0,
-            )
-            for answer, draft in zip(self.running.values(), self._drafts(), strict=True)
-        ]
-        entries += [self._entry(p, math.inf, sharded=not p.short) for p in joining]
-        if long:
-            chosen = policy.choose(long)
-            # Requests that still wait could not be admitted: shorter steps do not help them.
-            others = [prefill for prefill in prefills if prefill is not chosen]
-            # An exact prefill has all heads' keys elsewhere until it ends.
-            exact = self.cache.scratch_pages > 0 and not chosen.begin
-            able = not exact and chosen.request.params.prompt_logprobs is None
-            lengths = [answer.length for answer in self.running.values()]
-            length, sharded = policy.take(
-                chosen, others, answering=lengths, joined=joined, able=able
-            )
-            entries.append(self._entry(chosen, length, sharded=sharded))
-        return StepPlan.step(entries) if entries else None
-
-    def _drafts(self) -> list[list[int]]:
-        """What may follow each answer; it is read with the answer's last token, and verified."""
-        if self.drafter is None:
-            return [[] for _ in self.running]
-        answers = self.running.values()
-        return self.drafter([(answer, self._longest_run(answer)) for answer in answers])
-
-    def _longest_run(self, answer: Answer) -> int:
-        """Tokens of an answer, its last one among them, that one step can read at most."""
-        # As many tokens are drawn.
-        most = min(_LONGEST_RUN, answer.request.max_tokens - len(answer.generated))
-        if self._answer_kept > len(answer.generated):  # there a copy is kept
-            most = min(most, self._answer_kept - len(answer.generated))
-        policies = {arena.policy for arena in self.cache.arenas}
-        return min([most, *(policy.run(answer.length, most) for policy in policies)])
-
-    def _entry(self, prefill: Prefill, length: float, *, sharded: bool) -> BatchEntry:
-        """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
-
-        If all ranks are to compute them, though it is no short prompt, every rank must have its
-        window, and keep as many of its tokens as of a chunk, for which there is room: else they are
-        a chunk, after which every rank has it.
-        """
-        left, begin = prefill.remaining, prefill.position
-        n, count = len(left), prefill.request.params.prompt_logprobs
-        if length < n:
-            n = min(n, whole_shards(length, self.world_size))
-        n = min([n, *(stop - begin for stop in prefill.checkpoints if stop > begin)])
-        if n < len(left):
-            self.admission.checkpoint(prefill, begin + n)
-        last = n == len(left) or begin + n in prefill.checkpoints
-        if not (sharded or prefill.short):
-            last = True
-            even = is_even(Chunk(begin, begin + n, self.world_size))
-            sharded = not (prefill.whole_window and even)
-        return BatchEntry(
-            prefill.key,
-            torch.from_numpy(left[:n].astype(np.int64)),
-            sharded=sharded,
-            last=last,
-            prompt_logprobs=-1 if count is None else count,
-            following=-1 if count is None or n == len(left) else int(left[n]),
-        )
+        """Plan a step; None if nothing is to be computed."""
+        return self.batch.plan(list(self.prefills.values()), list(self.running.values()))
 
     def done(self, plan: StepPlan, seconds: float) -> list[Computed]:
         """Note that a step has been made, and in what time; return what it computed, in order."""
         policy = self.prefill_policy
         step = [self._computed(entry) for entry in plan.entries]
-        chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
-        for (of, n), entry in zip(step, plan.entries, strict=True):
-            if isinstance(of, Answer):
-                # Each token of a run reads what is before it, and has its own logits.
-                answers += len(entry.tokens)
-                before += len(entry.tokens) * of.length
-                continue
-            dealt = entry.sharded and self.world_size > 1
-            # What is not sharded may be computed by every rank, but attends to the rank's own part
-            # of what is before it.
-            times = 1 if entry.sharded else policy.repeats
-            chunks |= dealt
-            wholes += not dealt
-            before += of.position
-            tokens += times * n
-            pairs += n * (of.position + times * n / 2)
-        policy.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
+        parts = [
+            (of, len(entry.tokens), entry.sharded)
+            for (of, _), entry in zip(step, plan.entries, strict=True)
+        ]
+        policy.learn(parts, seconds)
         in_turn = [prefill for prefill in self.prefills.values() if not policy.joins(prefill)]
         for (of, n), entry in zip(step, plan.entries, strict=True):
             if isinstance(of, Prefill):
@@ -267,15 +163,15 @@ class Scheduler:
         prefill.whole_window = entry.last or not entry.sharded
         if entry.sharded:
             chunk = Chunk(begin, prefill.position, self.world_size)
-            self.admission.accounts[prefill.key].chunks.append(chunk)
+            self.room.accounts[prefill.key].chunks.append(chunk)
         if prefill.done:
-            self.admission.prefilled(prefill)
+            self.room.prefilled(prefill)
 
     def start(self, prefill: Prefill) -> list[StepPlan]:
         """Begin the answers to a prompt that is prefilled, or pin it.
 
-        The first answer goes on with the prompt's sequence, the others fork from it. Nobody may
-        need that any more: then it ends.
+        The first answer goes on with the prompt's sequence, the others fork from it. If the first
+        was aborted, that sequence ends.
         """
         request = prefill.request
         request.enter(Phase.PREFILLED)
@@ -285,7 +181,7 @@ class Scheduler:
         if request.pinned and request.needed:
             self.pinned[request.key] = request
         elif request.key not in self.running:
-            plans += self.admission.end(request, request.key, prefill.tokens, keep=True)
+            plans += self.room.end(request, request.key, prefill.tokens, keep=True)
         return plans if request.needed else [*plans, *self._end_request(request)]
 
     def copies(self, step: Iterable[Computed]) -> list[StepPlan]:
@@ -294,10 +190,10 @@ class Scheduler:
         for of, _ in step:
             if isinstance(of, Prefill) and of.position in of.checkpoints and not of.done:
                 optional = of.position in of.optional
-                plans += self.admission.copy(of.request, of.key, of.tokens, optional=optional)
+                plans += self.room.copy(of.request, of.key, of.tokens, optional=optional)
         for answer in self.running.values():
-            if 0 < self._answer_kept == len(answer.generated):
-                plans += self.admission.copy(answer.request, answer.key, answer.tokens)
+            if 0 < self.batch.answer_kept == len(answer.generated):
+                plans += self.room.copy(answer.request, answer.key, answer.tokens)
         return plans
 
     def end(self, answer: Answer, *, keep: bool = True) -> list[StepPlan]:
@@ -307,9 +203,9 @@ class Scheduler:
         plans: list[StepPlan] = []
         if request.phase is Phase.PREFILLED:
             del self.running[answer.key]
-            plans += self.admission.end(request, answer.key, answer.tokens, keep=keep)
+            plans += self.room.end(request, answer.key, answer.tokens, keep=keep)
         elif request.phase is Phase.PREFILL and answer.key != request.key:
-            self.admission.accounts.close(answer.key)  # no rank knows of it
+            self.room.accounts.close(answer.key)  # no rank knows of it
         return plans if request.needed else [*plans, *self._end_request(request)]
 
     def release(self, request: Request) -> list[StepPlan]:
@@ -318,7 +214,7 @@ class Scheduler:
         return [] if request.needed else self._end_request(request)
 
     def _end_request(self, request: Request) -> list[StepPlan]:
-        """Forget a request that nobody needs, unless its long prefill can soon be cached."""
+        """Forget a request that is not `needed`, unless its long prefill can soon be cached."""
         plans: list[StepPlan] = []
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
@@ -330,9 +226,9 @@ class Scheduler:
                 prefill.cut(min(prefill.end, prefill.position + 2 * self.world_size))
                 return []
             del self.prefills[request.key]
-            plans += self.admission.end(request, request.key, prefill.tokens, keep=False)
+            plans += self.room.end(request, request.key, prefill.tokens, keep=False)
         elif self.pinned.pop(request.key, None) is not None:
-            plans += self.admission.end(request, request.key, request.tokens, keep=True)
+            plans += self.room.end(request, request.key, request.tokens, keep=True)
         request.enter(Phase.ENDED)
         prefix = request.prefix
         if prefix is None:

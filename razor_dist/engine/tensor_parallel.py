@@ -16,13 +16,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from razor_dist.heads.layout import HeadLayout, ShortHeads
-from razor_dist.kernels.linear import linear
+from razor_dist.kernels.linear import Joined, joins, linear
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 
@@ -130,7 +132,7 @@ class TensorParallel:
         assert not isinstance(layers, str) and share is not None
         self._comm, self._shape, self._part = comm, shape, share
         self._active = False
-        self._changed: list[nn.Module] = []
+        self._changed: list[tuple[nn.Module, Forward]] = []
         # Parameters that one token is multiplied by: of this rank, by layer, then of the head; and
         # of the same matrices as a whole.
         self.parameters: list[int] = []
@@ -160,21 +162,17 @@ class TensorParallel:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for module in self._changed:
-            del module.forward
+        for module, whole in self._changed:
+            module.forward = whole
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Rank 0: ``[n, V]`` from every rank's columns; the others get none of the rows."""
-        comm = self._comm
-        if comm.rank:
-            comm.exchange([(0, logits.contiguous())], [], "tensor").wait()
-            return logits.new_empty(0, self._vocabulary[-1][1])
-        found = [
-            logits if rank == 0 else logits.new_empty(len(logits), end - begin)
-            for rank, (begin, end) in enumerate(self._vocabulary)
-        ]
-        comm.exchange([], list(enumerate(found))[1:], "tensor").wait()
-        return torch.cat(found, dim=-1)
+        widths = [end - begin for begin, end in self._vocabulary]
+        padded = functional.pad(logits, (0, max(widths) - logits.shape[-1]))
+        found = self._comm.all_gather(padded, "tensor")
+        if self._comm.rank:
+            return logits.new_empty(0, sum(widths))
+        return torch.cat([part[:, :width] for part, width in zip(found, widths, strict=True)], -1)
 
     def _change(self, module: nn.Module, shared: Forward, own: int, of: int) -> None:
         """Have a module run ``shared`` while `sharing`, with its ``own`` parameters ``of`` all."""
@@ -186,7 +184,7 @@ class TensorParallel:
             return shared(*inputs) if self._active else whole(*inputs)
 
         module.forward = forward
-        self._changed.append(module)
+        self._changed.append((module, whole))
 
     def _change_rows(
         self, module: nn.Linear, runs: Sequence[tuple[int, int]], *, in_place: bool = False
@@ -195,13 +193,29 @@ class TensorParallel:
         shared = _rows(module, runs, in_place=in_place)
         self._change(module, shared, own, module.weight.numel())
 
+    def _change_all_rows(
+        self, modules: Sequence[nn.Linear], runs: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """The same for layers of one input, which are called in this order."""
+        if not joins(modules[0].weight.device) or len(modules) == 1 or not all(runs):
+            for module, of_module in zip(modules, runs, strict=True):
+                self._change_rows(module, of_module)
+            return
+        pairs = list(zip(modules, runs, strict=True))
+        joined = Joined(
+            [_run(module.weight, of_module) for module, of_module in pairs],
+            [None if m.bias is None else _run(m.bias, of_module) for m, of_module in pairs],
+        )
+        for index, (module, weight) in enumerate(zip(modules, joined.weights, strict=True)):
+            shared = partial(joined.forward, index)
+            self._change(module, shared, weight.numel(), module.weight.numel())
+
     def _share_attention(self, block: _Block, heads: ShortHeads) -> None:
         dim, group = self._shape.head_dim, self._shape.group
         kv = _runs(heads.retrieval + heads.streaming, dim)
         q = [(begin * group, end * group) for begin, end in kv]
         if self._part.compact:
-            for name, runs in zip(_QKV, (q, kv, kv), strict=True):
-                self._change_rows(block.inputs[name], runs)
+            self._change_all_rows([block.inputs[name] for name in _QKV], [q, kv, kv])
         elif set(block.inputs) == {_FUSED_QKV}:
             after_q = dim * self._shape.query_heads
             after_k = after_q + dim * self._shape.kv_heads
@@ -215,11 +229,12 @@ class TensorParallel:
             return
         inner = block.output.in_features
         begin, end = part_of(inner, self._part.rank, self._part.size)
-        for module in block.inputs.values():
-            # Gate and up may be one matrix, one after the other.
-            parts = range(0, module.out_features, inner)
-            runs = [(at + begin, at + end) for at in parts if begin < end]
-            self._change_rows(module, runs)
+        # Gate and up may be one matrix, one after the other.
+        runs = [
+            [(at + begin, at + end) for at in range(0, module.out_features, inner) if begin < end]
+            for module in block.inputs.values()
+        ]
+        self._change_all_rows(list(block.inputs.values()), runs)
         self._change_columns(block.output, [(begin, end)] if begin < end else [])
 
     def _share_experts(self, experts: nn.Module, routed: int) -> None:
@@ -279,14 +294,16 @@ def _runs(heads: Sequence[int], dim: int) -> list[tuple[int, int]]:
     return runs
 
 
+def _run(whole: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Return runs of rows, one after the other: a view of one, a copy of several."""
+    parts = [whole[begin:end] for begin, end in runs] or [whole[:0]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _rows(module: nn.Linear, runs: Sequence[tuple[int, int]], *, in_place: bool = False) -> Forward:
     """Compute some outputs of a linear layer: end to end, or ``in_place`` among zeros."""
-
-    def of(whole: Tensor) -> Tensor:
-        parts = [whole[begin:end] for begin, end in runs] or [whole[:0]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)  # several are copied, once
-
-    weight, bias = of(module.weight), None if module.bias is None else of(module.bias)
+    weight = _run(module.weight, runs)
+    bias = None if module.bias is None else _run(module.bias, runs)
     outputs = module.out_features
 
     def compact(x: Tensor) -> Tensor:

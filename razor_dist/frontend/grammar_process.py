@@ -35,14 +35,12 @@ from razor_dist.frontend.child_process import (
     exchange,
 )
 from razor_dist.protocol.messages import Fields, encode, failure, raise_failure
-from razor_dist.protocol.structured_outputs import (
+from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams, stack_size
+from razor_dist.protocol.vocabulary import (
     FIELD,
-    GrammarText,
     SerializedTokenizer,
-    StructuredOutputsParams,
     load_vocabulary,
     serialized,
-    stack_size,
     vocabulary_of,
 )
 

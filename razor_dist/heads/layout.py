@@ -69,9 +69,9 @@ class ShortHeads:
     # In tensor mode: of the retrieval heads' results, one for each query head, those that this rank
     # projects, beside those of its streaming heads.
     taken: slice | None
-    # Index of all that this rank projects, among the results of the query heads that are handed to
-    # attention.
-    projected: Tensor | None
+    # Of the query heads that are handed to attention, int64: the row of its result among those that
+    # this rank projects, or -1. None if it projects all in their order.
+    places: Tensor | None
     outputs: list[int]  # the model's query heads that this rank projects, in the order of results
 
 
@@ -292,6 +292,9 @@ def _shared(
     results = [h * share.group + g for h in handed for g in range(share.group)]
     split = share.group * len(retrieval)
     projected = results[:split][taken] + results[split:]
+    kv_heads = len(handed) if share.compact else len(retrieval) + len(rest)
+    places = torch.full((kv_heads * share.group,), -1)
+    places[projected] = torch.arange(len(projected))
     return ShortHeads(
         retrieval,
         streaming,
@@ -302,6 +305,6 @@ def _shared(
         layer.retrieval_rows,
         None,
         taken,
-        torch.tensor(projected, dtype=torch.int64, device=device),
+        places.to(device),
         of_retrieval[taken] + of_streaming,
     )

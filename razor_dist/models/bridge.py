@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from razor_dist.kernels.fused import postponed_rotation
 from razor_dist.kernels.query import Query
 from razor_dist.models.longrope import position_mark
 
@@ -38,7 +39,8 @@ class AttentionContext(Protocol):
         """Attention of one layer, by index, to the T tokens of this pass and those before.
 
         ``query.q`` is ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, T, D]``; queries and keys are
-        rotated, or the query has slopes (ALiBi). The result is ``[T, K G, D]`` in the dtype of the
+        rotated, or are to be (``query.rotation``), or the query has slopes (ALiBi). The result is
+        ``[T, K G, D]`` in the dtype of the
         queries.
         """
 
@@ -63,7 +65,8 @@ def _forward(
         raise NotImplementedError(f"the attention of {type(module).__name__} {problem}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    grouped = Query.grouped(query[0], scale, None, key.shape[1])
+    rotation = postponed_rotation(query, key)
+    grouped = Query.grouped(query[0], scale, None, key.shape[1])._replace(rotation=rotation)
     return attention_context.attend(layer, grouped, key[0], value[0]).unsqueeze(0), None
 
 

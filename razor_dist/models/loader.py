@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from razor_dist.config.errors import ModelError
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.fused import use_fused_layers
-from razor_dist.kernels.linear import use_fast_linear
+from razor_dist.kernels.linear import joins, use_fast_linear, use_joined_linear
 from razor_dist.models.adapters import adapter, is_alibi, register_configs
 from razor_dist.models.bridge import NAME as RAZOR_ATTENTION
 from razor_dist.models.longrope import mark_long_positions
@@ -169,6 +169,8 @@ def model_from_config(
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
     mark_long_positions(model)
     use_fast_linear(model)
+    if joins(model.device):
+        use_joined_linear(model)
     if available(model.device):
         use_fused_layers(model)
     model.config.use_cache = False

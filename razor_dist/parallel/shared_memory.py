@@ -4,18 +4,12 @@ gloo sends through TCP and a thread of its own, which has to be woken on both si
 processes on two cores an all-reduce of 2 KB takes 20 ms of waiting for wake-ups. Here a rank copies
 its bytes into the segment and raises a counter, and the others see both.
 
-The segment is a file without a name (``memfd``), so a kill leaves nothing behind. It holds
-
-* for each rank a *board* of two places, to which it writes its part of a collective;
-* for each ordered pair of ranks a *channel* of two places, for messages from one to the other;
-* a counter of what has been written and one of what has been read, for each board and each channel,
-  and one of the parts that all boards have had.
-
-What is longer than a place goes through it piece by piece. A place is written again only when
-everybody has read it. Nothing else is locked, for each counter has one writer; to that of all
-boards several may write the same number. A counter is raised after the bytes are written and read
-before they are: x86 keeps stores and loads in that order, and other processors do not, so there
-gloo is kept (`connect`).
+The segment has boards for collectives, channels for messages, and counters of both
+(`razor_dist.parallel.segment`). What is longer than a place of these goes through it piece by
+piece. A place is written again only when all readers have read it. There is no lock: each counter
+has one writer, or, for all boards together, several that write the same number. A counter is raised
+after the bytes are written and read before they are: x86 keeps stores and loads in that order, and
+other processors do not, so there gloo is kept (`connect`).
 
 A rank that waits for one transfer moves all others that are under way
 (`SharedMemory._advance`). So two ranks that each wait until the other has read cannot block each
@@ -34,17 +28,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import os
-import platform
 import select
-import socket
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,13 +43,18 @@ from torch import Tensor
 
 from razor_dist.kernels.compiled import operations
 from razor_dist.parallel.comm import Communicator, Work
+from razor_dist.parallel.segment import (
+    BOARD_BYTES,
+    CHANNEL_BYTES,
+    PLACES,
+    Process,
+    Segment,
+    host,
+    own_files,
+)
 
-_LINE = 64  # bytes; counters of different ranks must not share a cache line
-_PLACES = 2
-_BOARD_BYTES = 256 << 10
-_CHANNEL_BYTES = 512 << 10
-# A rank that waits in the queues sleeps so long between two looks, at first and then. Looking all
-# the time, in Python, would take the cores from the ranks that compute (docs/LOG.md).
+# Poll interval of a rank that waits in the queues: initial, how often, then longest. A busy loop in
+# Python would take the cores from the ranks that compute (docs/LOG.md).
 _SHORT_SLEEP = 50e-6
 _SHORT_SLEEPS = 100
 _LONG_SLEEP_MS = 1
@@ -73,14 +67,6 @@ _NO_PLACE, _DONE, _WAITING = range(3)
 _MOST_OF_A_LOOK = 1.0
 
 
-class _Process(NamedTuple):
-    """A rank's process, and numbers of its open files: its pipe's writing end, rank 0's segment."""
-
-    pid: int
-    pipe: int
-    segment: int
-
-
 def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None:
     """Join the ranks of a gloo group by shared memory; None, on every rank, if that cannot be.
 
@@ -91,9 +77,9 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
     links: SharedMemory | None = None
     with contextlib.ExitStack() as files:
         first = dist.get_rank(group) == 0
-        mine, reading = _own_files(_Segment.nbytes(size) if first else 0, files)
+        mine, reading = own_files(Segment.nbytes(size) if first else 0, files)
         compiled = operations()
-        peers = [(_host(), mine, compiled is not None)] * size
+        peers = [(host(), mine, compiled is not None)] * size
         dist.all_gather_object(peers, peers[0], group=group)
         processes = [process for _, process, _ in peers if process is not None]
         compiled = compiled if all(there for *_, there in peers) else None
@@ -105,58 +91,6 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
     if links is not None and not all(joined):
         links.close()
     return links if all(joined) else None
-
-
-def _own_files(nbytes: int, files: contextlib.ExitStack) -> tuple[_Process | None, int]:
-    """Make this rank's pipe, and a segment if it has bytes; the caller closes ``files``."""
-    works = sys.platform == "linux" and platform.machine() == "x86_64"
-    if not works or not hasattr(os, "pidfd_open"):
-        return None, -1
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    segment = -1
-    if nbytes:
-        segment = os.memfd_create("razor_dist")
-        files.callback(os.close, segment)
-        os.ftruncate(segment, nbytes)
-    for fd in (reading, writing):
-        files.callback(os.close, fd)
-    return _Process(os.getpid(), writing, segment), reading
-
-
-def _host() -> tuple[str, ...]:
-    """Return what is equal only for processes that see each other in ``/proc``."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return (socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"))
-    except OSError:
-        return (socket.gethostname(), str(os.getpid()))
-
-
-class _Segment:
-    """The mapped memory of all ranks, as arrays; a counter is the first number of its line."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        memory = mmap.mmap(fd, self.nbytes(size))
-        pairs, boards = size * size, size * _PLACES * _BOARD_BYTES
-        counters = 2 * (size + pairs) + 1
-        lines = np.frombuffer(memory, np.int64, counters * _LINE // 8).reshape(counters, -1)[:, 0]
-        # How many pieces were put on and read from the boards [P], and the channels [from, to].
-        self.posted, self.read = lines[:size], lines[size : 2 * size]
-        self.sent = lines[2 * size : 2 * size + pairs].reshape(size, size)
-        self.received = lines[2 * size + pairs : -1].reshape(size, size)
-        self.complete = lines[-1:]
-        at = counters * _LINE
-        self.boards = np.frombuffer(memory, np.uint8, boards, at).reshape(size, _PLACES, -1)
-        self.channels = np.frombuffer(memory, np.uint8, offset=at + boards)
-        self.channels = self.channels.reshape(size, size, _PLACES, -1)
-        arrays = self.boards, self.posted, self.read, self.complete
-        self.for_torch = [torch.from_numpy(array) for array in arrays]
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Bytes for ``size`` ranks; memory is taken only for the parts that are used."""
-        places = size * _BOARD_BYTES + size * size * _CHANNEL_BYTES
-        return (2 * (size + size * size) + 1) * _LINE + _PLACES * places
 
 
 class _Transfer:
@@ -187,10 +121,10 @@ class _Message(_Transfer):
         moved = False
         while len(self._left):
             unread = self._sent[0] - self._received[0]
-            if unread == (_PLACES if self._sends else 0):
+            if unread == (PLACES if self._sends else 0):
                 break
-            piece, self._left = np.split(self._left, [_CHANNEL_BYTES])
-            place = self._places[count[0] % _PLACES, : len(piece)]
+            piece, self._left = np.split(self._left, [CHANNEL_BYTES])
+            place = self._places[count[0] % PLACES, : len(piece)]
             to, what = (place, piece) if self._sends else (piece, place)
             to[:] = what
             count[0] += 1
@@ -209,14 +143,14 @@ class _Gather(_Transfer):
     def advance(self) -> bool:
         segment, rank, moved = self._links.segment, self._links.rank, False
         posted, read = segment.posted, segment.read
-        if len(self._unposted) and posted[rank] - read.min() < _PLACES:
-            piece, self._unposted = np.split(self._unposted, [_BOARD_BYTES])
-            segment.boards[rank, posted[rank] % _PLACES, : len(piece)] = piece
+        if len(self._unposted) and posted[rank] - read.min() < PLACES:
+            piece, self._unposted = np.split(self._unposted, [BOARD_BYTES])
+            segment.boards[rank, posted[rank] % PLACES, : len(piece)] = piece
             self._links.post(int(posted[rank]))
             moved = True
         if self._missing.shape[1] and read[rank] < posted.min():
-            pieces, self._missing = np.split(self._missing, [_BOARD_BYTES], axis=1)
-            pieces[:] = segment.boards[:, read[rank] % _PLACES, : pieces.shape[1]]
+            pieces, self._missing = np.split(self._missing, [BOARD_BYTES], axis=1)
+            pieces[:] = segment.boards[:, read[rank] % PLACES, : pieces.shape[1]]
             read[rank] += 1
             moved = True
         self.done = not self._missing.shape[1]
@@ -247,7 +181,7 @@ class SharedMemory(Communicator):
         self,
         group: dist.ProcessGroup,
         timeout: timedelta,
-        processes: Sequence[_Process],
+        processes: Sequence[Process],
         inbox: int,
         compiled: Any,
     ) -> None:
@@ -275,7 +209,7 @@ class SharedMemory(Communicator):
                 self._inbox_or_end.register(end, select.POLLIN)
             flags, readers = os.O_WRONLY | os.O_NONBLOCK, others if self.rank == 0 else []
             self._outboxes = [file_of(rank, processes[rank].pipe, flags) for rank in readers]
-            self.segment = _Segment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
+            self.segment = Segment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
             self._files = files.pop_all()
         # Under way: collectives, by (), and each channel's messages, in their order.
         self._queues: defaultdict[tuple[int, ...], deque[_Gather | _Message]] = defaultdict(deque)
@@ -343,7 +277,7 @@ class SharedMemory(Communicator):
 
         Small tensors only, and float32 to add up.
         """
-        if self._compiled is None or not 0 < mine.nbytes <= _BOARD_BYTES:
+        if self._compiled is None or not 0 < mine.nbytes <= BOARD_BYTES:
             return False
         if any(self._queues.values()):
             return False

@@ -111,13 +111,12 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
         payloads = [payload_length(1, n) for n in lengths]
         long = sum(n for n in payloads if n > FRAME - HEADER)
         prefill[0]["control"] = others * _INT64 * (FRAME * (1 + len(chunks)) + long)
-        for rank, sent in enumerate(decode):
+        for sent in decode:
             sent["merge"] = others * rows * d.shape.group * (d.shape.head_dim + 1) * 4
             if d.shared:
-                begin, end = part_of(d.shape.vocab_size, rank, d.world_size)
-                sent["tensor"] = 2 * d.shape.layers * _reduced(d) + (
-                    4 * (end - begin) if rank else 0
-                )
+                sizes = [part_of(d.shape.vocab_size, r, d.world_size) for r in range(others + 1)]
+                logits = others * 4 * max(end - begin for begin, end in sizes)
+                sent["tensor"] = 2 * d.shape.layers * _reduced(d) + logits
         decode[0]["control"] = others * _INT64 * FRAME
     # Without what is zero.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])

@@ -13,35 +13,27 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 
 from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.parallel.sharding import cut_chunks
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.prefix.device import PrefillCost
+from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
+from razor_dist.prefix.manifest import Manifest, Tokens
 from razor_dist.prefix.parts import BadPartError
-from razor_dist.prefix.radix import RadixIndex, Tokens
-from razor_dist.prefix.store import Manifest, Names, PrefixStore, Stamp
+from razor_dist.prefix.store import PrefixStore, Stamp
 
 log = logging.getLogger(__name__)
 
-Tier = Literal["host", "disk"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
-
 
 @dataclass(eq=False)
-class Node:
+class Node(Entry):
     """The tokens ``[begin, end)`` of a prompt, in host memory, on disk or in both."""
 
-    key: int  # in the index
     manifest: Manifest
     parent: Node | None
-    where: set[Tier]  # empty once it has left all
-    used_at: float
     stamp: Stamp | None = None  # of its folder on disk, when its manifest was read or written
     children: set[Node] = field(default_factory=set)
 
@@ -78,12 +70,6 @@ class Node:
         return [c for node, end in self.parts for c in cut_chunks(node.manifest.layout, end)]
 
 
-@dataclass(frozen=True)
-class Found:
-    node: Node
-    tokens: int  # of a prompt that can be had from it
-
-
 class Nodes:
     """All nodes, and the bytes that they take.
 
@@ -93,57 +79,40 @@ class Nodes:
     def __init__(
         self,
         accounts: CacheAccounts,
-        cost: PrefillCost,
-        names: Names,
+        index: PrefixIndex,
         store: PrefixStore | None,
         room: dict[Tier, float],
     ) -> None:
-        self._accounts, self._cost, self._store = accounts, cost, store
-        self.names, self.room = names, room
-        self._index = RadixIndex()
+        self._accounts, self._index, self._store, self.room = accounts, index, store, room
         self._nodes: dict[str, Node] = {}  # by the digests of their manifests
         self._on_disk: dict[str, Node] = {}  # by name: the copy that is there
-        self._by_key: dict[int, Node] = {}
         self._unreadable: dict[str, Stamp | None] = {}  # by name: the copy that could not be read
         self._keys = 0
-        self._clock = dict.fromkeys(TIERS, 0.0)  # of evictions
         self._left_host: list[str] = []
         self.counts: Counter[str] = Counter()  # hits and their tokens, evictions, failures: by tier
-        self.bytes = dict.fromkeys(TIERS, 0)
+        self.bytes: dict[Tier, int] = {"host": 0, "disk": 0}
         self.refresh()
 
     def entries(self, tier: Tier) -> int:
         return sum(tier in node.where for node in self._nodes.values())
 
-    def namespace(self, namespace: Hashable) -> str:
-        """Name a request's space: a salt, and the mark of positions."""
-        assert isinstance(namespace, tuple)
-        return self.names.space(*namespace)
-
-    def find(self, namespace: Hashable, tokens: Tokens, most: int) -> Found | None:
+    def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
         """Return what a prompt can begin from, of at most ``most`` tokens."""
-        match = self._index.match(self.namespace(namespace), tokens, most)
-        return None if match.key is None else Found(self._by_key[match.key], match.tokens)
+        return self._index.match(Node, namespace, tokens, most)
 
     def sharing(
-        self, namespace: Hashable, tokens: Tokens, *, on_disk: bool
+        self, namespace: Namespace, tokens: Tokens, *, on_disk: bool
     ) -> tuple[Node | None, int]:
         """Return the node that a new one of these tokens follows on, and where the new one begins.
 
         All that is before is in it and in those that it follows on, on disk if that is wanted.
         """
-
-        def among(key: int) -> bool:
-            return not on_disk or "disk" in self._by_key[key].where
-
-        key, begin = self._index.sharing(self.namespace(namespace), tokens, among)
-        node = None if key is None else self._by_key[key]
+        node, begin = self._index.sharing(
+            Node, namespace, tokens, lambda node: not on_disk or "disk" in node.where
+        )
         while node is not None and begin <= node.manifest.begin:
             node = node.parent
         return node, 0 if node is None else begin
-
-    def tokens(self, node: Node) -> Tokens:
-        return self._index.tokens(node.key)
 
     def refresh(self) -> None:
         """Take in what other processes have written or removed since the last call."""
@@ -192,16 +161,17 @@ class Nodes:
         """
         node = self._nodes.get(manifest.sha256)
         if node is None:
-            before = own[:0] if parent is None else self.tokens(parent)[: manifest.begin]
+            before = own[:0] if parent is None else self._index.tokens(parent)[: manifest.begin]
             if len(before) < manifest.begin:
                 return
             self._keys += 1
             # The time only puts in order what is worth the same.
             used = self._store.used(manifest.node) if self._store and tier == "disk" else 0.0
-            node = Node(self._keys, manifest, parent, set(), self._clock[tier] + used * 1e-30)
-            tokens = np.concatenate([before, own])
-            self._index.add(manifest.space, tokens, node.key, self._least_cut(manifest))
-            self._nodes[manifest.sha256] = self._by_key[node.key] = node
+            used_at = self._index.clock[tier] + used * 1e-30
+            least = self._least_cut(manifest)
+            node = Node(self._keys, manifest.end, least, used_at, set(), manifest, parent)
+            self._index.add(manifest.space, np.concatenate([before, own]), node)
+            self._nodes[manifest.sha256] = node
         if node.parent is not None:
             node.parent.children.discard(node)
         if parent is not None:
@@ -239,8 +209,8 @@ class Nodes:
             return
         if node.parent is not None:
             node.parent.children.discard(node)
-        self._index.remove(node.key)
-        del self._nodes[node.manifest.sha256], self._by_key[node.key]
+        self._index.remove(node)
+        del self._nodes[node.manifest.sha256]
 
     def _with(self, node: Node, tier: Tier) -> list[tuple[Node, Tier]]:
         """Return the children, and their tiers, that would be lost if a node left a tier.
@@ -259,7 +229,7 @@ class Nodes:
     def used(self, chain: list[Node], tier: Tier) -> None:
         """Note that nodes were loaded."""
         for one in chain:
-            one.used_at = self._clock[tier]
+            one.used_at = self._index.clock[tier]
             if self._store is not None and "disk" in one.where:
                 self._store.touch(one.manifest.node)
 
@@ -277,24 +247,19 @@ class Nodes:
             return False
         while self.bytes[tier] + nbytes > self.room[tier]:
             worths = [
-                (self._worth(node), node.key)
+                (self._index.worth(node, node.manifest.begin, node.manifest.nbytes), node.key, node)
                 for node in self._nodes.values()
                 if tier in node.where and node not in keep and not self._with(node, tier)
             ]
             if not worths:
                 return False
-            self._clock[tier], key = min(worths)
-            node = self._by_key[key]
+            self._index.clock[tier], _, node = min(worths)
             self.counts[f"{tier}_evictions"] += 1
             self.leave(node, tier)
             if tier == "disk":
                 assert self._store is not None
                 self._store.remove(node.manifest.node)
         return True
-
-    def _worth(self, node: Node) -> float:
-        m = node.manifest
-        return node.used_at + self._cost.work(m.end - m.begin, m.begin) / max(1, m.nbytes)
 
     def stats(self, tier: Tier) -> dict[str, int]:
         """Return a tier's counters."""

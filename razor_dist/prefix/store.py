@@ -4,7 +4,7 @@
 
     DIR/
         writer.lock          held by the one process that writes and prunes
-        secret               with which names are made of salts and tokens
+        secret               key of the names, which are made of cache salts and tokens
         <fingerprint>/       caches that fit each other: of one model, head map, policy, dtype
             about.json       what those are
             <node>/          the tokens [begin, end) of a prompt, that follow on its parent's
@@ -25,16 +25,12 @@ the same text are refused (`BadPartError`), also while a reader is in the midst 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
 import shutil
 import time
 import tokenize
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +39,9 @@ import numpy as np
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.files import sync_folder
-from razor_dist.parallel.sharding import cut_chunks
-from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.manifest import FORMAT, Manifest, Names, Tokens, digest, tokens_digest
 from razor_dist.prefix.parts import BadPartError, read_file, unpack, write_file
-from razor_dist.prefix.radix import Tokens
 
-FORMAT = 2  # of format 1, parts do not name their manifest
 _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
@@ -57,127 +50,6 @@ _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
 # Of a node's folder: inode, and the time in ns when files came or went. `PrefixStore.touch` leaves
 # it, and writing a node anew changes it.
 Stamp = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A copy of a node: the layout of its parts, beside its tokens."""
-
-    fingerprint: str
-    node: str
-    copy: str  # random: two writers' parts differ in rounding even where the layout is the same
-    parent: str | None  # has the tokens before ``begin``, and maybe others after them
-    begin: int
-    end: int
-    space: str  # prompts of different ones share nothing
-    world_size: int
-    chunks: tuple[tuple[int, int, int, int], ...]  # begin, end, and both of the whole chunk
-    tails: tuple[int, ...]  # for each window: the first token in the tail
-    kv_parts: int  # files of each rank
-    steps: tuple[int, ...]  # for each window: rows of the streaming heads in a part
-    state_parts: tuple[int, ...]  # and parts
-    nbytes: int
-    tokens_sha256: str
-
-    def __post_init__(self) -> None:
-        """`ValueError` if no prompt can have been read like this."""
-        windows = (self.tails, self.steps, self.state_parts)
-        least_0 = [self.begin, self.kv_parts, self.nbytes, *self.tails, *self.steps]
-        least_1 = [self.world_size, *self.state_parts]
-        edges = [self.begin, *(edge for a, b, _, _ in self.chunks for edge in (a, b)), self.end]
-        numbers = [*least_0, *least_1, *edges, *(edge for row in self.chunks for edge in row)]
-        if not (
-            all(type(number) is int for number in numbers)
-            and min(least_0) >= 0
-            and min(least_1) >= 1
-            and edges == sorted(edges)
-            and all(c <= a < b <= d for a, b, c, d in self.chunks)
-            and len({len(row) for row in windows}) == 1
-        ):
-            raise ValueError("its numbers contradict each other")
-
-    @cached_property
-    def sha256(self) -> str:
-        """Digest of all fields, which the header of every part holds."""
-        return _digest(self._fields)
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
-
-    @property
-    def layout(self) -> list[Chunk]:
-        """The chunks in which its tokens were read, as far as they are its own."""
-        return [Chunk(a, b, self.world_size, (c, d)) for a, b, c, d in self.chunks]
-
-    @staticmethod
-    def rows_of(chunks: list[Chunk], begin: int, end: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return ``chunks`` for a part ``[begin, end)`` of a sequence."""
-        parts = cut_chunks(chunks, end, begin)
-        return tuple((c.begin, c.end, *(c.whole or (c.begin, c.end))) for c in parts)
-
-    def to_json(self) -> str:
-        return json.dumps({**self._fields, "sha256": self.sha256}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Manifest:
-        """Read a manifest; `BadPartError` if it is damaged or of another format."""
-        try:
-            fields = json.loads(text)
-            digest = fields.pop("sha256")
-            if digest != _digest(fields):
-                raise BadPartError("its manifest is damaged")
-            if (version := fields.pop("format")) != FORMAT:
-                raise BadPartError(f"its format is {version}, and this version reads {FORMAT}")
-            lists = {"chunks", "tails", "steps", "state_parts"}
-            return cls(**{k: _tuples(v) if k in lists else v for k, v in fields.items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadPartError(f"its manifest is damaged ({error!r:.100})") from None
-
-    def files(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Stream the names of its parts, and what the header of each says."""
-        for rank in range(self.world_size):
-            for part in range(self.kv_parts):
-                yield kv_part(rank, part), part_header(self.sha256, rank=rank, part=part)
-        for window, parts in enumerate(self.state_parts):
-            for part in range(parts):
-                yield state_part(window, part), part_header(self.sha256, window=window, part=part)
-
-
-def part_header(manifest: str, **part: int) -> dict[str, str]:
-    """Return what a part says of itself: the digest of its manifest, and which part it is."""
-    return {"manifest": manifest, **{name: str(number) for name, number in part.items()}}
-
-
-def kv_part(rank: int, part: int) -> str:
-    """Name of a file with keys and values of retrieval heads in one rank's shard."""
-    return f"kv-{rank:03d}-{part:05d}.safetensors"
-
-
-def state_part(window: int, part: int) -> str:
-    """Name of a file with some streaming heads of one window."""
-    return f"state-{window:03d}-{part:05d}.safetensors"
-
-
-class Names:
-    """Names of spaces and nodes; without the ``secret`` they do not tell salts or texts."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-
-    def space(self, salt: str | None, mark: int) -> str:
-        """Name the prompts of one salt and one set of rotary frequencies."""
-        return self._digest(f"{mark} {'none' if salt is None else 'salt ' + salt}".encode())
-
-    def node(self, space: str, tokens: Tokens) -> str:
-        """Name the node that ends with these tokens: the same text has the same name."""
-        return self._digest(space.encode(), np.ascontiguousarray(tokens, "<i4").tobytes())
-
-    def _digest(self, *texts: bytes) -> str:
-        found = hashlib.blake2b(key=self._secret, digest_size=16)
-        for text in texts:
-            found.update(text)
-        return found.hexdigest()
 
 
 class PrefixStore:
@@ -189,7 +61,7 @@ class PrefixStore:
 
     def __init__(self, directory: Path, about: dict[str, Any]) -> None:
         self._root = directory
-        self.fingerprint = _digest(about)[:24]
+        self.fingerprint = digest(about)[:24]
         self.folder = directory / self.fingerprint
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -405,10 +277,6 @@ def remove_leftovers(directory: Path) -> int:
     return len(found)
 
 
-def tokens_digest(tokens: Tokens) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").data).hexdigest()
-
-
 def _is_node(name: str) -> bool:
     return "." not in name
 
@@ -434,12 +302,3 @@ def _secret_of(directory: Path) -> bytes:
             "remove the whole directory, whose prefixes are not found without it"
         )
     return secret
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,14 @@ from torch import Tensor
 
 from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.parallel.sharding import shard_lengths
-from razor_dist.prefix.device import PrefillCost
-from razor_dist.prefix.nodes import Found, Node, Nodes, Tier
-from razor_dist.prefix.radix import Tokens
-from razor_dist.prefix.store import Manifest, Names, PrefixStore, tokens_digest
-from razor_dist.prefix.transfer import FAILED, LoadJob, NodeJob, SaveJob, as_payload, kv_parts
+from razor_dist.prefix.index import Match, Namespace, PrefixIndex, Tier
+from razor_dist.prefix.manifest import Manifest, Tokens, tokens_digest
+from razor_dist.prefix.nodes import Node, Nodes
+from razor_dist.prefix.store import PrefixStore
+from razor_dist.prefix.transfer import FAILED, LoadJob, SaveJob, as_payload, kv_parts
 from razor_dist.protocol.step_plan import Op, StepPlan
 
 log = logging.getLogger(__name__)
-
-Namespace = tuple[
-    str | None, int
-]  # a salt, and the mark of positions (`razor_dist.models.longrope`)
 
 # A prompt is saved if at least 4 pages and 1/16 of it are in no node: a node always holds the
 # streaming heads' windows, however little else is new.
@@ -87,7 +83,7 @@ class Tiers:
     def __init__(
         self,
         accounts: CacheAccounts,
-        cost: PrefillCost,
+        index: PrefixIndex,
         fingerprint: str,
         store: PrefixStore | None,
         room: dict[Tier, float],
@@ -95,8 +91,10 @@ class Tiers:
     ) -> None:
         self._accounts, self._fingerprint = accounts, fingerprint
         self._store, self._state_parts = store, state_parts
-        names = Names(secrets.token_bytes(32)) if store is None else store.names
-        self.nodes = Nodes(accounts, cost, names, store, room)
+        assert not len(index), "stored prefixes are known before any request"
+        if store is not None:
+            index.names = store.names
+        self._index, self.nodes = index, Nodes(accounts, index, store, room)
         self._queue: dict[int, Candidate] = {}
         self.saving: Saving | None = None
         self.loading: Loading | None = None
@@ -115,7 +113,7 @@ class Tiers:
 
     # -------------------------------------------------------------------------------- to load
 
-    def find(self, namespace: Hashable, tokens: Tokens, most: int) -> Found | None:
+    def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
         """Return what a prompt can begin from that is in these tiers."""
         self.nodes.refresh()
         return self.nodes.find(namespace, tokens, most)
@@ -123,26 +121,11 @@ class Tiers:
     def load(self, node: Node, key: int, namespace: Namespace) -> StepPlan:
         """Begin to load a node into a sequence that has room for it; return the plan to open it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
-        self.loading = Loading(key, node.chain, namespace, self.nodes.tokens(node), tier)
-        chain = [
-            NodeJob(
-                node=m.node,
-                manifest=m.sha256,
-                world_size=m.world_size,
-                begin=m.begin,
-                end=m.end,
-                cut=cut,
-                chunks=m.chunks,
-                kv_parts=m.kv_parts,
-                steps=m.steps,
-                parts=m.state_parts,
-                tails=m.tails,
-            )
-            for m, cut in ((one.manifest, cut) for one, cut in node.parts)
-        ]
+        self.loading = Loading(key, node.chain, namespace, self._index.tokens(node), tier)
         chunks = Manifest.rows_of(self._accounts[key].chunks, 0, node.manifest.end)
         same = node.written_by(self._accounts.world_size)
-        job = LoadJob(chain, same, chunks, namespace[1])
+        chain, cuts = zip(*((one.manifest, cut) for one, cut in node.parts), strict=True)
+        job = LoadJob(list(chain), list(cuts), same, chunks, namespace[1])
         return StepPlan(Op.LOAD, key, total=node.manifest.end, payload=as_payload(job))
 
     def loaded(self, answers: Tensor) -> bool | None:
@@ -175,7 +158,7 @@ class Tiers:
     def _is_new(self, candidate: Candidate) -> bool:
         tokens = candidate.tokens
         found = self.nodes.find(candidate.namespace, tokens, len(tokens))
-        new = len(tokens) - (0 if found is None else found.tokens)
+        new = len(tokens) - found.tokens
         return new >= least_new(len(tokens), self._accounts.cache.page_size)
 
     def forget(self, key: int) -> list[StepPlan]:
@@ -225,26 +208,12 @@ class Tiers:
         host = fits.get("host", False)
         if draft is None and not host:
             return None
-        job = SaveJob(
-            drop=[],
-            manifest=manifest.sha256,
-            begin=begin,
-            end=manifest.end,
-            host=host,
-            draft=None if draft is None else draft.name,
-            kv_parts=manifest.kv_parts,
-            steps=manifest.steps,
-            parts=manifest.state_parts,
-            tails=manifest.tails,
-        )
+        job = SaveJob([], manifest, host, None if draft is None else draft.name)
         return Saving(of, manifest, parent, draft, host, job)
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
-        namespace, end, cache = (
-            self.nodes.namespace(of.namespace),
-            len(of.tokens),
-            self._accounts.cache,
-        )
+        names, end, cache = self._index.names, len(of.tokens), self._accounts.cache
+        space = names.namespace(*of.namespace)
         held = self._accounts[of.key]
         size, chunks = self._accounts.world_size, held.chunks
         after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
@@ -262,12 +231,12 @@ class Tiers:
         nbytes = sum(place * (arena.ring + end - tail) for arena, tail, place in places)
         return Manifest(
             fingerprint=self._fingerprint,
-            node=self.nodes.names.node(namespace, of.tokens),
+            node=names.node(space, of.tokens),
             copy=secrets.token_hex(16),
             parent=None if parent is None else parent.manifest.node,
             begin=begin,
             end=end,
-            space=namespace,
+            space=space,
             world_size=size,
             chunks=Manifest.rows_of(chunks, begin, end),
             tails=tuple(tails),

@@ -23,9 +23,8 @@ from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import held_positions, shard_lengths
-from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.manifest import Manifest, Rows, kv_part, part_header, state_part
 from razor_dist.prefix.parts import BadPartError, PartWriter, read_file, unpack, write_file
-from razor_dist.prefix.store import kv_part, part_header, state_part
 
 log = logging.getLogger(__name__)
 
@@ -35,45 +34,23 @@ PART_BYTES = 16 << 20
 FAILED, TOO_LATE = -1, -2
 
 
-class NodeJob(msgspec.Struct, frozen=True):
-    """A node of the store, of which the tokens ``[begin, cut)`` are loaded."""
-
-    node: str  # its folder
-    manifest: str  # digest of its manifest
-    world_size: int  # of the ranks that wrote it
-    begin: int
-    end: int
-    cut: int
-    chunks: tuple[tuple[int, int, int, int], ...]  # `Manifest.chunks`
-    kv_parts: int
-    # By window: rows of a part of its state, the number of parts, and where its tail begins.
-    steps: tuple[int, ...]
-    parts: tuple[int, ...]
-    tails: tuple[int, ...]
-
-
 class LoadJob(msgspec.Struct, frozen=True):
     """A sequence to load; with the first plan of a load."""
 
-    chain: list[NodeJob]  # from the sequence's beginning on
+    chain: list[Manifest]  # of the nodes that have it, from its beginning on
+    cuts: list[int]  # and where the tokens end that are taken from each
     same: bool  # this many ranks wrote them: each reads its own parts
-    chunks: tuple[tuple[int, int, int, int], ...]  # of the sequence
+    chunks: Rows  # of the sequence
     mark: int  # `Sequence.position_mark`
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """A sequence to save as ``[begin, end)``; with the first plan of a save."""
+    """A sequence to save; with the first plan of a save."""
 
-    drop: list[str]  # manifests of nodes that leave host memory
-    manifest: str = ""  # digest of the new node's; "": nothing is saved
-    begin: int = 0
-    end: int = 0
+    drop: list[str]  # digests of the manifests of nodes that leave host memory
+    manifest: Manifest | None = None  # of the new node; None: nothing is saved
     host: bool = False  # it goes to host memory
     draft: str | None = None  # and to this folder
-    kv_parts: int = 0
-    steps: tuple[int, ...] = ()
-    parts: tuple[int, ...] = ()
-    tails: tuple[int, ...] = ()
 
 
 _save_job, _load_job = msgspec.msgpack.Decoder(SaveJob), msgspec.msgpack.Decoder(LoadJob)
@@ -127,13 +104,13 @@ class Transfers:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
             job = _save_job.decode(_data_of(payload))
-            for manifest in job.drop:
-                self._host.pop(manifest, None)
+            for digest in job.drop:
+                self._host.pop(digest, None)
             self._saving = iter(())
             self._writer.begin()
-            if job.manifest:
+            if job.manifest is not None:
                 assert sequence is not None
-                self._saving = self._save(sequence, job)
+                self._saving = self._save(sequence, job, job.manifest)
         left = next(self._saving, 0) if not self._writer.busy else 1
         if left >= 0:
             left = max(left, self._writer.pending)
@@ -166,41 +143,50 @@ class Transfers:
 
     # -------------------------------------------------------------------------------- to save
 
-    def _save(self, sequence: Sequence, job: SaveJob) -> Iterator[int]:
+    def _save(self, sequence: Sequence, job: SaveJob, manifest: Manifest) -> Iterator[int]:
         """Copy one part after the other for the writer; yield how many are left."""
-        begin, end, size = job.begin, job.end, self._comm.size
+        begin, end, size = manifest.begin, manifest.end, self._comm.size
         chunks, rank = list(sequence.chunks), self._comm.rank
         first, last = (shard_lengths(chunks, at, size)[rank] for at in (begin, end))
         states = [
             (window, part, slice(row, row + step))
-            for window, (step, parts) in enumerate(zip(job.steps, job.parts, strict=True))
+            for window, (step, parts) in enumerate(
+                zip(manifest.steps, manifest.state_parts, strict=True)
+            )
             for part, row in enumerate(range(0, step * parts, step))
         ]
-        left = itertools.count(len(states[rank::size]) + job.kv_parts - 1, -1)
+        left = itertools.count(len(states[rank::size]) + manifest.kv_parts - 1, -1)
         for window, part, rows in states[rank::size]:
             cache, slot = self._caches.streaming[window], sequence.streaming[window]
-            tail = job.tails[window]
+            tail = manifest.tails[window]
             if not cache.can_cut(slot, end) or slot.tail_begin > tail:
                 yield TOO_LATE
             rows = slice(rows.start, min(rows.stop, cache.rows.stop))
             # Of all parts alike, though the sequence may go on between two of them.
             state = cache.state(slot, rows, end, tail)
-            self._put(state, job, state_part(window, part), window=window, part=part)
+            about = part_header(manifest.sha256, window=window, part=part)
+            self._put(state, job, manifest, state_part(window, part), about)
             yield next(left)
-        pages, parts = self._caches.pages, job.kv_parts
+        pages, parts = self._caches.pages, manifest.kv_parts
         for part in range(parts):
             edges = [first + (last - first) * n // parts for n in (part, part + 1)]
             k, v = pages.read(sequence.table, *edges)
-            name = kv_part(rank, part)
-            self._put({"k": k, "v": v}, job, name, rank=rank, part=part)
+            about = part_header(manifest.sha256, rank=rank, part=part)
+            self._put({"k": k, "v": v}, job, manifest, kv_part(rank, part), about)
             yield next(left)
 
-    def _put(self, tensors: dict[str, Tensor], job: SaveJob, name: str, **part: int) -> None:
-        about = part_header(job.manifest, **part)
+    def _put(
+        self,
+        tensors: dict[str, Tensor],
+        job: SaveJob,
+        manifest: Manifest,
+        name: str,
+        about: dict[str, str],
+    ) -> None:
         on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
         to: list[Callable[[bytes], object]] = []
         if job.host:
-            held = self._host.setdefault(job.manifest, {})
+            held = self._host.setdefault(manifest.sha256, {})
             to.append(partial(held.__setitem__, name))
         if job.draft is not None:
             assert self._folder is not None
@@ -219,7 +205,9 @@ class Transfers:
         reads, chain = self._reads(sequence, job), job.chain
         node = chain[-1]
         try:
-            states = [(w, part) for w, parts in enumerate(node.parts) for part in range(parts)]
+            states = [
+                (w, part) for w, parts in enumerate(node.state_parts) for part in range(parts)
+            ]
             size = self._comm.size
             rounds = range(0, len(states), size)
             left = len(rounds) + len(reads)
@@ -245,7 +233,7 @@ class Transfers:
             yield left, 0
 
     def _load_states(
-        self, sequence: Sequence, node: NodeJob, states: list[tuple[int, int]]
+        self, sequence: Sequence, node: Manifest, states: list[tuple[int, int]]
     ) -> None:
         """Read one part on each rank and hand all to all; `BadPartError` if any rank cannot."""
         rank, data = self._comm.rank, b""
@@ -254,7 +242,7 @@ class Transfers:
             name = state_part(window, part)
             try:
                 data = self._part(node, name)
-                unpack(data, part_header(node.manifest, window=window, part=part))
+                unpack(data, part_header(node.sha256, window=window, part=part))
             except BadPartError as error:
                 self._complain(node, name, error)
                 data = b""
@@ -267,7 +255,7 @@ class Transfers:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyones = self._comm.all_gather(padded.to(device), "halo").cpu()
         for (window, part), row, length in zip(states, everyones, nbytes, strict=False):
-            about = part_header(node.manifest, window=window, part=part)
+            about = part_header(node.sha256, window=window, part=part)
             state = unpack(row[:length].numpy().tobytes(), about)
             cache, step = self._caches.streaming[window], node.steps[window]
             rows = slice(part * step, min((part + 1) * step, cache.rows.stop))
@@ -281,10 +269,10 @@ class Transfers:
             on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
             cache.restore(sequence.streaming[window], rows, on_device)
 
-    def _load_tokens(self, sequence: Sequence, node: NodeJob, read: _Read) -> None:
+    def _load_tokens(self, sequence: Sequence, node: Manifest, read: _Read) -> None:
         pages = self._caches.pages
         data = self._part(node, kv_part(read.rank, read.part))
-        about = part_header(node.manifest, rank=read.rank, part=read.part)
+        about = part_header(node.sha256, rank=read.rank, part=read.part)
         found = unpack(data, about)
         want = (pages.k.shape[0], read.tokens, pages.width)
         if any(tuple(found[key].shape) != want for key in ("k", "v")):
@@ -301,16 +289,15 @@ class Transfers:
         size, reads = self._comm.size, []
         end = job.chain[-1].end
         mine = held_positions(sequence.chunks, 0, end, self._comm.rank, size)
-        for index, node in enumerate(job.chain):
+        for index, (node, cut) in enumerate(zip(job.chain, job.cuts, strict=True)):
             ranks = range(node.world_size)
             if job.same:
                 ranks = range(self._comm.rank, self._comm.rank + 1)
-            chunks = [Chunk(a, b, node.world_size, (c, d)) for a, b, c, d in node.chunks]
             for rank in ranks:
-                held = held_positions(chunks, node.begin, node.end, rank, node.world_size)
+                held = held_positions(node.layout, node.begin, node.end, rank, node.world_size)
                 for part in range(node.kv_parts):
                     a, b = (len(held) * n // node.kv_parts for n in (part, part + 1))
-                    wanted = held[a:b] < node.cut
+                    wanted = held[a:b] < cut
                     wanted &= np.isin(held[a:b], mine, assume_unique=True)
                     take = np.flatnonzero(wanted)
                     if len(take):
@@ -320,15 +307,15 @@ class Transfers:
                         reads.append(_Read(index, rank, part, b - a, *numbers))
         return reads
 
-    def _part(self, node: NodeJob, name: str) -> bytes:
-        held = self._host.get(node.manifest, {}).get(name)
+    def _part(self, node: Manifest, name: str) -> bytes:
+        held = self._host.get(node.sha256, {}).get(name)
         if held is not None:
             return held
         if self._folder is None:
             raise BadPartError("it is not in host memory")
         return read_file(self._folder / node.node / name)
 
-    def _complain(self, node: NodeJob, name: str, error: BadPartError) -> None:
+    def _complain(self, node: Manifest, name: str, error: BadPartError) -> None:
         self._complaint = f"{name} of {node.node}: {error}"
 
 

@@ -15,14 +15,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.grammar_bounds import LONGEST, grammar_problem, schema_problem
+from razor_dist.protocol.vocabulary import (
+    library,
+    load_vocabulary,
+    one_line,
+    refusal,
+    serialized,
+    vocabulary_of,
+)
 
 T = TypeVar("T")
 
@@ -32,7 +39,6 @@ if TYPE_CHECKING:  # the command line imports this, and loads in a second withou
     from transformers import PreTrainedTokenizerBase
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
-FIELD = "structured_outputs"
 # Characters of llguidance's text of a constraint: escaping may lengthen what was given.
 LONGEST_TEXT = 4 * LONGEST
 # Bytes of the stack of rank 0's thread: eight times that of the child process, where llguidance
@@ -90,22 +96,22 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         kinds = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
         if self.json is False:
-            raise _refusal("json: false is a schema that nothing matches")
+            raise refusal("json: false is a schema that nothing matches")
         if len(kinds) != 1:
             got = " and ".join(kinds) or "none"
-            raise _refusal(f"exactly one of {', '.join(_KINDS)} must be given, got {got}")
+            raise refusal(f"exactly one of {', '.join(_KINDS)} must be given, got {got}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
-                raise _refusal(f"{name} must be a string")
+                raise refusal(f"{name} must be a string")
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool | None):
-                raise _refusal(f"{name} must be true or false")
+                raise refusal(f"{name} must be true or false")
         if not isinstance(self.json, str | Mapping | bool | None):
-            raise _refusal("json must be a JSON schema: an object, or a string that holds one")
+            raise refusal("json must be a JSON schema: an object, or a string that holds one")
         if self.choice is not None:
             strings = not isinstance(self.choice, str) and isinstance(self.choice, Sequence)
             if not (strings and self.choice and all(isinstance(c, str) for c in self.choice)):
-                raise _refusal("choice must be a list of strings that is not empty")
+                raise refusal("choice must be a list of strings that is not empty")
             object.__setattr__(self, "choice", tuple(self.choice))
 
     @classmethod
@@ -114,11 +120,11 @@ class StructuredOutputsParams:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise _refusal(f"must be an object, got {value!r:.80}")
+            raise refusal(f"must be an object, got {value!r:.80}")
         names = [field.name for field in fields_of(cls)]
         unknown = [name for name in value if name not in names]
         if unknown:
-            raise _refusal(f"unsupported field {unknown[0]!r:.80}; there are {', '.join(names)}")
+            raise refusal(f"unsupported field {unknown[0]!r:.80}; there are {', '.join(names)}")
         return cls(**{n: v for n, v in value.items() if (n, v) != ("disable_any_whitespace", None)})
 
     def check(self) -> None:
@@ -129,7 +135,7 @@ class StructuredOutputsParams:
         """
         kind, given = self._kind, self._given()
         if len(given) + len(self.whitespace_pattern or "") > LONGEST:
-            raise _refusal(f"{kind} is longer than {LONGEST} characters")
+            raise refusal(f"{kind} is longer than {LONGEST} characters")
         try:
             given.encode()
             problem = None
@@ -138,13 +144,13 @@ class StructuredOutputsParams:
             elif kind == "json":
                 problem = schema_problem(json.loads(given))
         except UnicodeEncodeError:
-            raise _refusal(f"{kind} holds a lone surrogate (\\ud800 to \\udfff)") from None
+            raise refusal(f"{kind} holds a lone surrogate (\\ud800 to \\udfff)") from None
         except ValueError as error:
-            raise _refusal(f"{kind} cannot be used: {error}") from None
+            raise refusal(f"{kind} cannot be used: {error}") from None
         except RecursionError:
             problem = "is nested too deeply"
         if problem:
-            raise _refusal(f"{kind} {problem}")
+            raise refusal(f"{kind} {problem}")
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields by name, for a message; ``of(fields)`` is as good."""
@@ -168,7 +174,7 @@ class StructuredOutputsParams:
 
     def llguidance(self) -> str:
         """Return llguidance's own description of it."""
-        matcher, grammar_from = _library()
+        matcher, grammar_from = library()
         try:
             match self._kind:
                 case "choice":  # llguidance's own fails, in mid-answer, above 2,000
@@ -179,7 +185,7 @@ class StructuredOutputsParams:
                     return grammar_from("grammar", self.grammar) + _UNFORCED
             description = matcher.grammar_from_json_schema(self._schema(), overrides=self._blanks)
         except ValueError as error:
-            raise _refusal(f"{self._kind} cannot be used: {_short(str(error))}") from None
+            raise refusal(f"{self._kind} cannot be used: {one_line(str(error))}") from None
         schema = json.loads(description)["grammars"][0]["json_schema"]
         if self.whitespace_pattern is None and schema["x-guidance"] == self._blanks:
             return description
@@ -194,7 +200,7 @@ class StructuredOutputsParams:
         """
         text = self.llguidance()
         if len(text) > LONGEST_TEXT:
-            raise _refusal(f"{self._kind} is longer than {LONGEST_TEXT} characters for llguidance")
+            raise refusal(f"{self._kind} is longer than {LONGEST_TEXT} characters for llguidance")
         matcher = _matcher(text, tokenizer, self._kind)
         import numpy as np
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
@@ -217,9 +223,9 @@ class StructuredOutputsParams:
         try:
             return json.dumps(self.json, ensure_ascii=False)
         except RecursionError:
-            raise _refusal("json is nested too deeply") from None
+            raise refusal("json is nested too deeply") from None
         except (TypeError, ValueError) as error:
-            raise _refusal(f"json must be a JSON schema: {error}") from None
+            raise refusal(f"json must be a JSON schema: {error}") from None
 
     @property
     def _blanks(self) -> dict[str, Any]:
@@ -237,7 +243,7 @@ class GrammarText:
     def check(self) -> None:
         """Raise `RequestError` if no frontend can have compiled it."""
         if len(self.text) > LONGEST_TEXT:
-            raise _refusal(f"it is longer than {LONGEST_TEXT} characters")
+            raise refusal(f"it is longer than {LONGEST_TEXT} characters")
 
     def to_wire(self) -> dict[str, Any]:
         return {"text": self.text}
@@ -273,7 +279,7 @@ class Grammar:
         """Why no token can follow, such as a limit of llguidance's that the grammar exceeds."""
         if not self._matcher.is_error():
             return None
-        return _refusal(f"the answer cannot go on: {_short(self._matcher.get_error())}")
+        return refusal(f"the answer cannot go on: {one_line(self._matcher.get_error())}")
 
 
 class GrammarCompiler:
@@ -333,54 +339,6 @@ def stack_size(size: int) -> Iterator[None]:
         threading.stack_size(before)
 
 
-def vocabulary_of(
-    tokenizer: SerializedTokenizer, vocab_size: int, ends: Sequence[int]
-) -> dict[str, Any]:
-    """Return what `load_vocabulary` takes, and a message may hold."""
-    end = list(ends) or tokenizer.eos_token_id
-    return {"tokenizer": tokenizer.json, "n_vocab": vocab_size, "eos_token": end}
-
-
-class SerializedTokenizer(NamedTuple):
-    """A tokenizer as the JSON of the tokenizers library, and its end-of-sequence token."""
-
-    json: str
-    eos_token_id: int | None
-
-
-def serialized(tokenizer: PreTrainedTokenizerBase | None) -> SerializedTokenizer:
-    """Return a tokenizer as llguidance takes it.
-
-    Raises `RequestError` if there is none, or not of the tokenizers library, or it has parts in
-    Python, which have no JSON. For 49,152 tokens it takes 0.2 s with the interpreter's lock held.
-    """
-    if tokenizer is None:
-        raise _refusal("the model has no tokenizer, which structured outputs need")
-    from transformers import PreTrainedTokenizerFast
-
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise _refusal("the model's tokenizer cannot be used: it is not of the tokenizers library")
-    try:
-        backend = copy(tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        return SerializedTokenizer(str(backend.to_str()), tokenizer.eos_token_id)
-    except Exception as error:  # the library raises nothing more special
-        problem = f"the model's tokenizer cannot be used: {_short(str(error))}"
-        raise _refusal(problem) from None
-
-
-def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:
-    """Return llguidance's vocabulary of a model; `RequestError` if it cannot be used."""
-    _library()
-    from llguidance import LLTokenizer
-
-    try:
-        return LLTokenizer(**vocabulary)
-    except ValueError as error:
-        raise _refusal(f"the model's tokenizer cannot be used: {_short(str(error))}") from None
-
-
 def _matcher(text: str, tokenizer: LLTokenizer, kind: str) -> LLMatcher:
     """Compile llguidance's text within bounds; `RequestError` if it cannot be."""
     from llguidance import LLMatcher, LLParserLimits
@@ -394,21 +352,4 @@ def _matcher(text: str, tokenizer: LLTokenizer, kind: str) -> LLMatcher:
 
 def _check_matcher(matcher: LLMatcher, kind: str) -> None:
     if matcher.is_error():
-        raise _refusal(f"{kind} cannot be used: {_short(matcher.get_error())}")
-
-
-def _library() -> tuple[Any, Any]:
-    try:
-        from llguidance import LLMatcher, grammar_from
-    except ImportError as error:
-        raise _refusal(f"it needs the package llguidance on the server: {error}") from error
-    return LLMatcher, grammar_from
-
-
-def _refusal(problem: str) -> RequestError:
-    return RequestError(f"{FIELD}: {problem}", param=FIELD)
-
-
-def _short(message: str) -> str:
-    """An error of llguidance's on one line, without the state that may follow."""
-    return " ".join(message.partition("<state>")[0].split())[:300]
+        raise refusal(f"{kind} cannot be used: {one_line(matcher.get_error())}")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError, EngineError, HeadMapError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build
+from razor_dist.engine import capacity
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.parallel.comm import Communicator
@@ -33,7 +33,7 @@ def make_core(path: Path, **settings: Any) -> EngineCore:
         "block": 8,
         "chunked_prefill_size": 40,
     }
-    # What prompts find in the cache is in test_prefix_cache.py.
+    # What prompts find in the cache is in tests/prefix/test_answers.py.
     values |= {"max_model_len": 400, "page_size": 8, "prefix_cache": False, **settings}
     config = EngineConfig(model=str(path), **values)
     return build_engine(config, Communicator(None), torch.device("cpu")).core
@@ -73,7 +73,7 @@ def test_requests_in_flight_together_answer_as_if_alone(
     together = run(core)
     assert {name: tokens(together[name]) for name in prompts} == alone
     assert core.runner.kv_bytes == 0
-    assert core.scheduler.admission.accounts.free[0].tolist() == [core.runner.config.num_pages]
+    assert core.scheduler.room.accounts.free[0].tolist() == [core.runner.config.num_pages]
 
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
@@ -81,7 +81,7 @@ def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
     attention: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def core_of(room: float, **settings: Any) -> EngineCore:
-        monkeypatch.setattr(build, "cache_room", lambda *_: room)
+        monkeypatch.setattr(capacity, "cache_room", lambda *_: room)
         return make_core(tiny("llama"), attention=attention, max_model_len=4000, **settings)
 
     one = core_of(0.0, max_num_seqs=1).runner.caches.reserved_bytes
@@ -179,7 +179,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     told = {name for name, found in messages.items() if any(isinstance(m, Progress) for m in found)}
     assert told == {"a", "other"}
     assert core.runner.kv_bytes == 0
-    assert (core.scheduler.admission.accounts.free == core.scheduler.admission.accounts.sizes).all()
+    assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
 
 
 def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
@@ -198,7 +198,7 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str]
                 left = {"a", "a/1", "a/2"} - set(gone)
                 assert {name for name in found if name != "busy" and tokens(found[name])} == left
             assert core.runner.kv_bytes == 0
-            accounts = core.scheduler.admission.accounts
+            accounts = core.scheduler.room.accounts
             assert (accounts.free == accounts.sizes).all()
 
 
@@ -229,7 +229,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     core.abort("a")
     assert core.runner.kv_bytes == 0
     assert not core.has_work
-    assert core.scheduler.admission.accounts.free[-1] == [core.runner.config.scratch_pages]
+    assert core.scheduler.room.accounts.free[-1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,16 +20,19 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Answer
 from razor_dist.engine.worker import follow
+from razor_dist.kernels import linear
+from razor_dist.kernels.compiled import operations
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
-from tests.cases import model_and_shape
+from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.test_core import prompt
-from tests.engine.test_prefix_cache import SETTINGS
+from tests.prefix.test_answers import SETTINGS
 from tests.ranks import RankPool
-from tests.test_invariance import split_of
+from tests.test_invariance import POLICY, split_of, tokens_of
 from tests.tokenizer import copy_with_letters
 
 Ranks = Callable[[int], RankPool]
@@ -90,7 +96,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
         return {}
     core, answers = engine.core, {}
     planted = None if truth is None else Planted(truth, seed)
-    core.scheduler.drafter = planted
+    core.scheduler.batch.drafter = planted
     for ask in scene.asks:
         core.add(ask.name, list(ask.ids), ask.params)
         while ask.wait and core.has_work:
@@ -100,11 +106,10 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     assert planted is None or planted.drafted
     stats = core.stats()  # compares the ranks' free pages and places with rank 0's
     assert sum(stats["kv_bytes_per_rank"]) == 0
-    admission = core.scheduler.admission
-    if admission.prefix_cache is not None:
-        while admission.prefix_cache.evictable:
-            core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
-    assert (admission.accounts.free == admission.accounts.sizes).all()
+    room = core.scheduler.room
+    if room.prefix_cache is not None:
+        core._run_all(room.shrink_to(0))
+    assert (room.accounts.free == room.accounts.sizes).all()
     assert not engine.runner.sequences
     core.stop()
     return answers
@@ -148,6 +153,65 @@ def assert_close(got: dict[int, float], want: dict[int, float], tolerance: float
             assert other.get(key, value if value <= least else None) == pytest.approx(
                 value, abs=tolerance
             )
+
+
+def in_runs_by_compiled(
+    comm: Communicator, case: Case, lengths: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """`in_runs`, with the products that a quiet machine chooses; a busy one may choose others."""
+    with mock.patch.object(linear, "fastest_way", lambda rows: linear.by_compiled):
+        return in_runs(comm, case, lengths)
+
+
+def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    """Rank 0's logits of the forced tokens: one by one, and in runs of which only some stay."""
+    runner = make_runner(comm, case, 2)
+    prefill(runner, 0, case)
+    n = len(case.prompt)
+    total = n + len(case.forced)
+    runner.execute(StepPlan(Op.FORK, 1, begin=n, end=n, total=total, source=0, max_read=total))
+    alone = [runner.execute(answer((0, token))) for token in case.forced]
+    found, at, kept = [], 0, ()
+    for length in itertools.cycle(lengths):
+        length = min([length, len(case.forced) - at, case.policy.run(n + at, 64)])
+        if not length:
+            break
+        # Half of them, and wrong ones that are read with them, and leave no trace.
+        right = -(-length // 2)
+        tokens = [*case.forced[at : at + right], *[5] * (length - right)]
+        plan = StepPlan.step([BatchEntry(1, tokens, run=length > 1)])
+        logits = runner.execute(replace(plan, kept=kept))
+        kept = (right,) if length > 1 else ()
+        found.append(None if logits is None else logits[:right])
+        at += right
+    runner.execute(StepPlan(Op.CLOSE, 1, kept=kept))
+    if comm.rank:
+        return None, None
+    return torch.cat([row for row in alone if row is not None]), torch.cat(found)
+
+
+@pytest.mark.skipif(operations() is None, reason="only compiled products round rows alike")
+@pytest.mark.parametrize(
+    ("world", "tensor", "kv_dtype"),
+    [
+        (1, False, torch.float32),
+        (1, False, torch.int8),
+        (2, False, torch.float32),
+        (2, False, torch.int8),
+        (2, True, torch.float32),
+    ],
+)
+def test_logits_of_runs_are_the_same_bits(
+    world: int, tensor: bool, kv_dtype: torch.dtype, ranks: Ranks, tiny: Tiny
+) -> None:
+    path, text = tiny("llama"), tokens_of(140)
+    case = Case(str(path), split_of(path), POLICY, text[:70], text[70:], tensor=tensor)
+    case = replace(case, kv_dtype=kv_dtype, tail=20)
+    alone, found = ranks(world).run(in_runs_by_compiled, case, (8, 3, 1, 5, 2))[0]
+    if tensor:  # sums of the ranks' parts are rounded otherwise for several rows
+        torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+    else:
+        assert torch.equal(found, alone)
 
 
 def every_feature(count: int = 60) -> tuple[Ask, ...]:

@@ -160,7 +160,8 @@ def test_runs_have_few_lengths_and_share_a_step() -> None:
         lengths = [1 + len(draft) for draft in found]
         assert set(lengths) <= {1, 2, 4, 8, 16, 32} and sum(lengths) <= room
         assert max(lengths) <= min(most, tokens + 1)
-        assert max(lengths) * 2 > min(most, tokens + 1, room - 2)
+        # Nothing is known of these answers yet: longer drafts would not be expected to pay.
+        assert max(lengths) * 2 > min(most, tokens + 1, room - 2, 31)
         for answer, draft in zip(answers, found, strict=True):
             last = int(answer.generated[-1])
             assert draft == list(range(last + 1, last + 1 + len(draft)))

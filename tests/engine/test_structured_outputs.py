@@ -32,10 +32,8 @@ from razor_dist.protocol.structured_outputs import (
     GrammarCompiler,
     GrammarText,
     StructuredOutputsParams,
-    load_vocabulary,
-    serialized,
-    vocabulary_of,
 )
+from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
 from tests.tokenizer import copy_with_letters, smollm2_tokenizer

@@ -189,7 +189,7 @@ def elsewhere(comm: Communicator) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(shared_memory, "_host", lambda: ("another",))
+            patch.setattr(shared_memory, "host", lambda: ("another",))
         before = len(os.listdir("/proc/self/fd"))
         links = connect(dist.group.WORLD, timedelta(seconds=9))
         return links is None and len(os.listdir("/proc/self/fd")) == before

@@ -6,15 +6,17 @@ import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from razor_dist import kernels
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import ring_of
-from razor_dist.kernels import attend
+from razor_dist.kernels import attend, torch_cuda
 from razor_dist.kernels.query import Query
 from razor_dist.parallel import ring as ring_module
 from razor_dist.parallel.comm import Communicator
@@ -22,6 +24,8 @@ from razor_dist.parallel.earlier import Earlier
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.ring_flash import ring_flash_attention, serves
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.plan.memory import SilentCommunicator
+from tests.engine.test_prefill_policy import on_eight_h200
 from tests.ranks import RankPool
 
 HEADS, GROUP, DIM, TOKENS = 2, 3, 16, 96
@@ -159,3 +163,49 @@ def test_the_package_without_flash_attn_is_refused() -> None:
     assert (
         ring_of(EngineConfig(), torch.device("cpu"), torch.float32, torch.float32) is ring_attention
     )
+
+
+@pytest.mark.parametrize(("answers", "expected", "share"), [(0, 1, 0.75), (1, 0, 0.0)])
+def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
+    answers: int, expected: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On eight ranks, of two KV heads in groups of eight: the scheduler's chunks round the ring.
+
+    Beside an answer the chunks are so short that all of it is flash attention's.
+    """
+    plans, products = set(), {"cuDNN": 0, "flash": 0}
+
+    def attended(name, q, k):
+        products[name] += q.shape[1] * q.shape[2] * k.shape[2]
+        return torch.empty_like(q)
+
+    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
+        plans.add(tuple((x.shape, x.stride()) for x in (q, k, v)))
+        out = attended("cuDNN", q, k)
+        return out, out.new_empty(1, q.shape[1], q.shape[2], 1, dtype=torch.float32), None, None
+
+    def flash(q, k, v, dropout, causal, debug, *, scale):
+        out = attended("flash", q, k)
+        return out, out.new_empty(out.shape[:3], dtype=torch.float32), None
+
+    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
+    monkeypatch.setattr(torch_cuda, "_flash", flash)
+    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: True)
+    monkeypatch.setattr(torch_cuda, "supports", lambda *given: True)
+    monkeypatch.setattr(kernels, "BACKENDS", ("torch_cuda",))
+    world, of = 8, {"dtype": torch.bfloat16, "device": "meta"}
+    _, steps = on_eight_h200(1 << 20, answers, eager=0.05)
+    chunks = [Chunk(begin, end, world) for begin, end, sharded in steps if sharded]
+    assert len(chunks) > 4
+    pool = torch.empty(2, 2, (1 << 20) // world + 64, 128, **of)
+    for rank in (0, world - 1):
+        comm, stored = SilentCommunicator(rank, world, mock.Mock()), [0] * world
+        for chunk in chunks:
+            q = torch.empty(2, 8, chunk.tokens(rank), 128, **of)
+            k, v = torch.empty(2, 2, chunk.tokens(rank), 128, **of)
+            segments = [pool[:, :, : stored[rank]].unbind()] if stored[rank] else []
+            found = ring_attention(comm, chunk, Query(q, 0.1), k, v, Earlier(segments, [*stored]))
+            assert found.shape == q.shape
+            stored = [n + chunk.tokens(r) for r, n in enumerate(stored)]
+    assert len(plans) == expected
+    assert products["cuDNN"] >= share * (products["cuDNN"] + products["flash"])

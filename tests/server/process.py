@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,11 +32,11 @@ class ServerProcess(serving.ServerProcess):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        family, running = self.family(), self.process.poll() is None
+        family = self.family()
         super().__exit__(kind, error, trace)
         if error is not None:
             print(self.log)
-        assert not running or self.process.returncode != -signal.SIGKILL, "it did not end in time"
+        assert not self.ended_late
         assert wait_until(lambda: not alive(family), 10), f"orphans: {alive(family)}"
 
     def url(self, line: str = serving.SERVING, timeout: float = 60.0) -> str:

@@ -29,7 +29,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.structured_outputs import load_vocabulary, serialized, vocabulary_of
+from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]

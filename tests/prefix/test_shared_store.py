@@ -22,8 +22,8 @@ from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
-from tests.engine.test_prefix_cache import GREEDY, ids
-from tests.engine.test_prefix_tiers import DAMAGE, TO_8_BITS, engine_of, spoil
+from tests.prefix.test_answers import GREEDY, ids
+from tests.prefix.test_tiers import DAMAGE, TO_8_BITS, engine_of, spoil
 from tests.ranks import RankPool
 from tests.test_invariance import split_of
 
@@ -82,7 +82,7 @@ def act(
                 if message.finish is not None:
                     ended[message.id] = answers.pop(message.id)
     stats = core.stats()["prefix_cache"]
-    tiers = core.scheduler.admission.tiers
+    tiers = core.scheduler.room.tiers
     known = {n.manifest.node for n in tiers.nodes._nodes.values()} if tiers else set()
     core._run(StepPlan(Op.STOP))  # the other ranks leave `follow`, and the engine stays
     return ended, stats, known
@@ -101,7 +101,7 @@ def lines(comm: Communicator) -> int:
 def end(comm: Communicator, number: int, kill: bool) -> None:
     """End an engine, or leave everything as it is, except what the kernel does at a kill."""
     engine, _ = ENGINES.pop(number)
-    tiers = engine.core.scheduler.admission.tiers
+    tiers = engine.core.scheduler.room.tiers
     if kill:
         if tiers is not None and tiers._store is not None:
             tiers._store.lock.release()

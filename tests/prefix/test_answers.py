@@ -102,10 +102,10 @@ def serve(
         core.abort(ask.name)
     stats = core.stats()
     assert sum(stats["kv_bytes_per_rank"]) == 0
-    admission = core.scheduler.admission
-    if admission.prefix_cache is not None:
-        core._run_all(admission.shrink_to(0))
-    assert (admission.accounts.free == admission.accounts.sizes).all()
+    room = core.scheduler.room
+    if room.prefix_cache is not None:
+        core._run_all(room.shrink_to(0))
+    assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
     core.stop()
@@ -300,7 +300,8 @@ def test_a_hit_above_a_thousand_tokens_is_logged(
     asks = (Ask("a", ids((1, 1100))), Ask("b", ids((1, 1100), (2, 3))))
     with caplog.at_level(logging.INFO, "razor_dist.prefix.device"):
         serve(Communicator(None), str(tiny("llama")), {"max_model_len": 1200}, asks)
-    assert [r.message for r in caplog.records] == ["1100 of 1103 prompt tokens are cached"]
+    told = [r.message for r in caplog.records if r.name == "razor_dist.prefix.device"]
+    assert told == ["1100 of 1103 prompt tokens are cached"]
 
 
 def test_what_a_pinned_prefix_has_is_not_counted_as_found(

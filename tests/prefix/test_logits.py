@@ -1,7 +1,7 @@
 """The prefix cache's claim: after any hit, logits are those of a fresh read.
 
 Texts branch off earlier ones wherever their caches can be cut. Everything is checked on the ranks
-here; what rank 0 looks up, admits and evicts is in tests/engine/test_prefix_cache.py.
+here; what rank 0 looks up, admits and evicts is in tests/prefix/test_answers.py.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from razor_dist.prefix.store import (
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
-from tests.engine.test_prefix_cache import (
+from tests.prefix.test_answers import (
     GREEDY,
     SETTINGS,
     Answers,
@@ -99,10 +99,10 @@ def life(
         core._max_step = 0.0  # one part a step
     answers, cached = serve_all(core, asks)
     stats = core.stats()["prefix_cache"]
-    admission = core.scheduler.admission
-    assert admission.prefix_cache is not None and admission.tiers is not None
-    core._run_all(admission.shrink_to(0))
-    assert (admission.accounts.free == admission.accounts.sizes).all()
+    room = core.scheduler.room
+    assert room.prefix_cache is not None and room.tiers is not None
+    core._run_all(room.shrink_to(0))
+    assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
     core.stop()
@@ -181,7 +181,7 @@ def half_read(comm: Communicator, path: str, given: dict[str, Any], ask: Ask) ->
         while prefill.position < prefill.end * 3 // 4:
             core.step()
             time.sleep(0.05)  # for the disk
-    tiers = core.scheduler.admission.tiers
+    tiers = core.scheduler.room.tiers
     assert tiers is not None and not prefill.done and tiers.nodes.entries("disk")
     tiers.close()  # the lock, which a kill gives back
     core._run(StepPlan(Op.STOP))  # nothing is saved any more

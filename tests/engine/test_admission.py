@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
+from razor_dist.cache.slots import Arena, StreamingSlot
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Request
@@ -183,10 +184,6 @@ def _pool(pages: int) -> PagePool:
     return PagePool(1, pages, PAGE, 1, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def free_places(cache: StreamingCache) -> int:
-    return cache.arena.places - sum(cache._end(slot) - slot.offset for slot in cache._held)
-
-
 def make_core(
     *,
     ranks: int = 1,
@@ -250,7 +247,7 @@ def run(core: EngineCore) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("chained", [0, 10])
-def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
+def test_a_pinned_prefix_leaves_room_for_a_token(chained: int) -> None:
     core, _ = make_core(pages=60)
     prefix = None
     if chained:
@@ -263,7 +260,7 @@ def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
     run(core)
 
 
-def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
+def test_pinned_prefixes_in_every_slot_refuse_what_could_never_start() -> None:
     core, _ = make_core(slots=2)
     add(core, "one", 4, pin=True)
     add(core, "two", 4, pin=True)  # nothing has run yet: what waits counts as well
@@ -281,7 +278,7 @@ def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
     assert [m.finish for m in run(core) if isinstance(m, Token)] == ["length"]
 
 
-def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
+def test_pinned_prefixes_in_the_pages_refuse_what_could_never_start() -> None:
     core, runner = make_core(pages=10)
     add(core, "doc", 12, pin=True)
     with pytest.raises(
@@ -301,7 +298,7 @@ def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
     assert runner.pools[0].free_pages == 10
 
 
-def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() -> None:
+def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start() -> None:
     """A continuation shares the pages of its prefix, but has a window of its own."""
     core, runner = make_core(pages=60, places=WIDEST - TAIL + 8)
     add(core, "doc", 30, pin=True)
@@ -315,7 +312,7 @@ def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() ->
     core.abort("doc")
     add(core, "other", 20, 4)
     run(core)
-    assert free_places(runner.streaming[0]) == runner.streaming[0].arena.places
+    assert runner.streaming[0].free_places == runner.streaming[0].arena.places
 
 
 def test_who_waits_for_a_prefix_that_is_being_read_lets_others_pass() -> None:
@@ -341,7 +338,7 @@ def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
     assert runner.pools[0].free_pages == 10
 
 
-def test_a_released_prompt_that_a_kept_one_continues_counts() -> None:
+def test_a_released_prompt_that_a_pinned_one_continues_counts() -> None:
     core, _ = make_core(slots=2)
     add(core, "first", 4, pin=True)
     add(core, "second", 4, pin=True, prefix="first")
@@ -463,7 +460,7 @@ class Engine(RuleBasedStateMachine):
         """Once all that ends by itself has ended, there is still no room."""
         run(self.core)
         runner = self.runner
-        if self.core.scheduler.admission.prefix_cache is not None:
+        if self.core.scheduler.room.prefix_cache is not None:
             return  # pinned prefixes may share more than could be foreseen
         begin, held = 0, [0] * len(runner.pools)
         if prefix is not None:
@@ -479,7 +476,7 @@ class Engine(RuleBasedStateMachine):
         chunks_end = begin if short else end
         new = shard_sizes(begin, chunks_end, end + answer, runner.comm.size)
         fits = all(
-            cache.arena.width(end + answer) <= free_places(cache) for cache in runner.streaming
+            cache.arena.width(end + answer) <= cache.free_places for cache in runner.streaming
         ) and all(
             pool.pages_for(have + more) - have // PAGE <= pool.free_pages
             for pool, have, more in zip(runner.pools, held, new, strict=True)
@@ -517,8 +514,8 @@ class Engine(RuleBasedStateMachine):
         if not any(prefill.request.forks for prefill in scheduler.prefills.values()):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
-            places = [[free_places(cache)] * len(free) for cache in self.runner.streaming]
-            accounts = scheduler.admission.accounts
+            places = [[cache.free_places] * len(free) for cache in self.runner.streaming]
+            accounts = scheduler.room.accounts
             assert accounts.free.tolist() == [free, *places, scratch]
             available = [pool.available_pages for pool in self.runner.pools]
             assert accounts.available()[0].tolist() == available
@@ -534,13 +531,13 @@ class Engine(RuleBasedStateMachine):
         assert self.core.scheduler.idle and not self.core.scheduler.sequences
         assert set(self.runner.tables) == self.runner.cached
         assert all(pool.available_pages == pool.num_pages for pool in self.runner.pools)
-        if self.core.scheduler.admission.prefix_cache is not None:
-            for plan in self.core.scheduler.admission.shrink_to(0):
+        if self.core.scheduler.room.prefix_cache is not None:
+            for plan in self.core.scheduler.room.shrink_to(0):
                 self.runner.execute(plan)
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )
-        assert all(free_places(c) == c.arena.places for c in self.runner.streaming)
+        assert all(c.free_places == c.arena.places for c in self.runner.streaming)
 
 
 TestEngine = Engine.TestCase

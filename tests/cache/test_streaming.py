@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
+from razor_dist.cache.slots import Arena, StreamingSlot
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.kernels.decode import Windows
+from tests.cache.test_policy import policies
 from tests.test_kernels_decode import slots_of
-from tests.test_policy import policies
 
 ALL = slice(0, 1)
 

@@ -1,0 +1,52 @@
+"""Sources of an answer's sentences in the shape of OpenAI's annotations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from razor_dist.frontend.outputs import AnswerSentence
+from razor_dist.frontend.passages import PromptText, cited
+
+# How a document begins in a message of the page's, of `razor-dist prefill`, of /v1/messages.
+_DOCUMENT = re.compile(r'(?:\A|\n\n)Document "(.+)":\n\n')
+
+# A document's message, the character at which it begins there, and its title.
+Title = tuple[int | None, int, str]
+
+
+def titles(text: PromptText | None) -> list[Title]:
+    """Return the titles of the documents in a prompt's messages."""
+    return [
+        (part.message, found.end(), found[1])
+        for part in (text.parts if text is not None else ())
+        for found in _DOCUMENT.finditer(part.text)
+    ]
+
+
+def citations(
+    sentences: Iterable[AnswerSentence], titles: Sequence[Title], length: int
+) -> list[dict[str, Any]]:
+    """Return what each sentence in the first ``length`` characters of an answer cites.
+
+    ``url`` names a message and characters of it (RFC 5147), ``title`` the document there.
+    """
+    return [
+        {
+            "start_index": sentence.start,
+            "end_index": min(sentence.end, length),
+            "title": next(
+                (
+                    title
+                    for message, begin, title in reversed(titles)
+                    if message == source.message and begin <= source.start
+                ),
+                f"messages[{source.message}]",
+            ),
+            "url": f"message:{source.message}#char={source.start},{source.end}",
+        }
+        for sentence in sentences
+        if sentence.start < length
+        for source in cited(sentence)
+    ]

@@ -1,0 +1,160 @@
+"""Where in an arena the slots of sequences lie: arithmetic alone, the same on every rank.
+
+Slots lie one after the other, each as wide as its sequence needs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.config.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Room for the streaming heads of one window: a place has one token's keys and values."""
+
+    policy: StreamingPolicy
+    places: int
+    tail: int = 0  # dropped tokens that a slot keeps at most
+
+    @classmethod
+    def of(
+        cls,
+        policy: StreamingPolicy,
+        tokens: int,
+        sequences: float,
+        tail: int = 0,
+    ) -> Arena:
+        """Return room for ``sequences`` of up to ``tokens`` tokens, also for a part of one."""
+        arena = cls(policy, 0, tail)
+        return replace(arena, places=int(sequences * arena.width(tokens)))
+
+    @property
+    def ring(self) -> int:
+        """Index in a slot at which the ring begins."""
+        return 1 + self.policy.sinks
+
+    def width(self, total: int) -> int:
+        """Places that the slot of a sequence of up to ``total`` tokens takes."""
+        return self.ring + self.policy.capacity(total) + self.tail_capacity(total)
+
+    def tail_capacity(self, total: int) -> int:
+        return min(self.tail, max(0, self.policy.start(total) - self.policy.sinks))
+
+    def kept_total(self, total: int, length: int) -> int:
+        """Tokens for which a slot of ``total``, that has seen ``length``, is kept when cached.
+
+        It shrinks where its tokens need not move, or where that is worth it.
+        """
+        if length <= self.policy.capacity(length) and not self.policy.start(length):
+            return length
+        return length if 2 * self.width(length) <= self.width(total) else total
+
+    def tail_begin(self, length: int, source: int = 0) -> int:
+        """The first token that the slot of a sequence of ``length`` tokens has in its tail.
+
+        ``source`` is that of the slot that it is a copy of.
+        """
+        return max(source, self.policy.sinks, self.policy.start(length) - self.tail)
+
+    def least_cut(self, length: int, tail_begin: int) -> int:
+        """The least n, at most ``length``, such that such a slot has all that is seen at n."""
+        if tail_begin <= self.policy.sinks:
+            return 0
+        # `start` never decreases.
+        return bisect.bisect_left(range(length), tail_begin, key=self.policy.start)
+
+
+@dataclass
+class StreamingSlot:
+    """One sequence's share of the streaming cache."""
+
+    index: int  # in the compensation sums
+    offset: int  # of its first place in the arena; changes when another slot is allocated
+    capacity: int  # tokens that its ring holds
+    tail_capacity: int  # tokens that its tail holds
+    start: int = 0  # s of the newest query seen: tokens in [N0, start) are in the compensation sums
+    # Where the window's tokens begin in the ring: ``start``, but for a prompt that is being read,
+    # whose window is not replicated. The tail has those from ``tail_begin`` to there.
+    ring_begin: int = 0
+    tail_begin: int = 0
+    length: int = 0  # tokens whose keys and values have been written
+    cached: bool = False  # not in use: it may be evicted
+
+    def width(self, ring: int) -> int:
+        """Places that it takes; its ring begins at index ``ring``."""
+        return ring + self.capacity + self.tail_capacity
+
+
+class SlotPool:
+    """The slots of up to ``slots`` sequences in an arena.
+
+    A slot takes a contiguous extent, the first that is long enough. Where none is, the slots are
+    moved together: whatever is no larger than the free places in sum can be allocated
+    (`razor_dist.engine.scheduler` counts on that). The ranks allocate alike, so slots lie alike.
+    """
+
+    def __init__(self, arena: Arena, slots: int) -> None:
+        self.arena = arena
+        self._indices = list(range(slots - 1, -1, -1))  # that are free
+        self._held: list[StreamingSlot] = []  # in the order of the arena
+
+    def end(self, slot: StreamingSlot) -> int:
+        """The place of the arena after a slot's last."""
+        return slot.offset + slot.width(self.arena.ring)
+
+    def places(self, *, cached: bool | None = None) -> int:
+        """Places that slots take: all, or those that are or are not ``cached``."""
+        held = self.slots(cached=cached)
+        return sum(slot.width(self.arena.ring) for slot in held)
+
+    def slots(self, *, cached: bool | None = None) -> list[StreamingSlot]:
+        return [slot for slot in self._held if cached is None or slot.cached == cached]
+
+    def capacities(self, total: int) -> tuple[int, int]:
+        """Tokens that ring and tail hold of a sequence of up to ``total`` tokens."""
+        return self.arena.policy.capacity(total), self.arena.tail_capacity(total)
+
+    def fits(self, total: int) -> bool:
+        """False if slots must be moved together first, or there is no room at all."""
+        return self._first_gap(self.arena.width(total))[1] is not None
+
+    def allocate(self, total: int) -> StreamingSlot:
+        """Take a slot for a sequence of up to ``total`` tokens.
+
+        `EngineError` if the arena is too small: a bug, for the scheduler admits only what fits.
+        """
+        need = self.arena.width(total)
+        at, offset = self._first_gap(need)
+        if offset is None:
+            free = self.arena.places - self.places()
+            raise EngineError(f"{need} places of a streaming cache needed, {free} free")
+        slot = StreamingSlot(self._indices.pop(), offset, *self.capacities(total))
+        self._held.insert(at, slot)
+        return slot
+
+    def _first_gap(self, need: int) -> tuple[int, int | None]:
+        """Index in ``_held`` and offset for ``need`` places: in the first gap, or after all."""
+        offset = 0
+        for index, slot in enumerate(self._held):
+            if slot.offset - offset >= need:
+                return index, offset
+            offset = self.end(slot)
+        return len(self._held), offset if offset + need <= self.arena.places else None
+
+    def move_together(self) -> Iterator[tuple[StreamingSlot, int]]:
+        """Close the gaps; stream the slots that move and where each was, the first of all first."""
+        end = 0
+        for slot in self._held:
+            old, slot.offset = slot.offset, end
+            end = self.end(slot)
+            if slot.offset < old:
+                yield slot, old
+
+    def release(self, slot: StreamingSlot) -> None:
+        self._held.remove(slot)
+        self._indices.append(slot.index)

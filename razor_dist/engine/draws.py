@@ -1,0 +1,115 @@
+"""The tokens that rank 0 draws after a step, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from razor_dist.config.errors import EngineError, RazorError
+from razor_dist.engine.logits import LogitsProcessors
+from razor_dist.engine.request import Answer
+from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.sampler import Sampled, sample
+from razor_dist.protocol.messages import AboutRequest, Failed, Token
+
+
+@dataclass
+class Run:
+    """What a step computed of one answer: logits after its last token, and after its draft's."""
+
+    answer: Answer
+    row: int  # of the step's logits, after the last token
+    draft: list[int]
+    drawn: int = 0  # tokens drawn by these rows so far
+    accepted: int = 0  # of the draft's
+    ends: bool = False
+    sound: bool = True  # False if an error ends it: its caches may hold anything
+
+
+class Draws:
+    """Draws the next tokens of answers, and says which answers they end; ``runner`` is rank 0's."""
+
+    def __init__(self, runner: ModelRunner, eos_token_ids: Sequence[int]) -> None:
+        self._runner, self._eos_token_ids = runner, frozenset(eos_token_ids)
+        vocab_size = runner.shape.vocab_size
+        self.processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
+        self.tokens = self.answers = 0  # drawn, and ended, since the start
+
+    def draw(self, runs: Sequence[Run], logits: Tensor) -> list[AboutRequest]:
+        """Draw each answer's next tokens by the rows of its run.
+
+        A draft is of use while it is what is drawn: then its next token was read, and the row after
+        it says what follows. Each token is drawn as if it had been read alone, by the answer's
+        next random number and with all tokens before it counted; so drafts change no answer.
+        """
+        failed = self.processors.begin([run.answer for run in runs])
+        found: dict[int, list[AboutRequest]] = {run.answer.key: [] for run in runs}
+        while runs:
+            answers = [run.answer for run in runs]
+            rows = [run.row + run.drawn for run in runs]
+            own = logits if rows == list(range(len(logits))) else logits[rows]
+            params, generators = [a.params for a in answers], [a.generator for a in answers]
+            adjusted = self.processors.adjusted([a.key for a in answers], own)
+            sampled = sample(own, params, generators, adjusted)
+            pairs = zip(answers, sampled, strict=True)
+            self.processors.accept({a.key: s.token for a, s in pairs if s is not None})
+            going = []
+            for run, one in zip(runs, sampled, strict=True):
+                message = self._advance(run, one, failed.get(run.answer.key))
+                found[run.answer.key].append(message)
+                if not run.ends and run.accepted == run.drawn:
+                    going.append(run)
+                elif isinstance(message, Token):
+                    message.rejected = len(run.draft) - run.accepted
+            runs = going
+        return [message for of in found.values() for message in of]
+
+    def _advance(self, run: Run, sampled: Sampled | None, error: RazorError | None) -> AboutRequest:
+        """Take an answer's next token, and note if the answer ends with it, or there is none.
+
+        A failure here is rank 0's alone, after the step, and ends this answer only.
+        """
+        answer = run.answer
+        at, run.drawn = run.drawn, run.drawn + 1
+        right = sampled is not None and run.draft[at:][:1] == [sampled.token]
+        run.accepted += right
+        grammar = self.processors.grammar(answer.key)
+        if grammar is not None and error is None:
+            error = grammar.error
+        if sampled is None and error is None:
+            error = EngineError("the model computed logits that are not finite")
+        if sampled is None or error is not None:
+            run.ends, run.sound = True, False
+            assert error is not None
+            return Failed.of(answer.id, error)
+        answer.generated.append(sampled.token)
+        self.tokens += 1
+        finish = self._finish_reason(answer, sampled.token)
+        if grammar is not None and grammar.ended:
+            finish = "stop"
+        run.ends = finish is not None
+        self.answers += run.ends
+        sources = self._runner.sources.get(answer.key)
+        return Token(
+            answer.id,
+            sampled.token,
+            sampled.logprob,
+            list(sampled.top),
+            finish,
+            None if sources is None else sources[at].merged(),
+            right,
+        )
+
+    def _finish_reason(self, answer: Answer, token: int) -> str | None:
+        params = answer.params
+        if token in params.stop_token_ids:
+            return "stop"
+        if token in self._eos_token_ids and not params.ignore_eos:
+            return "stop"
+        # With every token, so that a loop that began before `min_tokens` ends there.
+        loops = answer.repetition is not None and answer.repetition.push(token)
+        if loops and len(answer.generated) >= params.min_tokens:
+            return "repetition"
+        return "length" if len(answer.generated) >= answer.request.max_tokens else None

@@ -1,0 +1,183 @@
+"""Room in the caches of all ranks: what fits, what is evicted, and what stays.
+
+`Room` alone says whether something fits: its accounts count pages and slots, and its tiers host
+memory and disk. It returns plans, which the ranks carry out in their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from razor_dist.cache.accounting import Bools, CacheAccounts, Ints
+from razor_dist.cache.caches import CacheConfig
+from razor_dist.engine.request import Prefill, Request
+from razor_dist.prefix.device import CachedSequence, PrefixCache
+from razor_dist.prefix.index import Match, PrefillCost, PrefixIndex
+from razor_dist.prefix.manifest import Tokens
+from razor_dist.prefix.tiers import Candidate, Tiers
+from razor_dist.protocol.step_plan import Op, StepPlan
+
+Hit = Match[CachedSequence]
+
+
+class Room:
+    """The caches of all ranks; without ``share``, a sequence's caches end with it."""
+
+    def __init__(
+        self, cache: CacheConfig, world_size: int, cost: PrefillCost, *, share: bool
+    ) -> None:
+        self.cache, self.accounts = cache, CacheAccounts(cache, world_size)
+        self.prefix_cache = PrefixCache(self.accounts, PrefixIndex(cost)) if share else None
+        self.tiers: Tiers | None = None  # beyond the device, if there are any
+        self.copies = itertools.count(-1, -1)  # keys of sequences that no request has
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counters of the prefix cache since the start, and its entries now."""
+        cache, names = self.prefix_cache, ("queries", "hits", "query_tokens", "hit_tokens")
+        counts = {} if cache is None else cache.counts
+        found: dict[str, Any] = {name: counts.get(name, 0) for name in (*names, "evictions")}
+        found["entries"] = 0 if cache is None else cache.evictable
+        return found | ({} if self.tiers is None else self.tiers.stats)
+
+    def count(self, hit: Hit | None, request: Request) -> None:
+        cache, tiers = self.prefix_cache, self.tiers
+        assert cache is not None
+        if hit is not None and hit.entry is not None and hit.entry.tier != "device":
+            assert tiers is not None
+            tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
+            hit.entry.tier = "device"
+        cache.use(hit, len(request.prompt), request.base)
+
+    @property
+    def saved(self) -> list[int]:
+        """The sequence that is being saved: it must stay."""
+        saving = None if self.tiers is None else self.tiers.saving
+        return [] if saving is None else [saving.of.key]
+
+    def make(self, need: Ints, *but: int) -> list[StepPlan] | None:
+        but = (*but, *self.saved)
+        if (need > self.accounts.available(*but)).any():
+            return None
+        plans = []
+        while (short := need > self.accounts.free).any():
+            evicted = self._evict(short, *but)
+            assert evicted, "what is available is cached"
+            plans += evicted
+        return plans
+
+    def _evict(self, short: Bools, *but: int) -> list[StepPlan]:
+        assert self.prefix_cache is not None
+        key = self.prefix_cache.evict(short, *but, *self.saved)
+        if key is None:
+            return []
+        self.accounts.close(key)
+        return [*self.forget(key), StepPlan(Op.CLOSE, key)]
+
+    def shrink_to(self, sequences: int, *but: int) -> list[StepPlan]:
+        """Evict cached sequences until this many are left, if the others may go."""
+        assert self.prefix_cache is not None
+        plans, everything = [], np.ones_like(self.accounts.sizes, bool)
+        while self.prefix_cache.evictable > sequences:
+            evicted = self._evict(everything, *but)
+            if not evicted:
+                break
+            plans += evicted
+        return plans
+
+    def forget(self, key: int) -> list[StepPlan]:
+        return [] if self.tiers is None else self.tiers.forget(key)
+
+    # ------------------------------------------------------------------- sequences end, or stay
+
+    def prefilled(self, prefill: Prefill) -> None:
+        """Note that a prompt has been prefilled: others may continue it."""
+        self.accounts.end_prompt(prefill.key)
+        if self.prefix_cache is not None:
+            self._enter(prefill.request, prefill.tokens, prefill.key)
+
+    def grown(self, key: int, length: int) -> None:
+        """Note that a sequence in the prefix cache has become longer."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.grown(key, length)
+
+    def copy(
+        self, request: Request, key: int, tokens: Tokens, *, optional: bool = False
+    ) -> list[StepPlan]:
+        """Keep a copy of one of a request's sequences as of now, if there is room for it.
+
+        An ``optional`` one takes room that is free: what was asked for does not go for what may
+        never be.
+        """
+        if self.prefix_cache is None:
+            return []
+        accounts, length = self.accounts, len(tokens)
+        need = accounts.need(accounts.stored(key, length), length, length, length)
+        full = self.prefix_cache.evictable >= self.cache.max_cached
+        if optional and (full or (need > accounts.free).any()):
+            return []
+        plans = self.make(need, key)
+        if plans is None:
+            return []
+        copied = next(self.copies)
+        accounts.open(copied, key, length, length, length)
+        accounts.keep(copied, length)
+        self._enter(request, tokens, copied)
+        plans += [
+            StepPlan(Op.FORK, copied, length, length, length, source=key),
+            StepPlan(Op.CACHE, copied),
+        ]
+        return plans + self.shrink_to(self.cache.max_cached)
+
+    def end(self, request: Request, key: int, tokens: Tokens, *, keep: bool) -> list[StepPlan]:
+        """Cache a finished sequence for prompts with the same beginning, or close it."""
+        if self.prefix_cache is not None and keep and len(tokens) >= self.cache.page_size:
+            self.accounts.keep(key, len(tokens))
+            self._enter(request, tokens, key)
+            return [StepPlan(Op.CACHE, key), *self.shrink_to(self.cache.max_cached)]
+        if self.prefix_cache is not None:
+            self.prefix_cache.remove(key)
+        self.accounts.close(key)
+        return [*self.forget(key), StepPlan(Op.CLOSE, key)]
+
+    def _enter(self, request: Request, tokens: Tokens, key: int) -> None:
+        """Enter a sequence into the prefix cache, and offer it to host memory and disk."""
+        assert self.prefix_cache is not None
+        self.prefix_cache.add(request.namespace, tokens, key)
+        if self.tiers is not None:
+            self.tiers.offer(Candidate(key, request.namespace, tokens))
+
+    # ------------------------------------------------------------------- host memory and disk
+
+    def pause(self) -> None:
+        """Sleep a little: what is being saved waits for a disk."""
+        assert self.tiers is not None
+        self.tiers.pause()
+
+    def close(self) -> None:
+        """Let another process write to the store."""
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
+        """Take in the answers to a plan that saves or loads; return the plans that follow."""
+        tiers = self.tiers
+        assert tiers is not None and self.prefix_cache is not None
+        if plan.op is Op.SAVE:
+            return tiers.saved(answers)
+        loading = tiers.loading
+        assert loading is not None
+        whole = tiers.loaded(answers)
+        if whole is None:
+            return []
+        key, tokens = loading.key, loading.tokens
+        if not whole:
+            self.accounts.close(key)
+            return [StepPlan(Op.CLOSE, key)]
+        self.accounts.keep(key, len(tokens))
+        self.prefix_cache.add(loading.namespace, tokens, key, loading.tier)
+        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.cache.max_cached, key)]

@@ -1,0 +1,57 @@
+"""What the first requests would wait for, done before the engine is ready.
+
+On CUDA a first step compiles kernels (8 to 12 s), a first long prompt loads cuDNN (1 to 3 s), and a
+first batch of each size is recorded (0.1 s). On CPU kernels are compiled as the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from razor_dist.engine.runner import ModelRunner
+from razor_dist.kernels import attend
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+
+# Sequences of the decode steps that are recorded.
+_BATCHES = (1, 2, 4, 8)
+# Of each: one that is seen, and two that are recorded and compared (`DecodeGraphs`).
+_STEPS = 3
+# Keys of a block that cuDNN is given (`razor_dist.kernels.torch_cuda`), and queries of a KV head.
+_LONG = 32768
+
+
+@torch.inference_mode()
+def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
+    """Read short prompts and decode some tokens of each batch; all ranks call this together.
+
+    The caches are empty before and after. Nothing that is counted or learned knows of it, as it
+    goes past the scheduler.
+    """
+    sent = runner.comm.bytes_sent.copy()
+    prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
+    total = len(prompt) + _STEPS * len(batches)
+    opened: list[int] = []
+    for count in batches:
+        while len(opened) < count:
+            key = len(opened)
+            runner.execute(StepPlan(Op.OPEN, key, end=len(prompt), total=total, max_read=total))
+            opened.append(key)
+            runner.execute(StepPlan.step([BatchEntry(key, prompt, sharded=True)]))
+        for _ in range(_STEPS):
+            runner.execute(StepPlan.step([BatchEntry(key, prompt[:1]) for key in opened]))
+    for key in opened:
+        runner.execute(StepPlan(Op.CLOSE, key))
+    if runner.device.type == "cuda":
+        _attend_to_long_keys(runner)
+    runner.synchronize()
+    runner.sequences.peak_kv_bytes = 0
+    runner.comm.bytes_sent.clear()
+    runner.comm.bytes_sent.update(sent)
+
+
+def _attend_to_long_keys(runner: ModelRunner) -> None:
+    group, dim = runner.shape.group, runner.shape.head_dim
+    k = torch.zeros(1, _LONG, dim, dtype=runner.model.dtype, device=runner.device)
+    attend(k.new_zeros(1, group, -(-_LONG // group), dim), k, k, scale=1.0)
