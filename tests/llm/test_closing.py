@@ -91,7 +91,8 @@ def test_a_stream_that_the_engines_own_thread_collects_as_garbage_is_aborted() -
     code = """
 import gc
 from tests import fake_engine
-from tests.fake_llm import FakeLLM, SamplingParams
+from razor_dist import SamplingParams
+from tests.fake_llm import FakeLLM
 
 async def collect():
     gc.collect()

@@ -112,7 +112,7 @@ def test_decode_in_tensor_mode() -> None:
     # A rank's rows of gate and up lie apart in one matrix; those of its heads may, too.
     copies = found.memory.weight_copies
     assert copies == found.deployment.copied_bytes
-    assert 2 * 40 * 4096 * 2 * 107 * 16 < copies < 1.6e9
+    assert 2 * 40 * 4096 * 2 * 107 * 16 < copies < 1.8e9
     # 112 streaming heads, 14 on every rank.
     slot = 14 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
     assert found.memory.sequence_streaming_cache == slot
