@@ -201,7 +201,7 @@ def test_activations_that_grow_with_the_context(
 def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk's activations are 4.7 GB, but a prompt may be shorter than a chunk."""
     monkeypatch.setattr("razor_dist.plan.planner.fewest_ranks", lambda *_: "")  # takes seconds
-    small = load_device("h200").model_copy(update={"memory_gb": 23.7})
+    small = load_device("h200").model_copy(update={"memory_gb": 24.5})
     found = plan(settings(decode="tensor"), small, context=N, retrieval=0.3)
     assert not found.fits and 64 * 1024 < found.longest < found.deployment.chunked_prefill_size
     assert f"; {tokens(found.longest)} tokens fit; " in found.verdict[0]
