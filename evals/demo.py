@@ -222,13 +222,14 @@ class Savings:
 
     def tables(self) -> RenderableType:
         held, share = self.kv_bytes_per_rank, self.full_per_rank
-        memory = _table("keys and values", "MB", "share kept")
-        memory.add_row("razor, most on one rank (measured)", _mb(held), "")
-        full = {"all on one rank": share * self.world_size}
+        memory = _table("keys and values", "MB", "of full")
+        rows = {"full attention, all on one rank": share * self.world_size}
         if self.world_size > 1:
-            full = {f"a rank's share of {self.world_size}": share, **full}
-        for name, nbytes in full.items():
-            memory.add_row(f"full attention, {name}", _mb(nbytes), f"{held / nbytes:.2f}")
+            rows[f"full attention, a rank's share of {self.world_size}"] = share
+        rows["razor, most on one rank (measured)"] = held
+        for name, nbytes in rows.items():
+            of_full = nbytes / (share * self.world_size)
+            memory.add_row(name, _mb(nbytes), f"{of_full:.2f}")
         parts: list[RenderableType] = [memory]
         if self.retrieval_fraction < 1 and held >= share and not self.shared:
             parts.append(

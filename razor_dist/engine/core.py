@@ -69,7 +69,6 @@ class EngineCore:
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
-        self.eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         shared = runner.decode == "tensor"
         prefill_policy = PrefillPolicy(
@@ -315,7 +314,7 @@ class EngineCore:
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
         found = [RankStats.of(row) for row in table.tolist()]
-        check_accounts(found, self.scheduler.room.accounts, self.runner.caches)
+        check_accounts(found, self.scheduler.free_on_ranks, self.runner.caches)
         return found
 
     def prepare(self) -> None:

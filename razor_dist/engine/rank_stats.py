@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
-from razor_dist.cache.accounting import CacheAccounts
+from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import Caches
 from razor_dist.config.errors import EngineError
 from razor_dist.config.memory import resident_bytes
@@ -57,9 +57,9 @@ class RankStats:
         return cls(**numbers, sent=tuple(row[first:end]), free=tuple(row[end:]))
 
 
-def check_accounts(found: Sequence[RankStats], accounts: CacheAccounts, caches: Caches) -> None:
-    """Raise `EngineError` if any rank's caches are not as rank 0 counts them."""
-    for rank, (stats, ours) in enumerate(zip(found, accounts.free.T.tolist(), strict=True)):
+def check_accounts(found: Sequence[RankStats], free: Ints, caches: Caches) -> None:
+    """Raise `EngineError` unless every rank has ``free`` what rank 0 counts for it."""
+    for rank, (stats, ours) in enumerate(zip(found, free.T.tolist(), strict=True)):
         if caches.scratch is None:
             ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
         if list(stats.free) != ours:

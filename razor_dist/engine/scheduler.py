@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.admission import Admission, Wait
 from razor_dist.engine.batch import Batch
@@ -58,6 +59,16 @@ class Scheduler:
         """Sequences that are open, or have room for when their prompts are prefilled."""
         forks = sum(len(prefill.request.forks) for prefill in self.prefills.values())
         return len(self.prefills) + forks + len(self.running) + len(self.pinned)
+
+    @property
+    def free_on_ranks(self) -> Ints:
+        """What the ranks have free, like `CacheAccounts.free`.
+
+        Answers that fork when their prompt is prefilled have their room, and no rank knows of them.
+        """
+        accounts, prompts = self.room.accounts, [one.request for one in self.prefills.values()]
+        forks = [accounts.exclusive(fork.key) for prompt in prompts for fork in prompt.forks]
+        return sum(forks, start=accounts.free)
 
     @property
     def idle(self) -> bool:

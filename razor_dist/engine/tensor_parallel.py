@@ -136,7 +136,8 @@ class TensorParallel:
         layers, share = _layers(model), layout.share
         assert not isinstance(layers, str) and share is not None
         self._comm, self._shape, self._part = comm, shape, share
-        self._copies_columns = (kind or model.device.type) == "cpu"
+        kind = kind or model.device.type
+        self._copies_columns, self._joins = kind == "cpu", joins(kind)
         self._active = False
         self._changed: list[tuple[nn.Module, Forward]] = []
         # Parameters that one token is multiplied by: of this rank, by layer, then of the head; and
@@ -203,7 +204,7 @@ class TensorParallel:
         self, modules: Sequence[nn.Linear], runs: Sequence[Sequence[tuple[int, int]]]
     ) -> None:
         """The same for layers of one input, which are called in this order."""
-        if not joins(modules[0].weight.device) or len(modules) == 1 or not all(runs):
+        if not self._joins or len(modules) == 1 or not all(runs):
             for module, of_module in zip(modules, runs, strict=True):
                 self._change_rows(module, of_module)
             return

@@ -44,7 +44,7 @@ class RankActor:
         os.environ.update(env)
         bound_spinning(os.environ)
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = _interface(ray.util.get_node_ip_address())
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(ray.util.get_node_ip_address())
         # Only now: gloo and OpenMP read the environment when they are loaded.
         from razor_dist.engine.worker import run_rank
 
@@ -98,7 +98,7 @@ class ActorRanks(Ranks):
             except RayError:
                 # Return: the supervisor reports which actor died.
                 return cls(actors, [], refs, None)
-            environments, store = _rendezvous(places, folder)
+            environments, store = rendezvous(places, folder)
             ends = [
                 actor.run.remote(config.engine_json(), env, str(socket_path) if rank == 0 else None)
                 for rank, (actor, env) in enumerate(zip(actors, environments, strict=True))
@@ -135,7 +135,7 @@ def brief(error: RayError) -> str:
     return " ".join(reasons).partition(" Some common causes include")[0] or repr(error)
 
 
-def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:
+def rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:
     """Return every rank's environment, and the store at which ranks of several nodes meet.
 
     On one node they meet at a file and talk over loopback, as `RankGroup` has them. Otherwise at
@@ -164,7 +164,7 @@ def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]]
     return environments, store
 
 
-def _interface(address: str) -> str:
+def interface_of(address: str) -> str:
     """Return the network interface with an address: gloo would take that of the host's name."""
     import psutil
 

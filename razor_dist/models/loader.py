@@ -171,7 +171,7 @@ def model_from_config(
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
     mark_long_positions(model)
     use_fast_linear(model)
-    if joins(model.device):
+    if joins(model.device.type):
         use_joined_linear(model)
     if available(model.device):
         use_fused_layers(model)

@@ -44,8 +44,9 @@ from razor_dist.plan.devices import Device, Efficiency
 from razor_dist.protocol.step_plan import FRAME, HEADER, payload_length
 
 _CHUNK = 1 << 20
-# Kernels of a recorded decode step on CUDA: of each layer, and of the rest.
-KERNELS_OF_LAYER, KERNELS_OF_STEP = 21, 12
+# Kernels of a recorded decode step on CUDA: of each layer (counted in tests/test_launches.py, less
+# what only several ranks launch), and of the rest (by reading).
+KERNELS_OF_LAYER, KERNELS_OF_STEP = 10, 12
 # Keys of the blocks that `razor_dist.kernels.torch_cuda` gives to cuDNN.
 LONG_KEYS = 32768
 _INT64 = 8
@@ -354,9 +355,10 @@ def collectives(d: Deployment) -> int:
 
 
 def kernels(d: Deployment) -> int:
-    """Count a decode step's kernels, whatever its number of sequences."""
+    """Count a decode step's kernels beside its collectives, whatever its number of sequences."""
     apart = d.kv_dtype == torch.int8  # its retrieval heads are a launch of their own
-    return d.shape.layers * (KERNELS_OF_LAYER + apart) + KERNELS_OF_STEP
+    merges = sum(count > 0 for count in d.retrieval_per_layer) * (d.world_size > 1)
+    return d.shape.layers * (KERNELS_OF_LAYER + apart) + merges + KERNELS_OF_STEP
 
 
 def decode_time(

@@ -507,20 +507,19 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def the_scheduler_knows_what_is_free(self) -> None:
-        # Siblings have their room before any rank knows of them.
         if not hasattr(self, "core"):
             return
         scheduler = self.core.scheduler
+        free = [pool.free_pages for pool in self.runner.pools]
+        scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
+        places = [[cache.free_places] * len(free) for cache in self.runner.streaming]
+        assert scheduler.free_on_ranks.tolist() == [free, *places, scratch]
+        used = {*scheduler.prefills, *scheduler.running, *scheduler.pinned}
+        assert set(self.runner.tables) == used | self.runner.cached
+        # Forks have their room before any rank knows of them.
         if not any(prefill.request.forks for prefill in scheduler.prefills.values()):
-            free = [pool.free_pages for pool in self.runner.pools]
-            scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
-            places = [[cache.free_places] * len(free) for cache in self.runner.streaming]
-            accounts = scheduler.room.accounts
-            assert accounts.free.tolist() == [free, *places, scratch]
             available = [pool.available_pages for pool in self.runner.pools]
-            assert accounts.available()[0].tolist() == available
-            used = {*scheduler.prefills, *scheduler.running, *scheduler.pinned}
-            assert set(self.runner.tables) == used | self.runner.cached
+            assert scheduler.room.accounts.available()[0].tolist() == available
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError, EngineError, HeadMapError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import capacity
+from razor_dist.engine import build, capacity
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.parallel.comm import Communicator
@@ -200,6 +200,20 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str]
             assert core.runner.kv_bytes == 0
             accounts = core.scheduler.room.accounts
             assert (accounts.free == accounts.sizes).all()
+
+
+@pytest.mark.parametrize("attention", ["full", "streaming"])
+def test_counters_may_be_asked_for_while_several_answers_wait_for_their_prompt(
+    attention: str, tiny: Callable[[str], Path]
+) -> None:
+    core = make_core(tiny("llama"), attention=attention, max_num_seqs=4)
+    core.add("a", prompt(150), dataclasses.replace(GREEDY, n=3))
+    core.add("b", prompt(30), GREEDY)
+    running = []
+    while core.has_work:
+        core.step()
+        running.append(core.stats()["running"])  # an `EngineError` if rank 0 counts something else
+    assert running[0] == 4 and running[-1] == 0
 
 
 def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], Path]) -> None:
@@ -459,7 +473,9 @@ def test_more_logprobs_than_tokens_are_refused(
     assert refused.value.param == field
 
 
-def test_stop_tokens_and_end_of_sequence(tiny: Callable[[str], Path]) -> None:
+def test_stop_tokens_and_end_of_sequence(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = make_core(tiny("llama"))
     core.add("a", [5, 6, 7], GREEDY)
     first = tokens(run(core)["a"])
@@ -468,7 +484,8 @@ def test_stop_tokens_and_end_of_sequence(tiny: Callable[[str], Path]) -> None:
     messages = run(core)["b"]
     assert tokens(messages) == first[: first.index(first[2]) + 1]
     assert messages[-1].finish == "stop"
-    core.eos_token_ids = frozenset({first[1]})
+    monkeypatch.setattr(build, "eos_token_ids", lambda path: (first[1],))
+    core = make_core(tiny("llama"))
     core.add("c", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
     assert tokens(run(core)["c"]) == first[: first.index(first[1]) + 1]
 

@@ -18,8 +18,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.batch import BatchTask, read_batch
 from razor_dist.jobs.task import ItemSize
 from tests.fake_engine import ENDLESS
+from tests.fake_llm import FakeLLM
 from tests.hostile_grammars import chained_references
-from tests.test_llm import FakeLLM
 from tests.tokenizer import smollm2_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -21,8 +21,8 @@ from razor_dist.jobs.pool import EnginePool
 from razor_dist.jobs.results import RESULTS, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
 from razor_dist.llm.progress import ReadingLog
+from tests.fake_llm import FakeLLM
 from tests.jobs.tasks import Completions
-from tests.test_llm import FakeLLM
 
 FULL = EngineConfig(attention="full", world_size=2)
 STREAMING = EngineConfig(attention="streaming")

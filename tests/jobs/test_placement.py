@@ -17,7 +17,7 @@ from tests.jobs.tasks import Completions
 pytest.importorskip("ray")
 from razor_dist.jobs import cluster
 from razor_dist.jobs.cluster import Demand
-from razor_dist.jobs.ray_ranks import Place, _interface, _rendezvous
+from razor_dist.jobs.ray_ranks import Place, interface_of, rendezvous
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """Two with 8 CPUs and 4 GPUs, and one with CPUs alone."""
     has = [{"CPU": 8.0, "GPU": 4.0}] * 2 + [{"CPU": 6.0}]
     total = {"CPU": 22.0, "GPU": 8.0}
-    monkeypatch.setattr(cluster, "_nodes", lambda: has)
+    there = [{"Alive": True, "Resources": resources} for resources in has]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: there)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: total)
     monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": 3.0})
     return has
@@ -80,7 +81,7 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, address: str, why: str) -> 
 
 
 def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
-    environments, store = _rendezvous(
+    environments, store = rendezvous(
         [Place("a", "10.0.0.1", 1), Place("a", "10.0.0.1", 2)], tmp_path
     )
     assert store is None
@@ -94,7 +95,7 @@ def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
 
 def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> None:
     places = [Place(node, "127.0.0.1", 1) for node in "aba"]
-    environments, store = _rendezvous(places, tmp_path)
+    environments, store = rendezvous(places, tmp_path)
     assert [env["LOCAL_RANK"] for env in environments] == ["0", "0", "1"]
     assert [env["LOCAL_WORLD_SIZE"] for env in environments] == ["2", "1", "2"]
     env = environments[1]
@@ -105,9 +106,9 @@ def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> 
 
 
 def test_the_interface_of_an_address() -> None:
-    assert _interface("127.0.0.1") == "lo"
+    assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(RuntimeError, match=r"no network interface .* 192\.0\.2\.255"):
-        _interface("192.0.2.255")
+        interface_of("192.0.2.255")
 
 
 def test_gpus_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_decode_in_tensor_mode() -> None:
     # A rank's rows of gate and up lie apart in one matrix; those of its heads may, too.
     copies = found.memory.weight_copies
     assert copies == found.deployment.copied_bytes
-    assert 2 * 40 * 4096 * 2 * 107 * 16 < copies < 1.6e9
+    assert 2 * 40 * 4096 * 2 * 107 * 16 < copies < 1.8e9
     # 112 streaming heads, 14 on every rank.
     slot = 14 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
     assert found.memory.sequence_streaming_cache == slot
@@ -201,7 +201,7 @@ def test_activations_that_grow_with_the_context(
 def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk's activations are 4.7 GB, but a prompt may be shorter than a chunk."""
     monkeypatch.setattr("razor_dist.plan.planner.fewest_ranks", lambda *_: "")  # takes seconds
-    small = load_device("h200").model_copy(update={"memory_gb": 23.0})
+    small = load_device("h200").model_copy(update={"memory_gb": 24.5})
     found = plan(settings(decode="tensor"), small, context=N, retrieval=0.3)
     assert not found.fits and 64 * 1024 < found.longest < found.deployment.chunked_prefill_size
     assert f"; {tokens(found.longest)} tokens fit; " in found.verdict[0]

@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.server.process import fake_server
@@ -13,6 +14,11 @@ def url() -> Iterator[str]:
     """A ready server with small limits, shared by all tests that leave it as it was."""
     with fake_server("--max-queue", "4", "--max-body-mb", "1") as server:
         yield server.url()
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")

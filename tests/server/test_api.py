@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,31 +16,15 @@ import razor_dist
 from razor_dist.api.formats import ChatFormat, CompletionFormat
 from razor_dist.api.parsing import parse_value
 from razor_dist.api.request import Limits, ParsedRequest
-from razor_dist.api.responses import ResponsesBody
-from razor_dist.api.validate import validated
-from razor_dist.config.errors import RequestError
-from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.messages import EngineInfo, Ready, encode
-from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.server.app import build_app
-from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
-from tests.server.process import fake_server, wait_until
 from tests.tokenizer import smollm2_tokenizer
 
 HELLO = [{"role": "user", "content": "Say héllo 😀 to 世界"}]
 TOKENIZER = smollm2_tokenizer()
-
-
-@pytest.fixture
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def answer_to(prompt: list[int]) -> tuple[str, int]:
@@ -123,114 +105,11 @@ def test_the_template_is_tokenised_once() -> None:
     assert not text.startswith("<|im_start|><|im_start|>")
 
 
-def test_what_a_response_repeats_is_bounded() -> None:
-    long = "word " * 14_000
-    body = {"model": "smollm2", "input": "Hi", "instructions": long, "tool_choice": "none"}
-    body["tools"] = [{"type": "function", "name": "find", "description": long}]
-    with fake_server("--max-model-len", "20000") as server:
-        answer = httpx.post(f"{server.url()}/v1/responses", json=body, timeout=60)
-    whole = answer.json()
-    assert answer.status_code == 200 and len(answer.content) < 100_000
-    assert whole["instructions"] == long[: 2**16 - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    [named] = whole["tools"]
-    assert (named["name"], named["description"], named["parameters"]) == ("find", None, None)
-
-
-def test_what_a_response_repeats_is_bounded_whatever_was_asked() -> None:
-    def described(**fields: Any) -> dict[str, Any]:
-        body = validated(ResponsesBody, {"model": "smollm2", "input": "Hi"} | fields)
-        told = body.described(SamplingParams())
-        assert len(json.dumps(told)) < 4 * 2**16
-        return told
-
-    def tools(count: int, **fields: Any) -> list[dict[str, Any]]:
-        names = [f"{index:064}" for index in range(count)]
-        return [{"type": "function", "name": name} | fields for name in names]
-
-    few = described(tools=tools(128, description="word " * 1000))["tools"]
-    assert [tool["name"] for tool in few] == [tool["name"] for tool in tools(128)]
-    long = "word " * 100_000
-    schema = {"type": "json_schema", "name": long, "description": long, "schema": {"a": long}}
-    told = described(tools=tools(100_000), instructions=long, text={"format": schema})
-    assert told["tools"] == [] and len(told["instructions"]) == 2**16
-    form = told["text"]["format"]
-    assert form == {
-        "type": "json_schema",
-        "name": f"{long[:63]}\N{HORIZONTAL ELLIPSIS}",
-        "schema": {},
-    }
-
-
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_one_slash_more_is_an_unknown_path(url: str, method: str) -> None:
     answer = httpx.request(method, f"{url}/v1/chat/completions/")
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].startswith(f"{method} /v1/chat/completions/: ")
-
-
-def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
-    text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
-    whole = client.responses.create(
-        model="smollm2",
-        input=HELLO[0]["content"],
-        metadata={"a": "b"},
-        tool_choice="auto",
-        parallel_tool_calls=False,
-        temperature=0.5,
-        max_output_tokens=400,
-        prompt_cache_key="a",
-    )
-    assert whole.output_text == text and whole.status == "completed"
-    assert whole.metadata == {"a": "b"} and whole.parallel_tool_calls is False
-    assert (whole.temperature, whole.top_p, whole.max_output_tokens) == (0.5, 1.0, 400)
-    assert (whole.tool_choice, whole.tools) == ("auto", [])
-    assert whole.usage is not None
-    assert whole.usage.output_tokens == count
-    assert whole.usage.input_tokens == len(PromptEncoder(TOKENIZER).chat(HELLO))
-    # As a conversation: the answer goes back in.
-    history: list[Any] = [*HELLO, *(item.model_dump() for item in whole.output)]
-    history.append({"role": "user", "content": [{"type": "input_text", "text": "Again"}]})
-    again = client.responses.create(model="smollm2", instructions="Be brief.", input=history)
-    plain = [
-        {"role": "system", "content": "Be brief."},
-        *HELLO,
-        {"role": "assistant", "content": text},
-        {"role": "user", "content": "Again"},
-    ]
-    assert again.output_text == answer_to(PromptEncoder(TOKENIZER).chat(plain))[0]
-    with client.responses.stream(model="smollm2", input=HELLO) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    assert final.output_text == text and final.usage == whole.usage
-    kinds = [event.type for event in events]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.completed"
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    cut = client.responses.create(model="smollm2", input=HELLO, max_output_tokens=2)
-    assert cut.status == "incomplete" and cut.incomplete_details is not None
-    assert cut.incomplete_details.reason == "max_output_tokens"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"input": []}, "input", "input must hold at least one message"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
-        ({"input": "a " * 600}, "input", "maximum context length"),
-        ({"store": True}, "store", "store must be false or left out: this server keeps no"),
-        ({"previous_response_id": "x"}, "previous_response_id", "unsupported field"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a name and a sc"),
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
-    ],
-)
-def test_what_responses_cannot_do_is_refused_by_its_name(
-    url: str, fields: dict[str, Any], param: str, message: str
-) -> None:
-    body = {"model": "smollm2", "input": "Hello"} | fields
-    refusal = httpx.post(f"{url}/v1/responses", json=body)
-    assert refusal.status_code == 400
-    assert refusal.json()["error"]["param"] == param
-    assert message in refusal.json()["error"]["message"]
 
 
 def test_texts_and_tokens(url: str) -> None:
@@ -406,144 +285,6 @@ def test_a_prompt_is_echoed_with_its_logprobs(client: openai.OpenAI) -> None:
                 "completion_tokens": 0,
                 "total_tokens": 3,
             }
-
-
-def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
-    prompt = [fake_engine.SLOW_PREFILL, *range(20, 27)]
-    lines = events(url, "/v1/completions", {"prompt": prompt, "return_progress": True})
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
-    # As llama.cpp's server tells it, whose first one says that nothing is read yet.
-    assert [p["processed"] for p in progress] == [0, 2, 4, 6, 8]
-    assert all(p["total"] == 8 and p["cache"] == 0 for p in progress)
-    assert progress[-1]["time_ms"] == 1200
-    silent = events(url, "/v1/completions", {"prompt": prompt})
-    assert not any("prompt_progress" in line for line in silent)
-
-
-def test_the_official_client_survives_progress(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "smollm2", "messages": HELLO}
-    more = {"return_progress": True}
-    text, _ = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
-    chunks = list(client.chat.completions.create(**asked, stream=True, extra_body=more))
-    progress = [chunk.model_extra["prompt_progress"] for chunk in chunks if chunk.model_extra]
-    total = len(PromptEncoder(TOKENIZER).chat(HELLO))
-    assert [(p["processed"], p["total"]) for p in progress] == [(0, total), (total, total)]
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
-    with client.chat.completions.stream(**asked, extra_body=more) as stream:
-        assert stream.get_final_completion().choices[0].message.content == text
-    prompt = TOKENIZER.encode(" one two three")
-    pieces = client.completions.create(model="smollm2", prompt=prompt, stream=True, extra_body=more)
-    assert "".join(piece.choices[0].text for piece in pieces) == answer_to(prompt)[0]
-
-
-def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
-    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
-        assert next(line for line in response.iter_lines()) == ": heartbeat"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_in_mid_prefill_is_forgotten(url: str, stream: bool) -> None:
-    def counts() -> tuple[int, int]:
-        stats = httpx.get(f"{url}/stats").json()
-        return stats["running"], stats["aborted"]
-
-    assert wait_until(lambda: counts()[0] == 0, 20)
-    _, aborted = counts()
-    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": stream}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json=body, timeout=0.5)
-    assert wait_until(lambda: counts() == (0, aborted + 1), 20), counts()
-
-
-def test_a_full_queue_refuses_with_429(url: str) -> None:
-    body = {"model": "smollm2", "prompt": [[fake_engine.HANG]] * 4, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10):
-
-        def refused() -> httpx.Response:
-            full = httpx.post(f"{url}/v1/completions", json={**body, "prompt": "Hello"})
-            assert full.status_code == 429
-            return full
-
-        # The engine's estimate, for one of the four: it comes with the next heartbeat.
-        assert wait_until(lambda: refused().headers["retry-after"] == "8", 20)
-        full = refused()
-        assert full.json()["error"]["code"] == "queue_full"
-        assert "at most 4 may be" in full.json()["error"]["message"]
-        assert httpx.get(f"{url}/health").status_code == 200
-    free = {"model": "smollm2", "prompt": "Hello"}
-    assert wait_until(lambda: httpx.post(f"{url}/v1/completions", json=free).status_code == 200, 20)
-
-
-def test_prompts_for_which_the_queue_has_no_room_are_not_tokenised() -> None:
-    class Untouched(PromptEncoder):
-        def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
-            raise AssertionError("tokenised")
-
-    limits = Limits("smollm2", 4, 100, 100, {}, room=1)
-    body = {"model": "smollm2", "prompt": ["a", "b"]}
-    with pytest.raises(RequestError, match="the queue has room for 1 prompts now") as refused:
-        parse_value("completions", body, Untouched(None), limits)
-    assert refused.value.code == "queue_full"
-
-
-def test_a_request_that_is_late_ends_and_frees_the_engine(url: str) -> None:
-    def counts() -> tuple[int, int]:
-        stats = httpx.get(f"{url}/stats").json()
-        return stats["running"], stats["aborted"]
-
-    assert wait_until(lambda: counts()[0] == 0, 20)
-    _, aborted = counts()
-    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "timeout": 0.2}
-    for stream in (False, True):  # before a stream has begun, it is an HTTP error as well
-        late = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=30)
-        assert (late.status_code, late.headers["x-should-retry"]) == (408, "false")
-        assert late.json()["error"] == {
-            "message": "the request was not answered within 0.2 s",
-            "type": "timeout_error",
-            "param": None,
-            "code": "timeout",
-        }
-    eager = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
-    with pytest.raises(openai.APIStatusError, match="not answered within") as error:
-        eager.completions.create(**body | {"timeout": None}, extra_body={"timeout": 0.2})
-    assert error.value.status_code == 408
-    assert wait_until(lambda: counts() == (0, aborted + 3), 20), counts()  # asked once each
-    endless = {"prompt": [fake_engine.ENDLESS, 20], "max_tokens": 400, "timeout": 0.7}
-    *texts, failure, done = events(url, "/v1/completions", endless)
-    assert len(texts) > 1 and all("choices" in text for text in texts)
-    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "timeout"
-    assert done == "data: [DONE]"
-    assert wait_until(lambda: counts() == (0, aborted + 4), 20), counts()
-
-
-def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
-    """Rank 0 is in the midst of a chunk: it lives, and answers nothing."""
-    service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
-    process = ParsingProcess(tmp_path, trust_remote_code=False)
-    service.reader = RequestReader(PromptEncoder(None), process, {})
-
-    async def main() -> httpx.Response:
-        await service.client.rank0.listen()
-        _, writer = await asyncio.open_unix_connection(service.client.rank0.path)
-        writer.write(encode(Ready(EngineInfo(8, 9))))
-        await service.client.ready()
-        transport = httpx.ASGITransport(build_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            answer = await http.get("/stats")
-            assert (await http.get("/health")).json()["status"] == "ready"
-        writer.close()
-        await service.client.close()
-        return answer
-
-    service.stats_patience = 0.1
-    answer = asyncio.run(main())
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "1"
-    error = answer.json()["error"]
-    assert (error["code"], error["type"]) == ("engine_busy", "service_unavailable_error")
-    assert "did not answer within" in error["message"]
 
 
 def test_models_lists_the_served_one(client: openai.OpenAI) -> None:

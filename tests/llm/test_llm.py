@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,27 +17,15 @@ import pytest
 import razor_dist
 from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
-from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.frontend.ranks import RankGroup
-from razor_dist.llm.loop_thread import LoopThread
 from razor_dist.llm.progress import ReadingLog
 from razor_dist.protocol.repetition import LOOPS
 from tests import fake_engine
-from tests.hostile_grammars import CRASHES, doubling_terminals
-from tests.server.process import wait_until
+from tests.fake_llm import FakeAsyncLLM, FakeLLM
+from tests.hostile_grammars import CRASHES
 from tests.tokenizer import smollm2_tokenizer
 
 EOS = fake_engine.EOS
-
-
-class FakeLLM(LLM):
-    _start_ranks = partial(RankGroup.start, module="tests.fake_engine")
-
-
-class FakeAsyncLLM(AsyncLLM):
-    def __init__(self) -> None:
-        self.llm = FakeLLM()
 
 
 @pytest.fixture(scope="module")
@@ -320,107 +304,6 @@ def test_one_failure_aborts_the_others(llm: LLM) -> None:
     assert (stats["running"], stats["aborted"]) == (0, aborted + 1)
 
 
-def test_a_dead_engine_is_an_error_and_comes_back() -> None:
-    with FakeLLM(world_size=2) as llm:
-        with pytest.raises(EngineError, match="the engine failed"):
-            llm.generate([[fake_engine.HANG], [fake_engine.DIE]])
-        [output] = llm.generate([[5]])
-        assert output.outputs[0].token_ids == [5, EOS]
-
-
-def test_a_closed_llm_has_no_ranks() -> None:
-    llm = FakeLLM(world_size=2)
-    pids = llm.pids
-    llm.close()
-    llm.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    dropped = FakeLLM()
-    pids = dropped.pids
-    del dropped
-    gc.collect()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-@pytest.mark.filterwarnings("error")  # a coroutine that nobody runs is one
-def test_a_closed_llm_says_so() -> None:
-    llm = FakeLLM()
-    prefix = llm.prefill([5])
-    endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
-    begun, left = llm.stream(*endless), llm.stream(*endless)
-    assert next(begun) and next(left)
-    llm.close()
-    left.close()
-    calls: list[Callable[[], object]] = [
-        lambda: llm.generate([[5]]),
-        lambda: llm.generate([[5]], prefix=prefix),
-        lambda: llm.generate([]),
-        lambda: llm.chat([{"role": "user", "content": "Hello"}]),
-        lambda: llm.prefill([5]),
-        llm.stats,
-        lambda: next(begun),
-    ]
-    for call in calls:
-        with pytest.raises(EngineError, match="the LLM was closed"):
-            call()
-    prefix.release()
-    assert llm.get_tokenizer() is not None
-    gc.collect()
-
-
-def test_an_asynchronous_engine_that_was_closed_says_so() -> None:
-    async def main() -> None:
-        engine = FakeAsyncLLM()
-        endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
-        begun, left = engine.generate(*endless), engine.generate(*endless)
-        assert await anext(begun) and await anext(left)
-        engine.close()
-        await left.aclose()
-        with pytest.raises(EngineError, match="the LLM was closed"):
-            await anext(begun)
-
-    asyncio.run(main())
-
-
-def test_a_stream_that_the_engines_own_thread_collects_as_garbage_is_aborted() -> None:
-    code = """
-import gc
-from tests.test_llm import FakeLLM, SamplingParams, fake_engine
-
-async def collect():
-    gc.collect()
-
-with FakeLLM() as llm:
-    gc.disable()
-    cycle = [llm.stream([fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400))]
-    cycle.append(cycle)
-    next(cycle[0])
-    del cycle
-    llm.loop.run(collect())
-    print(llm.stats()["aborted"], llm.stats()["running"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["1", "0"]
-
-
-def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
-    code = "from tests.test_llm import FakeLLM\nllm = FakeLLM()\nprint(*llm.pids, flush=True)\n{}"
-    for end, status in (("", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(end)], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == status, done.stderr
-        assert not any(_runs(int(pid)) for pid in done.stdout.split())
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 def test_wrong_settings_and_models() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'atention'; did you mean 'attention'"):
         LLM(atention="full")
@@ -472,67 +355,3 @@ def test_a_constraint_that_crashes_what_compiles_it_is_an_error_of_its_request(l
         with pytest.raises(RequestError, match="crashed"):
             list(llm.stream([5, 6, 7], crash))
         assert llm.generate([5, 6, 7], good)[0].finished
-
-
-# Longer than anybody waits here.
-SLOW = [
-    SamplingParams(structured_outputs={"grammar": f"{doubling_terminals(15)}// {n}\n"})
-    for n in range(2)
-]
-GOOD = SamplingParams(structured_outputs={"choice": ["a"]})
-
-
-def slow_grammars(llm: LLM) -> GrammarProcess:
-    grammars = llm.client.grammars
-    assert grammars is not None
-    grammars.seconds = 60.0
-    return grammars
-
-
-def test_closing_fails_what_is_being_compiled() -> None:
-    llm = FakeLLM()
-    grammars = slow_grammars(llm)
-    llm.generate([[5]], GOOD)  # starts the process
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(llm.generate, [[5]], params) for params in SLOW]
-        assert wait_until(lambda: grammars.waiting, 60)
-        llm.close()
-        for future in asked:
-            with pytest.raises(EngineError, match="the LLM was closed"):
-                future.result(60)
-
-
-def test_closing_fails_what_is_being_compiled_for_tasks() -> None:
-    async def main() -> None:
-        engine = FakeAsyncLLM()
-        grammars = slow_grammars(engine.llm)
-
-        async def answer(params: SamplingParams) -> None:
-            async for _ in engine.generate([5], params):
-                pass
-
-        await answer(GOOD)
-        tasks = [asyncio.create_task(answer(params)) for params in SLOW]
-        while not grammars.waiting:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(engine.close)
-        for task in tasks:
-            with pytest.raises(EngineError, match="the LLM was closed"):
-                await asyncio.wait_for(task, 60)
-
-    asyncio.run(main())
-
-
-def test_nobody_waits_for_a_loop_that_has_ended() -> None:
-    loop, begun = LoopThread(), threading.Event()
-
-    async def endless() -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(loop.run, endless())
-        assert begun.wait(60)
-        loop.finish(asyncio.sleep(0))
-        with pytest.raises(EngineError, match="the LLM was closed"):
-            waiting.result(60)

@@ -1,0 +1,17 @@
+"""The offline API on ranks that compute nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from razor_dist import LLM, AsyncLLM
+from razor_dist.frontend.ranks import RankGroup
+
+
+class FakeLLM(LLM):
+    _start_ranks = partial(RankGroup.start, module="tests.fake_engine")
+
+
+class FakeAsyncLLM(AsyncLLM):
+    def __init__(self) -> None:
+        self.llm = FakeLLM()

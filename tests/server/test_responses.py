@@ -1,0 +1,120 @@
+"""OpenAI's ``/v1/responses`` as its client sees it, and what it repeats of a request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from razor_dist.api.responses import ResponsesBody
+from razor_dist.api.validate import validated
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.sampling_params import SamplingParams
+from tests.server.process import fake_server
+from tests.server.test_api import HELLO, TOKENIZER, answer_to
+
+
+def test_what_a_response_repeats_is_bounded() -> None:
+    long = "word " * 14_000
+    body = {"model": "smollm2", "input": "Hi", "instructions": long, "tool_choice": "none"}
+    body["tools"] = [{"type": "function", "name": "find", "description": long}]
+    with fake_server("--max-model-len", "20000") as server:
+        answer = httpx.post(f"{server.url()}/v1/responses", json=body, timeout=60)
+    whole = answer.json()
+    assert answer.status_code == 200 and len(answer.content) < 100_000
+    assert whole["instructions"] == long[: 2**16 - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    [named] = whole["tools"]
+    assert (named["name"], named["description"], named["parameters"]) == ("find", None, None)
+
+
+def test_what_a_response_repeats_is_bounded_whatever_was_asked() -> None:
+    def described(**fields: Any) -> dict[str, Any]:
+        body = validated(ResponsesBody, {"model": "smollm2", "input": "Hi"} | fields)
+        told = body.described(SamplingParams())
+        assert len(json.dumps(told)) < 4 * 2**16
+        return told
+
+    def tools(count: int, **fields: Any) -> list[dict[str, Any]]:
+        names = [f"{index:064}" for index in range(count)]
+        return [{"type": "function", "name": name} | fields for name in names]
+
+    few = described(tools=tools(128, description="word " * 1000))["tools"]
+    assert [tool["name"] for tool in few] == [tool["name"] for tool in tools(128)]
+    long = "word " * 100_000
+    schema = {"type": "json_schema", "name": long, "description": long, "schema": {"a": long}}
+    told = described(tools=tools(100_000), instructions=long, text={"format": schema})
+    assert told["tools"] == [] and len(told["instructions"]) == 2**16
+    form = told["text"]["format"]
+    assert form == {
+        "type": "json_schema",
+        "name": f"{long[:63]}\N{HORIZONTAL ELLIPSIS}",
+        "schema": {},
+    }
+
+
+def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
+    text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
+    whole = client.responses.create(
+        model="smollm2",
+        input=HELLO[0]["content"],
+        metadata={"a": "b"},
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        temperature=0.5,
+        max_output_tokens=400,
+        prompt_cache_key="a",
+    )
+    assert whole.output_text == text and whole.status == "completed"
+    assert whole.metadata == {"a": "b"} and whole.parallel_tool_calls is False
+    assert (whole.temperature, whole.top_p, whole.max_output_tokens) == (0.5, 1.0, 400)
+    assert (whole.tool_choice, whole.tools) == ("auto", [])
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == count
+    assert whole.usage.input_tokens == len(PromptEncoder(TOKENIZER).chat(HELLO))
+    # As a conversation: the answer goes back in.
+    history: list[Any] = [*HELLO, *(item.model_dump() for item in whole.output)]
+    history.append({"role": "user", "content": [{"type": "input_text", "text": "Again"}]})
+    again = client.responses.create(model="smollm2", instructions="Be brief.", input=history)
+    plain = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "Again"},
+    ]
+    assert again.output_text == answer_to(PromptEncoder(TOKENIZER).chat(plain))[0]
+    with client.responses.stream(model="smollm2", input=HELLO) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.output_text == text and final.usage == whole.usage
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    cut = client.responses.create(model="smollm2", input=HELLO, max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"input": []}, "input", "input must hold at least one message"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
+        ({"input": "a " * 600}, "input", "maximum context length"),
+        ({"store": True}, "store", "store must be false or left out: this server keeps no"),
+        ({"previous_response_id": "x"}, "previous_response_id", "unsupported field"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a name and a sc"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    ],
+)
+def test_what_responses_cannot_do_is_refused_by_its_name(
+    url: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    body = {"model": "smollm2", "input": "Hello"} | fields
+    refusal = httpx.post(f"{url}/v1/responses", json=body)
+    assert refusal.status_code == 400
+    assert refusal.json()["error"]["param"] == param
+    assert message in refusal.json()["error"]["message"]

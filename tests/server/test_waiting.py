@@ -1,0 +1,164 @@
+"""Requests that wait, are late, or are given up, and an engine that is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from razor_dist.api.parsing import parse_value
+from razor_dist.api.request import Limits
+from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.messages import EngineInfo, Ready, encode
+from razor_dist.server.app import build_app
+from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.service import RequestReader, Service
+from tests import fake_engine
+from tests.server.process import wait_until
+from tests.server.test_api import HELLO, TOKENIZER, answer_to, events
+
+
+def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
+    prompt = [fake_engine.SLOW_PREFILL, *range(20, 27)]
+    lines = events(url, "/v1/completions", {"prompt": prompt, "return_progress": True})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    # As llama.cpp's server tells it, whose first one says that nothing is read yet.
+    assert [p["processed"] for p in progress] == [0, 2, 4, 6, 8]
+    assert all(p["total"] == 8 and p["cache"] == 0 for p in progress)
+    assert progress[-1]["time_ms"] == 1200
+    silent = events(url, "/v1/completions", {"prompt": prompt})
+    assert not any("prompt_progress" in line for line in silent)
+
+
+def test_the_official_client_survives_progress(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "smollm2", "messages": HELLO}
+    more = {"return_progress": True}
+    text, _ = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
+    chunks = list(client.chat.completions.create(**asked, stream=True, extra_body=more))
+    progress = [chunk.model_extra["prompt_progress"] for chunk in chunks if chunk.model_extra]
+    total = len(PromptEncoder(TOKENIZER).chat(HELLO))
+    assert [(p["processed"], p["total"]) for p in progress] == [(0, total), (total, total)]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
+    with client.chat.completions.stream(**asked, extra_body=more) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text
+    prompt = TOKENIZER.encode(" one two three")
+    pieces = client.completions.create(model="smollm2", prompt=prompt, stream=True, extra_body=more)
+    assert "".join(piece.choices[0].text for piece in pieces) == answer_to(prompt)[0]
+
+
+def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
+        assert next(line for line in response.iter_lines()) == ": heartbeat"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_in_mid_prefill_is_forgotten(url: str, stream: bool) -> None:
+    def counts() -> tuple[int, int]:
+        stats = httpx.get(f"{url}/stats").json()
+        return stats["running"], stats["aborted"]
+
+    assert wait_until(lambda: counts()[0] == 0, 20)
+    _, aborted = counts()
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.5)
+    assert wait_until(lambda: counts() == (0, aborted + 1), 20), counts()
+
+
+def test_a_full_queue_refuses_with_429(url: str) -> None:
+    body = {"model": "smollm2", "prompt": [[fake_engine.HANG]] * 4, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10):
+
+        def refused() -> httpx.Response:
+            full = httpx.post(f"{url}/v1/completions", json={**body, "prompt": "Hello"})
+            assert full.status_code == 429
+            return full
+
+        # The engine's estimate, for one of the four: it comes with the next heartbeat.
+        assert wait_until(lambda: refused().headers["retry-after"] == "8", 20)
+        full = refused()
+        assert full.json()["error"]["code"] == "queue_full"
+        assert "at most 4 may be" in full.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 200
+    free = {"model": "smollm2", "prompt": "Hello"}
+    assert wait_until(lambda: httpx.post(f"{url}/v1/completions", json=free).status_code == 200, 20)
+
+
+def test_prompts_for_which_the_queue_has_no_room_are_not_tokenised() -> None:
+    class Untouched(PromptEncoder):
+        def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
+            raise AssertionError("tokenised")
+
+    limits = Limits("smollm2", 4, 100, 100, {}, room=1)
+    body = {"model": "smollm2", "prompt": ["a", "b"]}
+    with pytest.raises(RequestError, match="the queue has room for 1 prompts now") as refused:
+        parse_value("completions", body, Untouched(None), limits)
+    assert refused.value.code == "queue_full"
+
+
+def test_a_request_that_is_late_ends_and_frees_the_engine(url: str) -> None:
+    def counts() -> tuple[int, int]:
+        stats = httpx.get(f"{url}/stats").json()
+        return stats["running"], stats["aborted"]
+
+    assert wait_until(lambda: counts()[0] == 0, 20)
+    _, aborted = counts()
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "timeout": 0.2}
+    for stream in (False, True):  # before a stream has begun, it is an HTTP error as well
+        late = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=30)
+        assert (late.status_code, late.headers["x-should-retry"]) == (408, "false")
+        assert late.json()["error"] == {
+            "message": "the request was not answered within 0.2 s",
+            "type": "timeout_error",
+            "param": None,
+            "code": "timeout",
+        }
+    eager = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
+    with pytest.raises(openai.APIStatusError, match="not answered within") as error:
+        eager.completions.create(**body | {"timeout": None}, extra_body={"timeout": 0.2})
+    assert error.value.status_code == 408
+    assert wait_until(lambda: counts() == (0, aborted + 3), 20), counts()  # asked once each
+    endless = {"prompt": [fake_engine.ENDLESS, 20], "max_tokens": 400, "timeout": 0.7}
+    *texts, failure, done = events(url, "/v1/completions", endless)
+    assert len(texts) > 1 and all("choices" in text for text in texts)
+    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert done == "data: [DONE]"
+    assert wait_until(lambda: counts() == (0, aborted + 4), 20), counts()
+
+
+def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
+    """Rank 0 is in the midst of a chunk: it lives, and answers nothing."""
+    service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
+    process = ParsingProcess(tmp_path, trust_remote_code=False)
+    service.reader = RequestReader(PromptEncoder(None), process, {})
+
+    async def main() -> httpx.Response:
+        await service.client.rank0.listen()
+        _, writer = await asyncio.open_unix_connection(service.client.rank0.path)
+        writer.write(encode(Ready(EngineInfo(8, 9))))
+        await service.client.ready()
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answer = await http.get("/stats")
+            assert (await http.get("/health")).json()["status"] == "ready"
+        writer.close()
+        await service.client.close()
+        return answer
+
+    service.stats_patience = 0.1
+    answer = asyncio.run(main())
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("engine_busy", "service_unavailable_error")
+    assert "did not answer within" in error["message"]
