@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.kernels import attend
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
@@ -26,14 +27,15 @@ _LONG = 32768
 def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     """Read short prompts and decode some tokens of each batch; all ranks call this together.
 
-    The caches are empty before and after. Nothing that is counted or learned knows of it, as it
-    goes past the scheduler.
+    Batches that there is no room for are left out. The caches are empty before and after. Nothing
+    that is counted or learned knows of it, as it goes past the scheduler.
     """
     sent = runner.comm.bytes_sent.copy()
     prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
     total = len(prompt) + _STEPS * len(batches)
+    most = _most_sequences(runner.config, total)
     opened: list[int] = []
-    for count in batches:
+    for count in (count for count in batches if count <= most):
         while len(opened) < count:
             key = len(opened)
             runner.execute(StepPlan(Op.OPEN, key, end=len(prompt), total=total, max_read=total))
@@ -49,6 +51,15 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     runner.sequences.peak_kv_bytes = 0
     runner.comm.bytes_sent.clear()
     runner.comm.bytes_sent.update(sent)
+
+
+def _most_sequences(cache: CacheConfig, total: int) -> int:
+    """Sequences of ``total`` tokens that caches are certain to have room for at once."""
+    if total > cache.max_tokens:
+        return 0
+    places = [arena.places // arena.width(total) for arena in cache.arenas]
+    pages = cache.num_pages // -(-total // cache.page_size)
+    return min([cache.max_sequences, pages, *places])
 
 
 def _attend_to_long_keys(runner: ModelRunner) -> None:

@@ -53,3 +53,23 @@ def test_batches_are_recorded_and_nothing_else_is_left(
         for want, got in zip(wanted, logits, strict=True):
             if want is not None:
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("sequences", "prompt", "recorded"), [(1, 70, [1]), (3, 70, [1, 2]), (5, 2, [])]
+)
+def test_only_batches_that_fit_are_recorded(
+    sequences: int, prompt: int, recorded: list[int], ranks: Ranks, tiny: Tiny
+) -> None:
+    """An engine of one sequence starts as well, and so does one of the shortest contexts."""
+    case = dataclasses.replace(case_of(tiny("llama")), prompt=(0,) * prompt, forced=(0,) * 3)
+    assert ranks(1).run(batches, case, sequences)[0] == recorded
+
+
+def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:
+    """The sizes of the batches that warming up records in an engine of ``sequences``."""
+    runner = make_runner(comm, case, sequences, CountingTape(comm))
+    warm_up(runner)
+    assert runner.graphs is not None and not runner.sequences
+    return [key.sequences for key in runner.graphs._recordings]
