@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.kernels import attend
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
@@ -26,14 +27,14 @@ _LONG = 32768
 def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     """Read short prompts and decode some tokens of each batch; all ranks call this together.
 
-    The caches are empty before and after. Nothing that is counted or learned knows of it, as it
-    goes past the scheduler.
+    Batches for which there is no room are left out. The caches are empty before and after. Nothing
+    that is counted or learned knows of it, as it goes past the scheduler.
     """
     sent = runner.comm.bytes_sent.copy()
     prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
     total = len(prompt) + _STEPS * len(batches)
     opened: list[int] = []
-    for count in batches:
+    for count in _that_fit(runner, batches, len(prompt), total):
         while len(opened) < count:
             key = len(opened)
             runner.execute(StepPlan(Op.OPEN, key, end=len(prompt), total=total, max_read=total))
@@ -49,6 +50,14 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     runner.sequences.peak_kv_bytes = 0
     runner.comm.bytes_sent.clear()
     runner.comm.bytes_sent.update(sent)
+
+
+def _that_fit(runner: ModelRunner, batches: Sequence[int], prompt: int, total: int) -> list[int]:
+    """Those of the ``batches`` that serve at once and have room, ``total`` tokens each."""
+    accounts = CacheAccounts(runner.config, runner.comm.size)
+    need = accounts.need(accounts.stored(None, 0), 0, prompt, total)
+    most = runner.config.max_sequences
+    return [n for n in batches if n <= most and (n * need <= accounts.sizes).all()]
 
 
 def _attend_to_long_keys(runner: ModelRunner) -> None:

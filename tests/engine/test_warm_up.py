@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from razor_dist.engine.warm_up import warm_up
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.step_plan import StepPlan
 from tests.cases import Case, answer, make_runner, prefill
+from tests.engine.test_core import make_core
 from tests.engine.test_graph import case_of, tokens_of
 from tests.ranks import RankPool
 from tests.tape import CountingTape
@@ -53,3 +56,29 @@ def test_batches_are_recorded_and_nothing_else_is_left(
         for want, got in zip(wanted, logits, strict=True):
             if want is not None:
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"max_num_seqs": 1}, 1),
+        ({"max_num_seqs": 5}, 4),
+        ({"max_num_seqs": 4, "attention": "full", "kv_tokens": 8}, 2),  # five pages, two for each
+        ({"prefill": "exact"}, 8),
+    ],
+)
+def test_batches_without_room_are_left_out(
+    settings: dict[str, Any], most: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tiny("llama"), **{"max_num_seqs": 8, **settings})
+    opened: list[int] = []
+    execute = core.runner.execute
+
+    def counted(plan: StepPlan) -> Tensor | None:
+        opened.append(len(core.runner.sequences))
+        return execute(plan)
+
+    monkeypatch.setattr(core.runner, "execute", counted)
+    warm_up(core.runner)
+    assert max(opened) == most
+    core.idle()
