@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -158,9 +157,11 @@ def _backend(x: Tensor) -> Any:
     return importlib.import_module("razor_dist.kernels.fused_triton")
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A layer's output that the next norm adds up: the residual stream, and what is added."""
+class Sum(NamedTuple):
+    """A layer's output that the next norm adds up: the residual stream, and what is added.
+
+    A tuple, in which DeepSpeed's hooks around layers find the tensors.
+    """
 
     residual: Tensor
     part: Tensor

@@ -255,6 +255,7 @@ class Joined:
         ``[O_i]``.
     """
 
+    @torch.no_grad()  # an input's gradients would else have those of the weights computed as well
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         self._sizes = [len(weight) for weight in weights]
         self._weight, self._bias = torch.cat(list(weights)), None

@@ -29,6 +29,7 @@ from razor_dist.kernels.linear import (
     linear,
     use_fast_linear,
     use_int8_linear,
+    use_joined_linear,
 )
 from tests.test_kernels import threads
 
@@ -226,6 +227,41 @@ def test_a_models_layers_keep_their_weights() -> None:
     assert [id(p) for p in model.parameters()] == weights
     with torch.inference_mode():
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_joined_layers_are_those_apart() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(24, 32), nn.Linear(24, 8, bias=False)
+            self.v_proj = nn.Linear(24, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    model, x = Attention(), torch.randn(1, 5, 24, requires_grad=True)
+    with torch.no_grad():
+        want = model(x)
+    parameters = sum(p.numel() for p in model.parameters())
+    use_fast_linear(model)
+    use_joined_linear(model)
+    model.requires_grad_(False)
+    weights = [layer.weight for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    for _ in range(2):  # nothing is left of the first call
+        found = model(x)
+        for got, of in zip(found, want, strict=True):
+            torch.testing.assert_close(got, of)
+    # Gradients of the input alone: those of frozen weights would cost as much again.
+    visited, queue = set[str](), [part.grad_fn for part in found]
+    while queue:
+        node = queue.pop()
+        visited.add(type(node).__name__)
+        queue += [following for following, _ in node.next_functions if following is not None]
+    assert "CatBackward0" not in visited and "AccumulateGrad" in visited
+    torch.stack([part.sum() for part in found]).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
 
 
 @settings(max_examples=40, deadline=None)

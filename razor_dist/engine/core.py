@@ -169,7 +169,8 @@ class EngineCore:
             self._run(plan)
 
     def _run(self, plan: StepPlan) -> Tensor | None:
-        plan, self._kept = replace(plan, kept=self._kept), ()
+        if self._kept:  # else the plan stays, with its entries, which are read again afterwards
+            plan, self._kept = replace(plan, kept=self._kept), ()
         plan.send(self.runner.comm)
         return self.runner.execute(plan)
 

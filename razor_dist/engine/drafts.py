@@ -42,6 +42,9 @@ _REFIT = 16
 # Least share of a step that one more token is believed to cost: on a CPU eight rows of a product
 # take a sixth longer than one. Estimates of so small a difference may come out as nothing.
 _LEAST_ROW = 0.025
+# Least seconds that a step of answers is believed to take: while every step has read a prompt too,
+# the estimate may be 0.
+_LEAST_STEP = 1e-4
 # A draft must promise this many times the tokens per second of a step without one: estimates err.
 _GAIN = 1.05
 
@@ -293,7 +296,7 @@ class Drafts:
             self._terms = self._cost.decode_terms()
         self._steps += 1
         step, token, before = self._terms
-        base = step + len(answers) * token + sum(lengths) * before
+        base = max(_LEAST_STEP, step + len(answers) * token + sum(lengths) * before)
         for (_, most), proposer, length in zip(answers, proposers, lengths, strict=True):
             row = max(token + length * before, _LEAST_ROW * base)
             most = min(most, self._config.num_speculative_tokens + 1, room + 1)

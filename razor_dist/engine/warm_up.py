@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from razor_dist.cache.accounting import CacheAccounts
+from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.kernels import attend
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
@@ -27,14 +27,15 @@ _LONG = 32768
 def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     """Read short prompts and decode some tokens of each batch; all ranks call this together.
 
-    Batches for which there is no room are left out. The caches are empty before and after. Nothing
+    Batches that there is no room for are left out. The caches are empty before and after. Nothing
     that is counted or learned knows of it, as it goes past the scheduler.
     """
     sent = runner.comm.bytes_sent.copy()
     prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
     total = len(prompt) + _STEPS * len(batches)
+    most = _most_sequences(runner.config, total)
     opened: list[int] = []
-    for count in _that_fit(runner, batches, len(prompt), total):
+    for count in (count for count in batches if count <= most):
         while len(opened) < count:
             key = len(opened)
             runner.execute(StepPlan(Op.OPEN, key, end=len(prompt), total=total, max_read=total))
@@ -52,12 +53,13 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     runner.comm.bytes_sent.update(sent)
 
 
-def _that_fit(runner: ModelRunner, batches: Sequence[int], prompt: int, total: int) -> list[int]:
-    """Those of the ``batches`` that serve at once and have room, ``total`` tokens each."""
-    accounts = CacheAccounts(runner.config, runner.comm.size)
-    need = accounts.need(accounts.stored(None, 0), 0, prompt, total)
-    most = runner.config.max_sequences
-    return [n for n in batches if n <= most and (n * need <= accounts.sizes).all()]
+def _most_sequences(cache: CacheConfig, total: int) -> int:
+    """Sequences of ``total`` tokens that caches are certain to have room for at once."""
+    if total > cache.max_tokens:
+        return 0
+    places = [arena.places // arena.width(total) for arena in cache.arenas]
+    pages = cache.num_pages // -(-total // cache.page_size)
+    return min([cache.max_sequences, pages, *places])
 
 
 def _attend_to_long_keys(runner: ModelRunner) -> None:

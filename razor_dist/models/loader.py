@@ -134,8 +134,10 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def layer_classes(model: PreTrainedModel) -> set[type[nn.Module]]:
+    """The classes of a model's decoder layers, also where `use_fused_layers` has changed them."""
     names = set(model._no_split_modules or ())
-    return {type(module) for module in model.modules() if type(module).__name__ in names}
+    kinds = {type(module) for module in model.modules()}
+    return {kind for kind in kinds if any(base.__name__ in names for base in kind.__mro__)}
 
 
 def model_from_config(

@@ -18,6 +18,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.drafts import Drafts, HitRates, Lookup, Ngram, NgramIndex
+from razor_dist.engine.step_cost import StepCost, Work
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -146,6 +147,20 @@ def test_a_draft_pays_or_is_not_made(terms: tuple[float, float, float]) -> None:
     assert tokens_per_second(made, text, unlike, terms) > 0.97
     counts = made.counts
     assert counts["num_accepted_tokens"] == sum(counts["num_accepted_tokens_per_pos"])  # type: ignore[arg-type]
+
+
+def test_a_step_that_seems_to_take_no_time_can_have_drafts() -> None:
+    """While a long prompt is read beside every answer, the fit may leave nothing to the answers."""
+    cost, position = StepCost(), 0
+    for step, n in enumerate((512, 2048, 1024, 4096)):  # of which an answer is in the last two
+        answers, pairs = int(step > 1), n * (position + n / 2)
+        cost.learn(Work(1, 0, 1, answers, position + 100 * answers, n, pairs), 1e-5 * n**1.1)
+        position += n
+    assert cost.decode_terms() == (0.0, 0.0, 0.0)
+    made = Drafts(SpeculativeConfig(), cost, 64)
+    asked: Any = Answer(list(range(50)) * 2)
+    asked.generated.append(0)
+    assert made([(asked, 8)]) == [list(range(1, 8))]
 
 
 def test_runs_have_few_lengths_and_share_a_step() -> None:

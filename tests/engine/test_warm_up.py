@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from razor_dist.engine.warm_up import warm_up
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.step_plan import StepPlan
 from tests.cases import Case, answer, make_runner, prefill
-from tests.engine.test_core import make_core
 from tests.engine.test_graph import case_of, tokens_of
 from tests.ranks import RankPool
 from tests.tape import CountingTape
@@ -58,27 +55,21 @@ def test_batches_are_recorded_and_nothing_else_is_left(
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@needs_compiler
 @pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({"max_num_seqs": 1}, 1),
-        ({"max_num_seqs": 5}, 4),
-        ({"max_num_seqs": 4, "attention": "full", "kv_tokens": 8}, 2),  # five pages, two for each
-        ({"prefill": "exact"}, 8),
-    ],
+    ("sequences", "prompt", "recorded"), [(1, 70, [1]), (3, 70, [1, 2]), (5, 2, [])]
 )
-def test_batches_without_room_are_left_out(
-    settings: dict[str, Any], most: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+def test_only_batches_that_fit_are_recorded(
+    sequences: int, prompt: int, recorded: list[int], ranks: Ranks, tiny: Tiny
 ) -> None:
-    core = make_core(tiny("llama"), **{"max_num_seqs": 8, **settings})
-    opened: list[int] = []
-    execute = core.runner.execute
+    """An engine of one sequence starts as well, and so does one of the shortest contexts."""
+    case = dataclasses.replace(case_of(tiny("llama")), prompt=(0,) * prompt, forced=(0,) * 3)
+    assert ranks(1).run(batches, case, sequences)[0] == recorded
 
-    def counted(plan: StepPlan) -> Tensor | None:
-        opened.append(len(core.runner.sequences))
-        return execute(plan)
 
-    monkeypatch.setattr(core.runner, "execute", counted)
-    warm_up(core.runner)
-    assert max(opened) == most
-    core.idle()
+def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:
+    """The sizes of the batches that warming up records in an engine of ``sequences``."""
+    runner = make_runner(comm, case, sequences, CountingTape(comm))
+    warm_up(runner)
+    assert runner.graphs is not None and not runner.sequences
+    return [key.sequences for key in runner.graphs._recordings]
