@@ -25,7 +25,14 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitNetConfig,
+    HunYuanDenseV1Config,
+    Ministral3Config,
+    PhiConfig,
+    PretrainedConfig,
+)
 
 from razor_dist.attention import decode
 from razor_dist.cache.policy import StreamingPolicy
@@ -146,6 +153,42 @@ def test_a_layer_is_few_kernels(family: str, ranks: Ranks, tiny: Tiny) -> None:
         assert after.total() * 4 < before.total()
         # bfloat16 rounds to 1/256; fused layers round less often.
         assert (got - want).norm() <= 0.05 * want.norm()
+
+
+def decoded(comm: Communicator, path: str, rotates: bool) -> Tensor | None:
+    """Rank 0's logits after three tokens, with attention that rotates, if it can, and without."""
+    kept = ((True, False),) * 2
+    case = Case(path, kept, POLICY, tokens_of(57), (0,) * 20)
+    kernels = mock.Mock(wraps=decode_torch, ROTATES=rotates)
+    with mock.patch.object(decode, "implementation", lambda device: kernels):
+        made = make_runner(comm, case)
+        assert not made._postpones
+        prefill(made, 0, case)
+        logits = [made.execute(answer((0, token))) for token in (5, 6, 7)]
+    return torch.cat([row for row in logits if row is not None])
+
+
+@pytest.mark.parametrize("kind", [PhiConfig, HunYuanDenseV1Config, Ministral3Config])
+def test_models_that_change_what_is_rotated_rotate_it_themselves(
+    kind: type[PretrainedConfig], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Phi rotates a part of each head; HunYuan norms behind that, and Ministral scales queries."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 192}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = kind(**sizes, **heads, max_position_embeddings=256)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    want, got = (ranks(1).run(decoded, str(tmp_path), yes)[0] for yes in (False, True))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_part_that_cannot_be_tried_stays_as_it_is() -> None:
+    """BitNet norms between an MLP's products: its MLP fails on numbers of another width."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 192}
+    config = BitNetConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    fused.use_fused_layers(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert "BitNetMLP" in kinds and "FusedBitNetRMSNorm" in kinds
 
 
 def test_no_mask_is_made_nor_looked_for(tiny: Tiny) -> None:

@@ -85,10 +85,14 @@ class Format(ABC):
         return "data: [DONE]\n\n"
 
     def usage(self, completion: int | None = None) -> Json:
-        """Return the token counts, of the whole answers or of their first ``completion`` tokens."""
+        """Return the token counts, of the whole answers or of their first ``completion`` tokens.
+
+        What became of drafts is told of whole answers.
+        """
         # One prompt's choices read it once.
         prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
         cached = sum(choice.cached_tokens for choice in self._choices)
+        whole = completion is None
         if completion is None:
             completion = sum(len(choice.pieces) for choice in self._choices)
         usage: Json = {
@@ -97,13 +101,14 @@ class Format(ABC):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        pieces = [piece for choice in self._choices for piece in choice.pieces]
-        drafted = {
-            "accepted_prediction_tokens": sum(piece.accepted for piece in pieces),
-            "rejected_prediction_tokens": sum(piece.rejected for piece in pieces),
-        }
-        if any(drafted.values()):
-            usage["completion_tokens_details"] = drafted
+        if whole:  # what is known of the others may not have been sent
+            pieces = [piece for choice in self._choices for piece in choice.pieces]
+            drafted = {
+                "accepted_prediction_tokens": sum(piece.accepted for piece in pieces),
+                "rejected_prediction_tokens": sum(piece.rejected for piece in pieces),
+            }
+            if any(drafted.values()):
+                usage["completion_tokens_details"] = drafted
         return usage
 
     def _parser(self) -> ToolParser | None:

@@ -15,6 +15,12 @@ from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 
 
+def rotates(device: torch.device) -> bool:
+    """Tell if a decode step's attention can rotate the queries and keys that it gets."""
+    found: bool = implementation(device).ROTATES
+    return found
+
+
 class DecodeContext:
     """`AttentionContext` of the next token of n sequences, by the kernels for block tables.
 
@@ -32,7 +38,6 @@ class DecodeContext:
         self.comm, self.caches, self._inputs, self._tables = comm, caches, inputs, tables
         self.tokens = len(inputs.token)
         self._kernels = implementation(inputs.token.device)
-        self.rotates: bool = self._kernels.ROTATES  # queries and keys that it gets
         if caches.pages.positions is not None:
             caches.pages.positions.index_copy_(0, inputs.at, inputs.position)
 

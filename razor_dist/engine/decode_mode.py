@@ -16,6 +16,7 @@ from razor_dist.engine.graph import Recorder
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact, why_not
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.layout import HeadLayout, HeadShare
+from razor_dist.kernels.fused import postponed_rotations
 from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -99,6 +100,24 @@ class NoAttention:
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         _, _, tokens, dim = query.q.shape
         return query.q.new_zeros(tokens, self._heads[layer], dim)
+
+
+@torch.inference_mode()
+def rotations_can_wait(model: PreTrainedModel, shape: ModelShape) -> bool:
+    """Tell if attention gets queries and keys as a model's rotary embeddings leave them.
+
+    Only then can it rotate them itself: Phi puts rotated parts and others together, HunYuan norms
+    what is rotated, Ministral 3 scales queries.
+    """
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    nothing = NoAttention([shape.query_heads] * shape.layers)
+    options = {"use_cache": False, "logits_to_keep": 1, "attention_context": nothing}
+    try:
+        with postponed_rotations():
+            model(input_ids=token, position_ids=token, **options)
+    except NotImplementedError:
+        return False
+    return True
 
 
 @torch.inference_mode()

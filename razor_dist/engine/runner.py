@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from razor_dist.attention.context import PassContext
-from razor_dist.attention.decode import DecodeContext
+from razor_dist.attention.decode import DecodeContext, rotates
 from razor_dist.attention.prefill import PrefillContext
 from razor_dist.attention.replicated import ReplicatedContext
 from razor_dist.attention.sources import (
@@ -27,6 +27,7 @@ from razor_dist.attention.step import BlockTables, ChunkTokens, Pass, Step, Step
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
 from razor_dist.engine.commit import Kept, commit, commit_run
+from razor_dist.engine.decode_mode import rotations_can_wait
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
@@ -78,6 +79,8 @@ class ModelRunner:
         self._ring, self._tensor = ring, tensor
         self.decode = "replicated" if tensor is None else "tensor"
         self.device = next(model.parameters()).device
+        # Rotary embeddings of decode steps, to attention.
+        self._postpones = rotates(self.device) and rotations_can_wait(model, shape)
         self.caches = new_caches(layout, shape, cache, self.device)
         self._preparation = Preparation(comm, self.caches, tensor_parallel=tensor is not None)
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -198,7 +201,7 @@ class ModelRunner:
         context = DecodeContext(self.comm, self.caches, inputs, tables)
         keep = None if self._tensor is not None or self.comm.rank == 0 else self._nothing
         shares = self._tensor is not None
-        with postponed_rotations(context.rotates):
+        with postponed_rotations(self._postpones):
             return self._forward(inputs.token, inputs.model_position, context, keep, shares)
 
     def _run(self, part: Pass, kept: list[Kept]) -> Tensor:

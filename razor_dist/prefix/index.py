@@ -139,9 +139,12 @@ class PrefixIndex:
         return np.concatenate([node.edge, *reversed(edges)])
 
     def _path(self, namespace: Namespace, tokens: Tokens) -> list[tuple[_Node, int]]:
-        """Return nodes, the last first, and the tokens in common with what is below each."""
+        """Return nodes, the last first, and the tokens in common with what is below each.
+
+        The root is left out: all that is below it, however much, has nothing in common.
+        """
         node = self._roots.get(self.names.namespace(*namespace), _Node(tokens[:0], 0))
-        path = [(node, 0)]
+        path: list[tuple[_Node, int]] = []
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
@@ -176,7 +179,7 @@ class PrefixIndex:
         """
         for node, same in self._path(namespace, tokens):
             found = next((entry for entry in node.below(kind) if among(entry)), None)
-            if same and found is not None:
+            if found is not None:
                 return found, same
         return None, 0
 

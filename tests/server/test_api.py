@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -96,6 +97,19 @@ def test_the_official_client_streams_a_chat(client: openai.OpenAI) -> None:
     *counts, end = [chunk.usage.completion_tokens for chunk in told if chunk.usage]
     assert counts[0] == 0 and sorted(counts) == counts and counts[-1] == end == count
     assert len(counts) == len(contents)
+
+
+def test_usage_so_far_says_nothing_of_drafts_that_come_later() -> None:
+    """A step's tokens are known together, and sent one after the other."""
+    pieces = [TextPiece(7, "a"), TextPiece(8, "b", accepted=True), TextPiece(9, "c", rejected=2)]
+    choice = Choice(np.arange(5, dtype=np.int32), pieces=pieces)
+    form = ChatFormat(mock.Mock(tools=None), "smollm2", [choice], None)
+    assert form.usage(1)["completion_tokens"] == 1
+    assert "completion_tokens_details" not in form.usage(1)
+    assert form.usage()["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 1,
+        "rejected_prediction_tokens": 2,
+    }
 
 
 def test_the_template_is_tokenised_once() -> None:
