@@ -241,11 +241,16 @@ def _step(x: Tensor, most: int) -> Tensor:
     return x.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny * most) / most
 
 
+# Rows that `Joined` layers compute together. Of more, launches do not matter, and a gate that is
+# one result with what it gates would stay in memory as long as that.
+_FEW_JOINED = 64
+
+
 class Joined:
     """Several linear layers of one input as one product: fewer kernels, of which each does more.
 
     The layers are called in their order, with the same tensor: the first computes all, and what is
-    the others' waits for them.
+    the others' waits for them. Many rows are computed apart.
 
     Parameters
     ----------
@@ -257,7 +262,7 @@ class Joined:
 
     @torch.no_grad()  # an input's gradients would else have those of the weights computed as well
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self._sizes = [len(weight) for weight in weights]
+        self._sizes, self._biases = [len(weight) for weight in weights], list(biases)
         self._weight, self._bias = torch.cat(list(weights)), None
         if any(bias is not None for bias in biases):
             pairs = zip(weights, biases, strict=True)
@@ -270,6 +275,8 @@ class Joined:
 
     def forward(self, index: int, x: Tensor) -> Tensor:
         """Return the output of a layer."""
+        if x.shape[-2] > _FEW_JOINED:
+            return linear(x, self.weights[index], self._biases[index])
         if index == 0:
             self._waiting = [x, *linear(x, self._weight, self._bias).split(self._sizes, -1)]
         given, out = self._waiting[0], self._waiting.pop(1)

@@ -155,9 +155,13 @@ def _execute_child(self: Any, *args: Any, **kwargs: Any) -> None:
 def _fork(program: Program, descriptors: list[int]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+        # A signal that came before `_forget` would go to this process's loop, by the descriptor
+        # that both have.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
     if pid == 0:
         _run(program, descriptors)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 

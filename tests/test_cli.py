@@ -178,7 +178,7 @@ SUMMARIZE_OPTIONS = {
 
 @pytest.mark.parametrize(
     ("command", "own"),
-    [(summarize, SUMMARIZE_OPTIONS), (batch, {"--out", "--served-model-name"})],
+    [(summarize, SUMMARIZE_OPTIONS), (batch, {"--out", "--served-model-name", "--unknown-fields"})],
     ids=["summarize", "batch"],
 )
 def test_the_options_of_jobs_are_frozen(command: Any, own: set[str]) -> None:

@@ -262,6 +262,13 @@ def test_joined_layers_are_those_apart() -> None:
     assert "CatBackward0" not in visited and "AccumulateGrad" in visited
     torch.stack([part.sum() for part in found]).sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
+    # Of many rows each result has memory of its own, which is free when it is.
+    rows = torch.randn(1, 100, 24)
+    with torch.inference_mode():
+        each = model(rows)
+    for layer, got in zip((model.q_proj, model.k_proj, model.v_proj), each, strict=True):
+        torch.testing.assert_close(got, functional.linear(rows, layer.weight, layer.bias))
+        assert got.untyped_storage().nbytes() == got.nbytes
 
 
 @settings(max_examples=40, deadline=None)

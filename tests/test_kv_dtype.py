@@ -65,7 +65,8 @@ def outcome(
     with ExitStack() as patches:
         if rounded:
             patches.enter_context(patch.object(runner.caches.pages, "stored", rounded_to_8_bits))
-            kernels = Mock(wraps=decode_torch, store=store_rounded)
+            # Keys are rounded once they are rotated, so they have to come rotated.
+            kernels = Mock(wraps=decode_torch, store=store_rounded, ROTATES=False)
             where = "razor_dist.attention.decode.implementation"
             patches.enter_context(patch(where, return_value=kernels))
         rows = [prefill(runner, 0, case)]

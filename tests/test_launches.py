@@ -27,7 +27,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
+    BitNetConfig,
     HunYuanDenseV1Config,
+    Ministral3Config,
     PhiConfig,
     PretrainedConfig,
 )
@@ -166,17 +168,27 @@ def decoded(comm: Communicator, path: str, rotates: bool) -> Tensor | None:
     return torch.cat([row for row in logits if row is not None])
 
 
-@pytest.mark.parametrize("kind", [PhiConfig, HunYuanDenseV1Config])
+@pytest.mark.parametrize("kind", [PhiConfig, HunYuanDenseV1Config, Ministral3Config])
 def test_models_that_change_what_is_rotated_rotate_it_themselves(
     kind: type[PretrainedConfig], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Phi rotates a part of each head, and HunYuan norms queries and keys behind that."""
+    """Phi rotates a part of each head; HunYuan norms behind that, and Ministral scales queries."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 192}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = kind(**sizes, **heads, max_position_embeddings=256)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     want, got = (ranks(1).run(decoded, str(tmp_path), yes)[0] for yes in (False, True))
     torch.testing.assert_close(got, want)
+
+
+def test_a_part_that_cannot_be_tried_stays_as_it_is() -> None:
+    """BitNet norms between an MLP's products: its MLP fails on numbers of another width."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 192}
+    config = BitNetConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    fused.use_fused_layers(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert "BitNetMLP" in kinds and "FusedBitNetRMSNorm" in kinds
 
 
 def test_no_mask_is_made_nor_looked_for(tiny: Tiny) -> None:

@@ -64,11 +64,13 @@ class BenchSettings:
 
     def command(self, bench: str) -> str:
         """Return the command line of these settings, defaults spelled out."""
-        words = ["razor-dist", "bench", bench]
-        for name, value in self.values().items():
-            flag = [] if name == self.argument else ["--" + name.replace("_", "-")]
+        values, words = self.values(), ["razor-dist", "bench", bench]
+        if self.argument is not None:
+            words.append(str(values.pop(self.argument)))
+        for name, value in values.items():
+            flag = "--" + name.replace("_", "-")
             if value is not None and value is not False:
-                words += flag if value is True else [*flag, str(value)]
+                words += [flag] if value is True else [flag, str(value)]
         return shlex.join(words)
 
 

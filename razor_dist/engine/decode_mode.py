@@ -107,7 +107,7 @@ def rotations_can_wait(model: PreTrainedModel, shape: ModelShape) -> bool:
     """Tell if attention gets queries and keys as a model's rotary embeddings leave them.
 
     Only then can it rotate them itself: Phi puts rotated parts and others together, HunYuan norms
-    what is rotated.
+    what is rotated, Ministral 3 scales queries.
     """
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     nothing = NoAttention([shape.query_heads] * shape.layers)

@@ -288,9 +288,11 @@ class Drafts:
 
     def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
         """Return each answer's draft, shorter than the run that it may have; mostly none."""
+        room = self._most_tokens - len(answers)
+        if room < 1:  # nor does it pay now to index long prompts, tenths of a second each
+            return [[] for _ in answers]
         proposers = [self._proposer(answer) for answer, _ in answers]
         lengths = [answer.length for answer, _ in answers]
-        room = self._most_tokens - len(answers)
         found = []
         if not self._steps % _REFIT:
             self._terms = self._cost.decode_terms()

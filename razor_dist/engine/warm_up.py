@@ -19,6 +19,9 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 _BATCHES = (1, 2, 4, 8)
 # Of each: one that is seen, and two that are recorded and compared (`DecodeGraphs`).
 _STEPS = 3
+# Where nothing is recorded, this many of them compile the kernels, by one step each: with sharded
+# weights every step gathers all of these.
+_COMPILING = 2
 # Keys of a block that cuDNN is given (`razor_dist.kernels.torch_cuda`), and queries of a KV head.
 _LONG = 32768
 
@@ -32,7 +35,10 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     """
     sent = runner.comm.bytes_sent.copy()
     prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
-    total = len(prompt) + _STEPS * len(batches)
+    steps = _STEPS
+    if runner.graphs is None:
+        batches, steps = batches[:_COMPILING], 1
+    total = len(prompt) + steps * len(batches)
     most = _most_sequences(runner.config, total)
     opened: list[int] = []
     for count in (count for count in batches if count <= most):
@@ -41,7 +47,7 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
             runner.execute(StepPlan(Op.OPEN, key, end=len(prompt), total=total, max_read=total))
             opened.append(key)
             runner.execute(StepPlan.step([BatchEntry(key, prompt, sharded=True)]))
-        for _ in range(_STEPS):
+        for _ in range(steps):
             runner.execute(StepPlan.step([BatchEntry(key, prompt[:1]) for key in opened]))
     for key in opened:
         runner.execute(StepPlan(Op.CLOSE, key))

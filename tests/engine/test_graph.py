@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.cache.slots import SlotPool
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
@@ -142,6 +143,7 @@ def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
     for runner in (both.eager, both.graphs):
         (cache,) = runner.caches.streaming
         cache.arena = dataclasses.replace(cache.arena, places=70)
+        cache._pool = SlotPool(cache.arena, 4)
     both.open(0, 9)  # 32 places
     both.open(1, 41)  # 32
     for _ in range(4):

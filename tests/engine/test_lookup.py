@@ -6,6 +6,7 @@ import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -161,6 +162,17 @@ def test_a_step_that_seems_to_take_no_time_can_have_drafts() -> None:
     asked: Any = Answer(list(range(50)) * 2)
     asked.generated.append(0)
     assert made([(asked, 8)]) == [list(range(1, 8))]
+
+
+def test_prompts_are_indexed_when_there_is_room_for_drafts() -> None:
+    made, answers = drafts((1.0, 1e-6, 0.0), 3), [Answer(list(range(50)) * 2) for _ in range(3)]
+    asked: Any = [(answer, 8) for answer in answers]
+    for token in range(5):
+        for answer in answers:
+            answer.generated.append(token)
+        with mock.patch("razor_dist.engine.drafts.NgramIndex", side_effect=AssertionError):
+            assert made(asked) == [[], [], []]
+    assert made(asked[:2]) == [[5], []]  # what was drawn meanwhile is known
 
 
 def test_runs_have_few_lengths_and_share_a_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -73,3 +74,18 @@ def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:
     warm_up(runner)
     assert runner.graphs is not None and not runner.sequences
     return [key.sequences for key in runner.graphs._recordings]
+
+
+def passes(comm: Communicator, case: Case) -> int:
+    """How often the model runs to warm up an engine that records nothing."""
+    runner = make_runner(comm, case, 8)
+    with mock.patch.object(runner, "_forward", wraps=runner._forward) as forward:
+        warm_up(runner)
+    assert runner.graphs is None and not runner.sequences
+    return forward.call_count
+
+
+def test_without_recordings_little_is_read(ranks: Ranks, tiny: Tiny) -> None:
+    """Two prompts, a step of one answer, and a step of both: each may gather all weights."""
+    case = dataclasses.replace(case_of(tiny("llama")), prompt=(0,) * 70)
+    assert ranks(2).run(passes, case) == [4, 4]

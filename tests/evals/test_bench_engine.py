@@ -277,7 +277,7 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
         (["--peers", "openvino", "--model", "/x"], "but model is '/x'; leave one of them out"),
         (["--tokens", "1K,2K"], "takes one length"),
         (["--tokens", "1Q"], "'1Q'"),
-        (["shape", "x", "--tokens", "1K,1024"], "each once"),
+        (["shape", "glm-quarter", "--tokens", "1K,1024"], "each once"),
         (["shape", "x", "--markdown", "/nowhere/x.md"], "there is no folder /nowhere"),
         (["--markdown", "/"], "cannot write /: it is a folder"),
         (["--json", "x", "--markdown", "x"], "give two files"),

@@ -6,7 +6,6 @@ import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -23,8 +22,8 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import Earlier
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.ring_flash import ring_flash_attention, serves
+from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.plan.memory import SilentCommunicator
 from tests.engine.test_prefill_policy import on_eight_h200
 from tests.ranks import RankPool
 
@@ -199,7 +198,7 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
     assert len(chunks) > 4
     pool = torch.empty(2, 2, (1 << 20) // world + 64, 128, **of)
     for rank in (0, world - 1):
-        comm, stored = SilentCommunicator(rank, world, mock.Mock()), [0] * world
+        comm, stored = SilentCommunicator(rank, world), [0] * world
         for chunk in chunks:
             q = torch.empty(2, 8, chunk.tokens(rank), 128, **of)
             k, v = torch.empty(2, 2, chunk.tokens(rank), 128, **of)

@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 
 from razor_dist.api import tokenize
 from razor_dist.api.errors import Failure
+from razor_dist.api.request import Limits
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.prompts import PromptEncoder
@@ -410,7 +411,8 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     plain = PromptEncoder(smollm2_tokenizer())
     chat = field == "messages"
     text = plain.chat_text(messages) if chat else content
-    assert body.answer(encoder, 10_000)["tokens"] == (
+    limits = Limits("smollm2", 1, 10_000, 49_152, {})
+    assert body.answer(encoder, limits)["tokens"] == (
         plain.chat(messages) if chat else plain.text(content)
     )
     assert (encoder.rendered, encoder.tokenised) == (int(chat), len(text))
@@ -418,7 +420,7 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenize, "_PIECE", 100)
         encoder.tokenised = 0
-        body.answer(encoder, len(text) // 5)
+        body.answer(encoder, limits._replace(max_model_len=len(text) // 5))
     assert len(text) < encoder.tokenised < 1.5 * len(text)
 
 

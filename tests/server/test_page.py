@@ -546,7 +546,7 @@ def test_the_examples_of_the_api_can_be_sent(browser: Browser) -> None:
         page = reader.page
         page.goto(f"{plain.url()}/docs")
         forms = page.locator("form[data-path]")
-        assert forms.count() == 5
+        assert forms.count() == 7
         for form in forms.all():
             form.locator("xpath=..").locator("summary").click()
             form.get_by_role("button", name="Send").click()
