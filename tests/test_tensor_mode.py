@@ -125,6 +125,29 @@ def test_a_branch_of_a_cached_text_is_a_fresh_read(ranks: Ranks, tiny: Tiny) -> 
         assert_as_fresh(ranks, world, case, HISTORY)
 
 
+def scored_beside_an_answer(comm: Communicator, case: Case) -> tuple[Any, torch.Tensor | None]:
+    """Log-probabilities of a prompt that is read beside an answer, and logits after both."""
+    runner = make_runner(comm, case, 2)
+    prefill(runner, 0, case)
+    n = len(case.prompt)
+    runner.execute(StepPlan(Op.OPEN, 1, end=n, total=n, max_read=n))
+    scored = BatchEntry(1, case.prompt[::-1], sharded=True, last=True, prompt_logprobs=2)
+    logits = runner.execute(StepPlan.step([BatchEntry(0, [5]), scored]))
+    return runner.prompt_logprobs[1], logits
+
+
+def test_a_prompt_is_scored_beside_an_answer(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    case = Case(str(path), split_of(path), POLICY, tokens_of(50, seed=3), forced=(5,), tensor=True)
+    scores, logits = ranks(1).run(scored_beside_an_answer, case)[0]
+    assert scores.shape == (49, 6) and logits.shape[0] == 2
+    for world in (2, 4):
+        for rank, (found, own) in enumerate(ranks(world).run(scored_beside_an_answer, case)):
+            torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
+            if rank == 0:
+                torch.testing.assert_close(own, logits, rtol=1e-4, atol=1e-4)
+
+
 def test_nine_heads_on_eight_ranks(ranks: Ranks) -> None:
     path = str(resolve_model("smollm2"))
     split = HeadMap.load(shipped_head_map("smollm2")).retrieval

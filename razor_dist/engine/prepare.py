@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.attention.shared_window import shared_windows
 from razor_dist.attention.step import (
     ChunkTokens,
     DecodeBatch,
@@ -32,20 +31,6 @@ from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import owned_tokens, owner_of, shard_positions, shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.protocol.step_plan import BatchEntry
-
-
-def begin_chunks(comm: Communicator, caches: Caches, sequence: Sequence) -> None:
-    """Make a sequence ready for its prompt's first chunk; all ranks call this together.
-
-    With tensor-parallel decode they exchange their windows here.
-    """
-    if sequence.prefill is None:
-        sequence.prefill = ChunkedPrefill([{} for _ in caches.streaming])
-    prefill = sequence.prefill
-    if caches.layout.share is not None and prefill.shared is None:
-        prefill.shared, windows = shared_windows(comm, caches, sequence)
-        if sequence.length:
-            prefill.windows = windows
 
 
 class Preparation:

@@ -31,7 +31,7 @@ from razor_dist.engine.decode_mode import rotations_can_wait
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
-from razor_dist.engine.prepare import Preparation, begin_chunks
+from razor_dist.engine.prepare import Preparation
 from razor_dist.engine.rank_stats import RankStats
 from razor_dist.engine.sequences import Sequences
 from razor_dist.engine.tensor_parallel import TensorParallel
@@ -177,6 +177,9 @@ class ModelRunner:
 
     def _step(self, entries: Seq[BatchEntry]) -> Tensor | None:
         """Prepare, run, commit."""
+        for entry in entries:
+            if entry.sharded:
+                self.sequences.begin_chunks(entry.sequence)
         step = self.prepare(entries)
         self.prompt_logprobs, self.sources = {}, {}
         kept: list[Kept] = []
@@ -190,10 +193,7 @@ class ModelRunner:
         return logits if self.comm.rank == 0 else None
 
     def prepare(self, entries: Seq[BatchEntry]) -> Step:
-        """The step of ``entries`` as data; all ranks prepare it together."""
-        for entry in entries:
-            if entry.sharded:
-                begin_chunks(self.comm, self.caches, self.sequences[entry.sequence])
+        """The step of ``entries`` as data, without a word to other ranks."""
         return self._preparation.step(entries, self.sequences)
 
     def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
@@ -263,7 +263,10 @@ class ModelRunner:
     def _split_logprobs(self, entries: Seq[BatchEntry], step: Step, logits: Tensor) -> Tensor:
         """Note log-probabilities of chunks that ask for them; return the logits to sample from."""
         chunks = iter([chunk for part in step.passes for chunk in part.chunks])
-        rows = list(logits.split([n for part in step.passes for n in part.rows]))
+        # Of a pass that the ranks share, rank 0 alone has logits (`TensorParallel.gather_logits`).
+        has = [self.comm.rank == 0 or not part.tensor_parallel for part in step.passes]
+        pairs = zip(step.passes, has, strict=True)
+        rows = list(logits.split([n * has_any for part, has_any in pairs for n in part.rows]))
         for index, entry in enumerate(entries):
             chunk = next(chunks) if entry.sharded else None
             if chunk is not None and entry.prompt_logprobs >= 0:

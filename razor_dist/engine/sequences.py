@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
+from razor_dist.attention.shared_window import shared_windows
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import ChunkedPrefill, Sequence
 from razor_dist.parallel.comm import Communicator
@@ -66,6 +67,20 @@ class Sequences(dict[int, Sequence]):
         if plan.instead:
             caches.pages.release(self.pop(plan.source).table)
         self.note_peak()
+
+    def begin_chunks(self, key: int) -> None:
+        """Make a sequence ready for its prompt's next chunk; all ranks call this together.
+
+        With tensor-parallel decode they exchange their windows before the first one.
+        """
+        caches, sequence = self._caches, self[key]
+        if sequence.prefill is None:
+            sequence.prefill = ChunkedPrefill([{} for _ in caches.streaming])
+        prefill = sequence.prefill
+        if caches.layout.share is not None and prefill.shared is None:
+            prefill.shared, windows = shared_windows(self._comm, caches, sequence)
+            if sequence.length:
+                prefill.windows = windows
 
     def cache(self, key: int) -> None:
         """Mark a sequence as not in use: it may be evicted."""

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.graph import Recorder
-from razor_dist.engine.prepare import begin_chunks
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
@@ -45,7 +44,7 @@ def skip(runner: ModelRunner, done: Seq[Chunk]) -> None:
     sequence, rank = runner.sequences[0], runner.comm.rank
     if not done:
         return
-    begin_chunks(runner.comm, runner.caches, sequence)
+    runner.sequences.begin_chunks(0)
     prefill = sequence.prefill
     assert prefill is not None
     prefill.done, sequence.chunks = list(done), list(done)
