@@ -282,7 +282,8 @@ inline std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& re
                          at::empty(x.sizes(), x.options()));
 }
 
-// out = gate / (1 + e^-gate) * up; both [..., I], float32, of which rows may be parts of longer ones
+// out = gate / (1 + e^-gate) * up; both [..., I], float32, of which rows may be parts of longer
+// ones
 inline Tensor gated_to(const Tensor& any_gate, const Tensor& any_up, const Tensor& out) {
   const int64_t width = out.size(-1), rows = width ? out.numel() / width : 0;
   auto rows_of = [&](const Tensor& x) {

@@ -35,9 +35,8 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "sinks, bool compensation, int width, Tensor(a!) out, float scale, "
       "Tensor? slopes, Tensor(b!)? packed, Tensor? places) -> ()",
       on_cpu(attend));
-  library.def(
-      "merge_ranks(Tensor gathered, Tensor order, Tensor(a!) out, Tensor? places) -> ()",
-      on_cpu(merge_ranks));
+  library.def("merge_ranks(Tensor gathered, Tensor order, Tensor(a!) out, Tensor? places) -> ()",
+              on_cpu(merge_ranks));
   library.def(
       "attend_many(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? first, "
       "bool causal, float scale) -> (Tensor, Tensor)",
