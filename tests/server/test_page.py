@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from tests import fake_engine
 from tests.documents import files
@@ -622,9 +622,12 @@ def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
     assert _faults(page) == []  # empty, with the sample's questions
     reader.add(("fox-3.txt", f"{STORY} A castle.".encode()), ("cat.png", b"\0"))
     expect(reader.pending).to_contain_text("neither text")
+    asked: list[Route] = []
+    page.route("**/v1/chat/completions", lambda route: asked.append(route))  # until it is seen
     turn = reader.ask("Who?")
     expect(turn.get_by_role("progressbar")).to_be_visible()
     assert _faults(page) == []
+    asked[0].continue_()
     expect(turn.locator(".copy")).to_be_visible()
     assert _faults(page) == []
     turn.locator(".answer").get_by_role("button", name="A castle.").press("Enter")
