@@ -1,4 +1,4 @@
-"""What the settings of evaluations share; imported for ``--help``, so without torch."""
+"""Settings that evaluations share; imported for ``--help``, so without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between a layer's products, as one operation each where transformers has several.
+"""Fused operations between a layer's products: one each where transformers has several.
 
 A decode step is bound by the number of its kernels as much as by what they read, and a prompt's
 passes over all of its tokens cost a tenth of it on CPU. `use_fused_layers` has a model's norms,

@@ -46,7 +46,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """What a part is given."""
+    """Arguments of every part."""
 
     device: torch.device
     until: float  # by `time.monotonic`: later than that nothing more should be begun
@@ -71,7 +71,7 @@ Part = Callable[[Bench], Iterator[tuple[dict[str, Any], list[Table]]]]
 
 @dataclass
 class _Record:
-    """What a part has said so far."""
+    """A part's figures and tables so far."""
 
     seconds: float = 0.0
     status: str = "skipped: no time was left"
@@ -173,7 +173,7 @@ class _Worker:
             yield
 
     def _event(self, until: float) -> dict[str, Any] | None:
-        """What the process says next; None if it has ended, or says nothing until then."""
+        """Return the process's next event; None if it has ended, or sends none until then."""
         while b"\n" not in self._buffer:
             left = max(0.0, until - time.monotonic())
             found = os.read(self._pipe, 1 << 16) if select([self._pipe], [], [], left)[0] else b""

@@ -55,7 +55,7 @@ _LAUNCHES = 1000
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; on CPU small, to see that it works."""
+    """Sizes of what is measured; small on CPU, to see that it works."""
 
     folder: str  # of the model's shape
     layers: int  # of it that are run
@@ -276,7 +276,7 @@ def step_profile(
 
 
 def sampler(bench: Bench) -> Iterator[PartResult]:
-    """What the host does between two steps: logits to host memory, and a token of each row."""
+    """Time the host between two steps: logits to host memory, and a token of each row."""
     given, found, rows = sizes(bench), {}, [["", "batch 1, µs", "batch 8, µs"]]
     kinds = {
         "greedy": greedy(1),

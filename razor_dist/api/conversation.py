@@ -19,7 +19,7 @@ APART = "\n\n"  # between a document and what stands beside it
 
 
 class CitedDocument(NamedTuple):
-    """What a citation says of its document.
+    """A document as its citations describe it.
 
     ``offset`` is what its text lost at its beginning, in characters; ``begins`` are those of the
     text, as it was sent, at which its pages or blocks begin.

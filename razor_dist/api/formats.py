@@ -76,7 +76,7 @@ class Format(ABC):
 
     @property
     def heartbeat(self) -> str:
-        """What is sent in silence: a comment, which clients skip while proxies see traffic."""
+        """A comment, sent in silence: clients skip it, and proxies see traffic."""
         return ": heartbeat\n\n"
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine gets of a checked body: token ids, and how its answers are shaped."""
+"""Render a checked body for the engine: token ids, and how its answers are shaped."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Endpoint = Literal[
 
 
 class Limits(NamedTuple):
-    """What bounds requests: the model's sizes and the server's settings."""
+    """Bounds of requests: the model's sizes and the server's settings."""
 
     model: str
     max_prompts: int
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What the engine gets of a request, and what its answers' shape depends on."""
+    """A request as the engine gets it, with all that its answers' shape depends on."""
 
     prompts: list[Checked]  # each to be answered by itself
     stream: bool = False

@@ -1,4 +1,4 @@
-"""Where in an arena the slots of sequences lie: arithmetic alone, the same on every rank.
+"""Places of sequences' slots in an arena: arithmetic alone, the same on every rank.
 
 Slots lie one after the other, each as wide as its sequence needs.
 """

@@ -27,7 +27,7 @@ _CHECKPOINT_SECONDS = 5.0
 
 
 class Wait(Enum):
-    """What a request waits for that cannot be opened yet."""
+    """Reasons why a request cannot be opened yet."""
 
     ROOM = auto()  # in the caches: requests behind it wait too
     PREFIX = auto()  # a prefix that is being prefilled or loaded: others may pass
