@@ -1,4 +1,4 @@
-"""Measure what the prefix cache saves: questions and turns over HTTP, after kills, and hits under load.
+"""Measure the prefix cache: questions and turns over HTTP, after kills, and hits under load.
 
 Four loads: ``questions`` asks a server of the embedded model about one document, goes on with a
 conversation, and sends documents that share their first half; ``kill`` ends the server by SIGKILL
