@@ -175,13 +175,13 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
     plans, products = set(), {"cuDNN": 0, "flash": 0}
 
     def attended(name, q, k):
-        products[name] += q.shape[1] * q.shape[2] * k.shape[2]
+        products[name] += q.shape[:3].numel() * k.shape[2]
         return torch.empty_like(q)
 
     def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
         plans.add(tuple((x.shape, x.stride()) for x in (q, k, v)))
         out = attended("cuDNN", q, k)
-        return out, out.new_empty(1, q.shape[1], q.shape[2], 1, dtype=torch.float32), None, None
+        return out, out.new_empty(*q.shape[:3], 1, dtype=torch.float32), None, None
 
     def flash(q, k, v, dropout, causal, debug, *, scale):
         out = attended("flash", q, k)
