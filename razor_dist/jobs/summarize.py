@@ -371,20 +371,28 @@ class SummaryTask:
 def _counted(
     tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
 ) -> tuple[list[int], bool]:
-    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess."""
+    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess.
+
+    Why documents cannot be read is logged, one document for each reason: a missing package is said
+    before the model is loaded. Each error is reported when its document is summarised.
+    """
     end = time.monotonic() + _COUNTING_SECONDS
+    reasons: dict[str, str] = {}
 
     def count(source: Source) -> int | None:
         if time.monotonic() > end:
             return None
         try:
             text = source.read().text
-        except DocumentError:
-            return 0  # its error is reported when it is summarised
+        except DocumentError as error:
+            reasons.setdefault(str(error), source.path)
+            return 0
         return max(1, len(tokenizer(text, add_special_tokens=False).input_ids))
 
     with ThreadPoolExecutor(usable_cores()) as threads:
         found = list(threads.map(count, sources))
+    for reason, path in reasons.items():
+        log.warning("%s: %s", path, reason)
     pairs = [(n, source.size) for n, source in zip(found, sources, strict=True) if n]
     each = sum(n for n, _ in pairs) / sum(size for _, size in pairs) if pairs else 1 / 4
     guesses = [max(1, int(each * source.size)) for source in sources]
