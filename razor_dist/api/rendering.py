@@ -13,6 +13,7 @@ from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.api.responses import ResponsesBody, renamed
 from razor_dist.api.schema import ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
+from razor_dist.api.tools import knows_tools
 from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -38,6 +39,11 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
         text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
         return ParsedRequest([], answer=text.encode(), ignored=ignored)
     assert params is not None
+    if limits.unknown_fields == "warn" and isinstance(body, ChatBody):
+        # Open WebUI sends its own tools with every question, whatever the model.
+        offered = body.used_tools and body.forced_tool is None
+        if offered and not knows_tools(encoder.tokenizer):
+            body, ignored = body.model_copy(update={"tools": None}), [*ignored, "tools"]
     names = {} if response is None else response.names
     with renamed(names):
         tools = body.tool_use(encoder.tokenizer)

@@ -101,12 +101,12 @@ def sample(
     with_logprobs = [i for i, p in enumerate(params) if not broken[i] and p.logprobs is not None]
     if with_logprobs:
         logprobs = torch.log_softmax(logits[[rows[i] for i in with_logprobs]], dim=-1)
-        own = logprobs.gather(-1, _column([tokens[i] for i in with_logprobs], logprobs.device))
+        chosen_at = _column([tokens[i] for i in with_logprobs], logprobs.device)
         # As many for each, so that among equals the choice is the same in company.
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))
         found = zip(
             with_logprobs,
-            own[:, 0].tolist(),
+            logprobs.gather(-1, chosen_at)[:, 0].tolist(),
             top.indices.tolist(),
             top.values.tolist(),
             strict=True,
