@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from razor_dist.evals.bench import attention, gpu, gpu_parts, measure, process
 from razor_dist.evals.bench.gpu import Bench
@@ -136,6 +138,21 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     assert found["shape"]["in_graphs"] and found["shape"]["replay_differs_by"] < 1e-6
     assert found["shape"]["profile"]["launches"] > 10
     assert len(found["sampler"]["seconds"]) == 6
+
+
+def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    [needs] = re.findall(r"^GPU_NEEDS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    # What transformers brings, and what the machine has.
+    there = {*needs.split(), "torch", "transformers", "numpy", "safetensors", "tokenizers", "httpx"}
+    others = {Requirement(one).name for one in project["dependencies"]} - there
+    assert {"matplotlib", "fastapi", "uvicorn"} <= others
+    absent = dict.fromkeys(name.replace("-", "_") for name in others)
+    code = f"import sys; sys.modules |= {absent}; import razor_dist.evals.bench.gpu_parts, "
+    code += "razor_dist.cli, razor_dist.commands.bench"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert not said.returncode, said.stderr
 
 
 def _counted(counts: Counter[str], name: str, call: Callable[..., Any], *given: Any) -> Any:
