@@ -289,14 +289,14 @@ class RankMetrics(Collector):
 
     def _cache_config(self, stats: Fields) -> GaugeMetricFamily:
         """Return what routers that score prefixes want to know; its value says nothing."""
-        told = {
+        labels = {
             "block_size": stats["page_size"],
             "num_gpu_blocks": stats["num_pages"],
             "cache_dtype": stats["kv_dtype"],
             "enable_prefix_caching": bool(stats.get("prefix_cache")),
         }
-        family = self._family("cache_config_info", "The paged KV caches.", " ".join(told))
-        family.add_metric([*self._labels.values(), *map(str, told.values())], 1)
+        family = self._family("cache_config_info", "The paged KV caches.", " ".join(labels))
+        family.add_metric([*self._labels.values(), *map(str, labels.values())], 1)
         return family
 
     def _drafts(self, reported: Fields) -> Iterator[Any]:
