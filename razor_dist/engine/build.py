@@ -234,6 +234,8 @@ def make_engine(
         len(source_heads),
         runner.caches.reserved_bytes,
         StreamingPolicy.of(config).saves_from(1 if runner.decode == "tensor" else comm.size),
+        capacity.cache.page_size,
+        capacity.cache.num_pages * comm.size,
     )
     return RankEngine(runner, core, info)
 
