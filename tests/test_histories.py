@@ -49,7 +49,10 @@ END = 2  # ends a message and an answer
 SOURCE_HEADS = [(1, 0)]  # the first of the head that `split_of` keeps of every model
 MOST_STEPS = 5000  # of an engine that comes to an end
 # More by HISTORIES=1000, for a search of hours.
-COUNT = int(os.environ.get("HISTORIES", "24"))
+COUNT = int(os.environ.get("HISTORIES", "48"))
+WORLDS, FAMILIES = (1, 2, 4), ("letters", "letters", "bloom", "qwen2")
+if COUNT > 100:
+    WORLDS, FAMILIES = (1, 2, 3, 4), (*FAMILIES, "phi3", "glm", "mistral", "mixtral", "qwen3")
 REFUSED = {"pinned_prefixes_hold_cache", "kv_capacity_exceeded", "context_length_exceeded"}
 
 
@@ -96,6 +99,7 @@ Action = Ask | Abort | Steps | Look | Restart
 class History:
     world: int
     family: str
+    heads: bool | None  # all are retrieval heads, or none is; None mixes them
     common: dict[str, Any]  # settings that the answers depend on
     engines: tuple[dict[str, Any], ...]  # other settings of each
     actions: tuple[tuple[int, Action], ...]  # each with the engine that it happens to
@@ -136,7 +140,7 @@ class Client:
                 cache_salt=ask.salt,
             )
         except RequestError as error:
-            assert error.code in REFUSED or error.param == "n", error
+            assert error.code in REFUSED or error.param in ("n", "return_sources"), error
             self.happened["refused"] += 1
             return
         before: tuple[Tokens, ...] = ()
@@ -214,13 +218,15 @@ class Client:
         room.close()
 
 
-def make(comm: Communicator, path: str, changed: dict[str, Any]) -> RankEngine:
+def make(comm: Communicator, path: str, heads: bool | None, changed: dict[str, Any]) -> RankEngine:
     build.PART_BYTES = transfer.PART_BYTES = 1500  # several parts of each node
     config = EngineConfig(model=path, world_size=comm.size, **changed)
     model, _ = model_and_shape(path)
-    return make_engine(
-        model, config, split_of(Path(path)), comm, eos_token_ids=(END,), source_heads=SOURCE_HEADS
-    )
+    split = split_of(Path(path))
+    if heads is not None:
+        split = tuple((heads,) * len(row) for row in split)
+    asked = [] if heads is False else SOURCE_HEADS
+    return make_engine(model, config, split, comm, eos_token_ids=(END,), source_heads=asked)
 
 
 @contextmanager
@@ -241,7 +247,7 @@ def play(
     def begin(number: int) -> RankEngine:
         own = history.engines[number]
         disk = {"prefix_store": store} if "prefix_store_gb" in own else {}
-        return make(comm, path, history.common | own | disk)
+        return make(comm, path, history.heads, history.common | own | disk)
 
     engines = [begin(number) for number in range(len(history.engines))]
     if comm.rank:
@@ -300,7 +306,7 @@ def act(client: Client, action: Action, name: str) -> None:
 
 def compare(client: Client, path: str, history: History) -> None:
     changed = {"prefix_cache": False, "cuda_graphs": False, "max_step_ms": 1e6}
-    plain = make(Communicator(None), path, history.common | changed)
+    plain = make(Communicator(None), path, history.heads, history.common | changed)
     bound = TO_8_BITS if history.common.get("kv_dtype") == "int8" else 2e-4
     for name, (ask, before) in client.asked.items():
         found, prompt = client.answered[name], (*itertools.chain(*before), *ask.prompt)
@@ -443,7 +449,7 @@ def asks(draw: st.DrawFn, *, letters: bool, by_priority: bool) -> Ask:
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    family = draw(st.sampled_from(["letters", "letters", "bloom", "qwen2", "phi3"]))
+    family = draw(st.sampled_from(FAMILIES))
     exact = draw(st.integers(0, 7)) == 7
     common: dict[str, Any] = {
         "max_model_len": 400,
@@ -490,7 +496,14 @@ def histories(draw: st.DrawFn) -> History:
         st.just(Look()),
     )
     actions = draw(st.lists(st.tuples(st.integers(0, 1), action), min_size=8, max_size=30))
-    return History(draw(st.sampled_from([1, 2, 4])), family, common, tuple(engines), tuple(actions))
+    return History(
+        draw(st.sampled_from(WORLDS)),
+        family,
+        draw(st.sampled_from([None, None, True, False])),
+        common,
+        tuple(engines),
+        tuple(actions),
+    )
 
 
 @pytest.mark.parametrize("count", [COUNT, pytest.param(1000, marks=pytest.mark.slow)])
@@ -522,4 +535,5 @@ def test_any_history_is_answered_as_by_fresh_engines(
 
     check()
     print(dict(happened))
-    assert all(happened[what] for what in ("hits", "accepted", "aborted", "pinned", "refused"))
+    rare = ("accepted", "refused", "evictions") if count > 100 else ()
+    assert all(happened[what] for what in ("hits", "aborted", "pinned", *rare)), happened
