@@ -41,6 +41,10 @@ class Format(ABC):
             "created": int(time.time()),
             "model": model,
         }
+        self._start()
+
+    def _start(self) -> None:  # noqa: B027 - most endpoints keep nothing
+        """Set up what an endpoint keeps of its answers so far."""
 
     @property
     def is_slow(self) -> bool:
@@ -162,17 +166,10 @@ class ChatFormat(ChoicesFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
+    def _start(self) -> None:
         # Of a stream: the answers' parsers, and the characters of their texts so far.
-        self._parsers = [self._parser() for _ in choices]
-        self._lengths = [0] * len(choices)
+        self._parsers = [self._parser() for _ in self._choices]
+        self._lengths = [0] * len(self._choices)
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -248,14 +245,7 @@ class CompletionFormat(ChoicesFormat):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
+    def _start(self) -> None:
         self._lengths: dict[int, int] = {}  # of the texts of prompts that were streamed
 
     @property

@@ -8,14 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from razor_dist.api.conversation import CitedDocument
 from razor_dist.api.errors import MESSAGES, Failure
 from razor_dist.api.formats import Format
 from razor_dist.api.logprobs import Json
-from razor_dist.api.request import ParsedRequest
-from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import cited
@@ -33,15 +29,8 @@ class MessagesFormat(Format):
 
     prefix = "msg"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
-        documents = (request.described or {}).get("documents", ())
+    def _start(self) -> None:
+        documents = (self._request.described or {}).get("documents", ())
         self._documents = [CitedDocument(*document) for document in documents]
         self._calls_parser = self._parser()
         # So far: the answer's text, how much of it is in blocks, the sentences whose blocks have

@@ -19,7 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from razor_dist.config.logs import JsonFormatter, TextFormatter
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.stream import RequestStream
+from razor_dist.protocol.messages import Token
+from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
+from razor_dist.server.metrics import Metrics
+from razor_dist.server.request_log import RequestRecord
 from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import ROOT, ServerProcess, fake_server, wait_until
@@ -118,6 +123,28 @@ def test_a_stop_string_is_no_abort(server: ServerProcess) -> None:
     [choice] = ask(server, endless, stop=text).json()["choices"]
     assert text and (choice["text"], choice["finish_reason"]) == ("", "stop")
     assert ended() == {"stop": before["stop"] + 1, "abort": before["abort"]}
+
+
+@pytest.mark.parametrize("finish", [None, "length"])
+def test_what_a_draft_brings_behind_a_stop_string_is_not_counted(finish: str | None) -> None:
+    metrics, record = Metrics("m"), RequestRecord("a")
+
+    async def answer() -> None:
+        with mock.patch("razor_dist.server.metrics.current_record", return_value=record):
+            metrics.submitted(["a"], 3, SamplingParams())
+        stream = RequestStream("a", mock.Mock(), metrics)
+        for n in range(4):  # of one step
+            ends = finish if n == 3 else None
+            stream.put(Token("a", n, finish=ends), last=ends is not None)
+        assert [await anext(stream), await anext(stream)] == [Token("a", 0), Token("a", 1)]
+        stream.close("stop")
+
+    asyncio.run(answer())
+    lines = metrics.render(True, None).decode().splitlines()
+    assert 'razor:generation_tokens_total{model_name="m"} 2.0' in lines
+    assert 'razor:request_success_total{finished_reason="stop",model_name="m"} 1.0' in lines
+    assert 'razor:request_generation_tokens_sum{model_name="m"} 2.0' in lines
+    assert record.completion_tokens == 2
 
 
 def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
