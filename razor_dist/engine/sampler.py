@@ -44,46 +44,53 @@ def sample(
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator],
     adjusted: Adjusted | None = None,
+    *,
+    rows: Sequence[int] | None = None,
+    peaks: Sequence[int] | None = None,
 ) -> list[Sampled | None]:
-    """Choose a token by each row of ``logits``, float32 ``[n, V]``, or by its ``adjusted`` one.
+    """Choose a token by each of the ``rows`` of ``logits``, float32 ``[m, V]``, or of all.
 
-    Temperature 0, or one that hardly differs from it (below 1e-5), takes the likeliest token, the
-    one of lowest index among equals, and copies no row to the host. Any other takes one number from
-    the row's own CPU generator. Log-probabilities are those of ``logits``.
+    An ``adjusted`` row is taken instead, where there is one. ``peaks`` are those of all ``logits``
+    (`likeliest`), if they are known. Then ``logits`` are not read for a row of temperature 0, or
+    one that hardly differs from it (below 1e-5): it takes the likeliest token. Any other takes one
+    number from the row's own CPU generator. Log-probabilities are those of ``logits``.
 
     Return None for a row by which the model has computed no distribution: a logit is NaN or
     infinite, or all are masked.
     """
-    peaks, finite, tokens = _peaks(logits)
-    groups = [({i: i for i in range(len(params))}, logits, peaks)]
+    rows = range(len(logits)) if rows is None else rows
+    peaks = likeliest(logits).tolist() if peaks is None else peaks
+    tokens = [peaks[row] for row in rows]
+    groups = [(dict(enumerate(rows)), logits)]
     if adjusted is not None:
-        own_peaks, own_finite, own_tokens = _peaks(adjusted.logits)
-        for i, ok, token in zip(adjusted.rows, own_finite, own_tokens, strict=True):
-            finite[i], tokens[i] = finite[i] and ok, token
+        own = likeliest(adjusted.logits).tolist()
+        for i, token in zip(adjusted.rows, own, strict=True):
+            tokens[i] = token if tokens[i] >= 0 else -1
             del groups[0][0][i]
-        own_rows = {i: row for row, i in enumerate(adjusted.rows)}
-        groups.append((own_rows, adjusted.logits, own_peaks))
-    for rows, values, highest in groups:
-        drawn = [i for i in rows if finite[i] and params[i].temperature >= _COLDEST]
+        groups.append(({i: row for row, i in enumerate(adjusted.rows)}, adjusted.logits))
+    broken = [token < 0 for token in tokens]
+    for places, values in groups:
+        drawn = [i for i in places if not broken[i] and params[i].temperature >= _COLDEST]
         if drawn:
-            at = [rows[i] for i in drawn]
+            own_values = values[[places[i] for i in drawn]]
+            highest = own_values.gather(-1, _column([tokens[i] for i in drawn], values.device))
             chosen = _draw(
-                values[at] - highest[at].unsqueeze(-1),
+                own_values - highest,
                 [params[i] for i in drawn],
                 [generators[i] for i in drawn],
             )
             for i, token in zip(drawn, chosen, strict=True):
                 tokens[i] = token
-    sampled = [Sampled(token) if ok else None for token, ok in zip(tokens, finite, strict=True)]
-    with_logprobs = [i for i, p in enumerate(params) if finite[i] and p.logprobs is not None]
+    sampled = [None if no else Sampled(t) for t, no in zip(tokens, broken, strict=True)]
+    with_logprobs = [i for i, p in enumerate(params) if not broken[i] and p.logprobs is not None]
     if with_logprobs:
-        logprobs = torch.log_softmax(logits[with_logprobs], dim=-1)
-        own = logprobs.gather(-1, _column([tokens[i] for i in with_logprobs], logprobs.device))
+        logprobs = torch.log_softmax(logits[[rows[i] for i in with_logprobs]], dim=-1)
+        chosen_at = _column([tokens[i] for i in with_logprobs], logprobs.device)
         # As many for each, so that among equals the choice is the same in company.
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))
         found = zip(
             with_logprobs,
-            own[:, 0].tolist(),
+            logprobs.gather(-1, chosen_at)[:, 0].tolist(),
             top.indices.tolist(),
             top.values.tolist(),
             strict=True,
@@ -94,11 +101,14 @@ def sample(
     return sampled
 
 
-def _peaks(logits: Tensor) -> tuple[Tensor, list[int], list[int]]:
-    """Return each row's maximum, whether that is finite, and the first token that has it."""
-    peaks, likeliest = logits.max(-1)  # the maximum of NaN and anything is NaN
-    finite, tokens = torch.stack([peaks.isfinite().long(), likeliest]).tolist()
-    return peaks, finite, tokens
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the first token with the largest logit of each row, int64 ``[n]``.
+
+    It is -1 where that logit is NaN or infinite. `DecodeGraphs` records this with a step, so that
+    of one without anything but greedy answers the host needs these numbers alone.
+    """
+    peaks, tokens = logits.max(-1)  # the maximum of NaN and anything is NaN
+    return tokens.masked_fill(peaks - peaks != 0, -1)  # infinity less infinity is NaN, too
 
 
 def _draw(

@@ -75,7 +75,7 @@ class PagesOnly:
         self.slots: dict[int, list[StreamingSlot]] = {}
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
-        self.decode, self.sources = decode, {}
+        self.decode, self.sources, self.likeliest = decode, {}, None
         host = SimpleNamespace(broadcast=lambda *_: None)
         self.comm = SimpleNamespace(size=ranks, host=host)
         self.prompt_logprobs: dict = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.sampler import Adjusted, Sampled, sample
+from razor_dist.engine.sampler import Adjusted, Sampled, likeliest, sample
 from razor_dist.protocol.messages import HEADER_SIZE, decode_fields, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -140,11 +141,22 @@ def test_greedy_choices_are_all_that_leaves_the_device() -> None:
             return made
 
     logits = torch.randn(4, 1000)
-    for temperature, most in ((0.0, 8), (1.0, 4000)):
+    for temperature, most in ((0.0, 4), (1.0, 4000)):
         params = [SamplingParams(temperature=temperature)] * 4
         with Sizes() as sizes:
             seeded(logits, params)
         assert sizes.largest == most
+
+
+def test_what_a_step_chose_is_taken_without_its_logits() -> None:
+    rows = [[1.0, 3.0, 3.0], [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3]
+    rows.append([-math.inf, -1.0, -math.inf])
+    peaks = likeliest(torch.tensor(rows)).tolist()
+    assert peaks == [1, -1, -1, -1, 1]
+    params, generators = [SamplingParams(temperature=0)] * 4, [torch.Generator()] * 4
+    nowhere = torch.empty(5, 3, device="meta")
+    found = sample(nowhere, params, generators, rows=[4, 1, 0, 4], peaks=peaks)
+    assert found == [Sampled(1), None, Sampled(1), Sampled(1)]
 
 
 def test_adjusted_rows_are_drawn_from_and_the_others_are_left_as_they_were() -> None:
