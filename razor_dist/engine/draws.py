@@ -11,7 +11,7 @@ from razor_dist.config.errors import EngineError, RazorError
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.request import Answer
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import Sampled, likeliest, sample
+from razor_dist.engine.sampler import Draw, Sampled, likeliest, sample
 from razor_dist.protocol.messages import AboutRequest, Failed, Token
 
 
@@ -41,8 +41,8 @@ class Draws:
         """Draw each answer's next tokens by the rows of its run.
 
         A draft is of use while it is what is drawn: then its next token was read, and the row after
-        it says what follows. Each token is drawn as if it had been read alone, by the answer's
-        next random number and with all tokens before it counted; so drafts change no answer.
+        it says what follows. Each token is drawn as if it had been read alone, by its
+        place's random numbers and with all tokens before it counted; so drafts change no answer.
         """
         failed = self.processors.begin([run.answer for run in runs])
         recorded = self._runner.likeliest
@@ -51,9 +51,10 @@ class Draws:
         while runs:
             answers = [run.answer for run in runs]
             rows = [run.row + run.drawn for run in runs]
-            params, generators = [a.params for a in answers], [a.generator for a in answers]
+            params = [a.params for a in answers]
+            draws = [Draw(a.seed, len(a.generated)) for a in answers]
             adjusted = self.processors.adjusted([a.key for a in answers], rows, logits)
-            sampled = sample(logits, params, generators, adjusted, rows=rows, peaks=peaks)
+            sampled = sample(logits, params, draws, adjusted, rows=rows, peaks=peaks)
             pairs = zip(answers, sampled, strict=True)
             self.processors.accept({a.key: s.token for a, s in pairs if s is not None})
             going = []

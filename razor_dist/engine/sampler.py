@@ -2,6 +2,12 @@
 
 A sequence must draw the same tokens alone and in company, so nothing may depend on the order in
 which a device adds: the weights of a row's tokens, from their probabilities, are integers.
+
+It should also draw the same tokens on other numbers of ranks, whose logits differ by some 1e-6. So
+tokens race: each has a random number from the exponential distribution, and that with the least
+ratio of number to weight is drawn, as often as it is likely. Such a difference changes the winner
+about once in a million draws. It would change the inverse of the distribution function at a random
+place once in some hundreds, since it moves every border between two tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +29,16 @@ _COLDEST = 1e-5
 _HEAVIEST = 2.0**40
 # Tokens that nearly always have top_p of the mass together.
 _FEW = 1024
+# Increment and multipliers of SplitMix64 (Steele, Lea and Flood, 2014) as signed numbers.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+class Draw(NamedTuple):
+    """Names the random numbers by which one token is drawn."""
+
+    seed: int  # 64 bits, signed
+    place: int  # tokens that were drawn with this seed before
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class Adjusted(NamedTuple):
 def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator],
+    draws: Sequence[Draw],
     adjusted: Adjusted | None = None,
     *,
     rows: Sequence[int] | None = None,
@@ -52,8 +68,8 @@ def sample(
 
     An ``adjusted`` row is taken instead, where there is one. ``peaks`` are those of all ``logits``
     (`likeliest`), if they are known. Then ``logits`` are not read for a row of temperature 0, or
-    one that hardly differs from it (below 1e-5): it takes the likeliest token. Any other takes one
-    number from the row's own CPU generator. Log-probabilities are those of ``logits``.
+    one that hardly differs from it (below 1e-5): it takes the likeliest token. For any other
+    ``draws`` name the random numbers. Log-probabilities are those of ``logits``.
 
     Return None for a row by which the model has computed no distribution: a logit is NaN or
     infinite, or all are masked.
@@ -77,7 +93,7 @@ def sample(
             chosen = _draw(
                 own_values - highest,
                 [params[i] for i in drawn],
-                [generators[i] for i in drawn],
+                [draws[i] for i in drawn],
             )
             for i, token in zip(drawn, chosen, strict=True):
                 tokens[i] = token
@@ -111,9 +127,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return tokens.masked_fill(peaks - peaks != 0, -1)  # infinity less infinity is NaN, too
 
 
-def _draw(
-    relative: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
-) -> list[int]:
+def _draw(relative: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]) -> list[int]:
     """Draw a token by each row of logits ``[n, V]`` whose maximum is 0."""
     device = relative.device
     weights = relative / _column([p.temperature for p in params], device, torch.float32)
@@ -131,13 +145,32 @@ def _draw(
         count = min(max(top_k[i] or _FEW for i in rows), weights.shape[-1])
         top_p = _column([params[i].top_p for i in rows], device, torch.float64)
         weights[rows] = _top_p(weights[rows], top_p, count)
-    # The inverse of the distribution function, at a uniformly distributed place.
-    ends = weights.cumsum(-1)
-    uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in generators])
-    places = (uniform.to(device).unsqueeze(-1) * ends[:, -1:]).long()
-    places = places.minimum(ends[:, -1:] - 1)  # the product may be rounded up
-    drawn: list[int] = torch.searchsorted(ends, places, right=True)[:, 0].tolist()
+    drawn: list[int] = (weights / _exponential(draws, weights)).argmax(-1).tolist()
     return drawn
+
+
+def _exponential(draws: Sequence[Draw], weights: Tensor) -> Tensor:
+    """Return a random number for each of ``weights``, float64 ``[n, V]``; their mean is 1.
+
+    It is a hash of the draw's seed and place and of the token, so no draw depends on another.
+    """
+    seeds, places = (_column(values, weights.device) for values in zip(*draws, strict=True))
+    tokens = torch.arange(weights.shape[-1], device=weights.device)
+    hashed = _mixed(_mixed(_mixed(seeds) + places) + tokens * _INCREMENT)
+    uniform = (_shifted(hashed, 11).double() + 0.5) * 2.0**-53
+    return -uniform.log()
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Return the output of SplitMix64 for int64 states."""
+    values = (values ^ _shifted(values, 30)) * _MULTIPLIERS[0]
+    values = (values ^ _shifted(values, 27)) * _MULTIPLIERS[1]
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shift int64 to the right as if they were unsigned."""
+    return (values >> bits) & ((1 << 64 - bits) - 1)
 
 
 def _top_k(weights: Tensor, top_k: Tensor) -> Tensor:

@@ -314,7 +314,9 @@ def test_other_caches(
     path = copy_with_letters(tiny("llama"), tmp_path / "llama")
     asks = every_feature(40)
     scene = Scene(str(path), one_by_one(asks) if "kv_dtype" in changed else asks, changed)
-    assert_drafts_change_nothing(ranks, world, scene)
+    # A key that a run computes with another rounding may be rounded to the next of 127 numbers.
+    tolerance = 1e-3 if "kv_dtype" in changed else 1e-4
+    assert_drafts_change_nothing(ranks, world, scene, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
