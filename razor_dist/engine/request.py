@@ -177,7 +177,7 @@ class Prefill:
         return self.request.tokens[: self.position]
 
     def progress(self, now: float) -> Progress:
-        """What the frontend is told of it."""
+        """Return the message that says how far it is at ``now``, by the clock of `began`."""
         request, begun = self.request, self.position > self.begin
         return Progress(
             request.id,
