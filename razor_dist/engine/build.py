@@ -243,6 +243,8 @@ def _info(
         saves_from_tokens=StreamingPolicy.of(config).saves_from(
             1 if runner.decode == "tensor" else size
         ),
+        page_size=runner.config.page_size,
+        num_pages=runner.config.num_pages * size,
     )
 
 

@@ -78,6 +78,8 @@ class EngineInfo(msgspec.Struct):
     source_heads: int = 0  # retrieval heads that are asked where answers come from
     kv_reserved_bytes_per_rank: int = 0
     saves_from_tokens: int | None = None  # contexts from which on the head split saves memory
+    page_size: int = 0  # tokens
+    num_pages: int = 0  # of all ranks
 
     @property
     def fields(self) -> Fields:
