@@ -111,12 +111,18 @@ def test_parts_without_time_are_said_to_be_skipped(tmp_path: Path) -> None:
 def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     """With `make gpu`'s own processes; the tests that it would run need a GPU."""
     root = Path(__file__).parents[2]
-    variables = {"GPU_PYTHON": sys.executable, "GPU_OUT": tmp_path, "GPU_OPTIONS": "--device cpu"}
+    out = tmp_path / "out"
+    variables = {
+        "GPU_PYTHON": sys.executable,
+        "GPU_OUT": out,
+        "GPU_UNPACKED": tmp_path / "unpacked",
+        "GPU_OPTIONS": "--device cpu",
+    }
     command = ["make", "gpu", *(f"{name}={value}" for name, value in variables.items())]
     said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=540)
     assert not said.returncode, said.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
-    found: dict[str, dict[str, Any]] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
+    found: dict[str, dict[str, Any]] = json.loads((out / "gpu.json").read_text())["parts"]
     no_gpu = dict.fromkeys(("correct", "tests"), "skipped: needs a CUDA device")
     if find_spec("triton") is None:
         no_gpu["decode"] = "skipped: the sweep needs triton"
