@@ -63,6 +63,10 @@ class CacheNeed:
             code="pinned_prefixes_hold_cache",
         )
 
+    def nbytes(self, request: Request) -> int:
+        """Return a request's bytes on all ranks, without the prefix that it continues."""
+        return int((self._accounts.weights[:, None] * self._need(request)).sum())
+
     def _exceeded(self, need: Ints) -> tuple[int, int] | None:
         """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
         over = need - self._sizes
