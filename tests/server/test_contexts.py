@@ -25,6 +25,7 @@ from tests.tokenizer import smollm2_tokenizer
 ENCODER = PromptEncoder(smollm2_tokenizer())
 LIMITS = Limits("m", 8, 10_000, 49152, {}, pins=True)
 DOCUMENT = "The door of the house is red. The sky is blue.\n\n" * 12
+FACT = "The door of the house is red."
 MARK = {"type": "ephemeral", "ttl": "1h"}
 
 
@@ -109,7 +110,7 @@ def test_what_does_not_fit_a_context_is_refused() -> None:
         assert error.value.param == field
     with pytest.raises(RequestError, match="at most 4 blocks may have cache_control, got 5"):
         parsed("chat", messages=[user(*[part(DOCUMENT, cache_control=MARK)] * 5)])
-    assert parsed("chat", messages=[user(part("Too short.", cache_control=MARK))]).contexts == ()
+    assert parsed("chat", messages=[user(part("Too short.", cache_control=MARK))]).contexts == []
     [closed] = parsed("chat", messages=[user(DOCUMENT) | {"cache_control": MARK}]).contexts
     two = parsed("chat", closed, messages=[user("What?")], context="c").prompts[0]
     want = parsed("chat", messages=[user(DOCUMENT), user("What?")]).prompts[0]
@@ -152,8 +153,9 @@ def said(answer: Any) -> list[str]:
 
 def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) -> None:
     ask = part("\n\nWhat colour is the door?")
-    plain = chat(server, messages=[user(part(DOCUMENT), ask)], cache_salt="other")
-    first = chat(server, messages=[user(part(DOCUMENT, cache_control=MARK), ask)])
+    text = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(20)) + FACT
+    plain = chat(server, messages=[user(part(text), ask)], cache_salt="b", return_sources=1)
+    first = chat(server, messages=[user(part(text, cache_control=MARK), ask)])
     [context] = first["contexts"]
     assert said(first) == said(plain) and "red" in said(plain)[0]
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
@@ -163,7 +165,9 @@ def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) 
     total, cached = plain["usage"]["prompt_tokens"], context["tokens"]
     assert again["usage"]["prompt_tokens"] == total > cached > 150
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
-    assert "door of the house is red" in again["choices"][0]["sources"][0]["text"]
+    [source] = again["choices"][0]["sources"]
+    assert source["text"] == FACT and text[source["start"] : source["end"]] == FACT
+    assert source["message"] == plain["choices"][0]["sources"][0]["message"] == 0
     assert said(chat(server, **by_handle, n=2)) == said(plain) * 2
     [listed] = call(server, "/v1/contexts").json()["data"]
     assert listed["id"] == context["id"] and listed["ttl"] == 3600
@@ -218,11 +222,14 @@ def test_nothing_is_left_of_200_contexts(server: ServerProcess) -> None:
     def stats() -> Any:
         return call(server, "/stats").json()
 
-    for number in range(200):
-        text = part(f"Number {number}. " + "A red door is here. " * 14, cache_control=MARK)
-        answer = chat(server, messages=[user(text, part("What?"))], max_tokens=1)
-        [context] = answer["contexts"]
-        assert call(server, f"/v1/contexts/{context['id']}", method="DELETE").status_code == 200
+    for number in range(50):
+        begin = f"Number {number}. " + "A red door is here. " * 14
+        texts = [part(begin if not n else f" It is {n}.", cache_control=MARK) for n in range(4)]
+        answer = chat(server, messages=[user(*texts, part("What?"))], max_tokens=1)
+        assert len(answer["contexts"]) == 4
+        for context in answer["contexts"]:
+            gone = call(server, f"/v1/contexts/{context['id']}", method="DELETE")
+            assert gone.json()["deleted"]
     assert call(server, "/v1/contexts").json()["data"] == []
     assert wait_until(lambda: not sum(stats()["kv_bytes_per_rank"]), 10)  # compares all accounts
     found = stats()
