@@ -215,9 +215,11 @@ def make_engine(
         prefix_cache=config.caches_prefixes,
         speculative=config.speculative_config,
     )
+    folder: Path | None = None
     if config.keeps_prefixes:
         weights = weights or weights_fingerprint(model)
-        _keep_prefixes(config, _about(config, model, retrieval, windows, weights), runner, core)
+        about = _about(config, model, retrieval, windows, weights)
+        folder = _keep_prefixes(config, about, runner, core)
     kept = sum(map(sum, retrieval))
     info = EngineInfo(
         capacity.max_model_len,
@@ -234,6 +236,7 @@ def make_engine(
         len(source_heads),
         runner.caches.reserved_bytes,
         StreamingPolicy.of(config).saves_from(1 if runner.decode == "tensor" else comm.size),
+        None if folder is None else str(folder),
     )
     return RankEngine(runner, core, info)
 
@@ -260,15 +263,18 @@ def _about(
 
 def _keep_prefixes(
     config: EngineConfig, about: dict[str, Any], runner: ModelRunner, core: EngineCore
-) -> None:
-    """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
+) -> Path | None:
+    """Keep prefixes in host memory and on disk too; return the store's folder.
+
+    ``about`` says what they depend on.
+    """
     caches, comm = core.scheduler.room, runner.comm
     store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
     fingerprint = "" if store is None else store.fingerprint
     folder = None if store is None else store.folder
     runner.transfers = Transfers(comm, runner.caches, folder)
     if comm.rank:
-        return
+        return folder
     room: dict[Tier, float] = {}
     if config.prefix_host_gb:
         room["host"] = config.prefix_host_gb * 2**30
@@ -282,6 +288,7 @@ def _keep_prefixes(
     assert caches.prefix_cache is not None
     index = caches.prefix_cache.index
     caches.tiers = Tiers(caches.accounts, index, fingerprint, store, room, state_parts)
+    return folder
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

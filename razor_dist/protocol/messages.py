@@ -80,6 +80,7 @@ class EngineInfo(msgspec.Struct):
     source_heads: int = 0  # retrieval heads that are asked where answers come from
     kv_reserved_bytes_per_rank: int = 0
     saves_from_tokens: int | None = None  # contexts from which on the head split saves memory
+    prefix_folder: str | None = None  # of the prefix store, for what fits this engine
 
     @property
     def fields(self) -> Fields:

@@ -265,7 +265,8 @@ class Service:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
         counters = await self.counters()
-        return {**info.fields, **counters, "unfinished": self.client.unfinished}
+        about = {k: v for k, v in info.fields.items() if k != "prefix_folder"}
+        return {**about, **counters, "unfinished": self.client.unfinished}
 
     async def described_contexts(self, id_: str | None = None) -> list[dict[str, Any]]:
         """Return the contexts of the request's key, or the one of that id."""

@@ -6,6 +6,8 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -122,14 +124,20 @@ def test_what_does_not_fit_a_context_is_refused() -> None:
 KEYS = {"a": "key-a", "b": "key-b"}
 
 
-@pytest.fixture(scope="module", params=[2])
-def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", str(request.param)]
+@contextmanager
+def serving(world_size: int, *more: str) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", str(world_size)]
     command += ["--max-model-len", "2048", "--api-key", ",".join(KEYS.values())]
-    command += ["--pinned-gb", "0.04", "--max-num-seqs", "8", "--threads", "1"]
+    command += ["--pinned-gb", "0.04", "--max-num-seqs", "8", "--threads", "1", *more]
     with ServerProcess(*command) as server:
         url = server.url(timeout=180)
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 180)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving(2) as server:
         yield server
 
 
@@ -185,6 +193,38 @@ def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) 
     assert call(server, f"/v1/contexts/{context['id']}", method="DELETE").json()["deleted"]
     gone = chat(server, **by_handle)
     assert gone.status_code == 404 and "it was deleted" in gone.text
+
+
+def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
+    store = "--prefix-store", str(tmp_path)
+    text = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(40)) + FACT
+    ask = part("\n\nWhat colour is the door?")
+    with serving(2, *store) as server:
+        first = chat(server, messages=[user(part(text, cache_control=MARK), ask)])
+        [context] = first["contexts"]
+        by_handle = {"messages": [user(ask)], "context": context["id"], "return_sources": 1}
+        assert wait_until(lambda: any(tmp_path.glob("*/ctx_*.context")), 10)
+        saving = lambda: call(server, "/stats").json()["prefix_cache"]["saving"]  # noqa: E731
+        assert wait_until(lambda: not saving(), 20)
+        [listed] = call(server, "/v1/contexts").json()["data"]
+        assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
+    for world_size in (2, 1):
+        with serving(world_size, *store) as server:
+            [listed] = call(server, "/v1/contexts").json()["data"]
+            assert listed["id"] == context["id"] and listed["tokens"] == context["tokens"]
+            assert listed["bytes"] == {"device": 0, "host": None, "disk": None}
+            assert chat(server, "b", **by_handle).status_code == 404
+            again = chat(server, **by_handle)
+            assert said(again) == said(first)
+            assert again["choices"][0]["sources"][0]["text"] == FACT
+            # The last token that is kept is read again, at most.
+            cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= context["tokens"] - 1
+            [listed] = call(server, "/v1/contexts").json()["data"]
+            assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
+            if world_size == 1:
+                gone = call(server, f"/v1/contexts/{context['id']}", method="DELETE")
+                assert gone.json()["deleted"] and not list(tmp_path.glob("*/ctx_*"))
 
 
 def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: ServerProcess) -> None:
