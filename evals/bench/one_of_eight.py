@@ -23,9 +23,9 @@ from razor_dist.attention.step import Pass
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.commit import Kept
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.graph import CudaRecorder, Recorder, Step
+from razor_dist.engine.graph import CudaRecorder, Recorder
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import Step, Tape
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import Table, fastest

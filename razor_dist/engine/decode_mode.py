@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import Recorder
+from razor_dist.engine.tape import Step
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact, why_not
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.layout import HeadLayout, HeadShare
@@ -147,14 +148,14 @@ def _measure(
         logits: Tensor = output.logits[0]
         return logits
 
-    def alone() -> Tensor:
-        return run(contexts[0])
+    def alone() -> tuple[Tensor]:
+        return (run(contexts[0]),)
 
-    def shared() -> Tensor:
+    def shared() -> tuple[Tensor]:
         with tensor.sharing():
-            return tensor.gather_logits(run(contexts[1]))
+            return (tensor.gather_logits(run(contexts[1])),)
 
-    steps: list[Callable[[], Tensor]] = [alone, shared]
+    steps: list[Step] = [alone, shared]
     recorded = recorder is not None
     for index, step in enumerate(steps):
         if recorder is None:

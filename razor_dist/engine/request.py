@@ -14,7 +14,6 @@ from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from razor_dist.prefix.index import Namespace
 from razor_dist.protocol.messages import Tokens
@@ -208,8 +207,8 @@ class Answer:
     key: int  # the ranks' name for its sequence
     request: Request
     params: SamplingParams  # with a seed of its own
-    generator: torch.Generator  # of its random draws
     repetition: RepetitionDetector | None = None  # ends it in a loop
+    seed: int = 0  # of its random draws
     generated: list[int] = field(default_factory=list)
 
     @property

@@ -33,6 +33,7 @@ from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.prepare import Preparation
 from razor_dist.engine.rank_stats import RankStats
+from razor_dist.engine.sampler import likeliest
 from razor_dist.engine.sequences import Sequences
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
@@ -103,6 +104,8 @@ class ModelRunner:
         # Of the last step's tokens that asked, by sequence and in order; on rank 0.
         self.sources: dict[int, list[Sources]] = {}
         self._runs: list[int] = []  # sequences with a run in the last step, of which the next tells
+        # Of the last step's logits, if it was one of answers alone: int64 [n], `likeliest`.
+        self.likeliest: Tensor | None = None
         # Of the last step's chunks, by sequence: `_gather_logprobs`.
         self.prompt_logprobs: dict[int, Tensor] = {}
         self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
@@ -181,9 +184,11 @@ class ModelRunner:
             if entry.sharded:
                 self.sequences.begin_chunks(entry.sequence)
         step = self.prepare(entries)
-        self.prompt_logprobs, self.sources = {}, {}
+        self.prompt_logprobs, self.sources, self.likeliest = {}, {}, None
         kept: list[Kept] = []
         found = [self._run(part, kept) for part in step.passes]
+        if len(found) > 1:
+            self.likeliest = None  # only the first pass's
         logits = found[0] if len(found) == 1 else torch.cat(found)
         if any(entry.prompt_logprobs >= 0 for entry in entries):
             logits = self._split_logprobs(entries, step, logits)
@@ -196,21 +201,28 @@ class ModelRunner:
         """The step of ``entries`` as data, without a word to other ranks."""
         return self._preparation.step(entries, self.sequences)
 
-    def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
-        """Logits ``[n, V]`` after n tokens of answers; only rank 0, which samples, has any."""
+    def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> tuple[Tensor, Tensor]:
+        """Logits ``[n, V]`` after n tokens of answers, and `likeliest`; on rank 0, which samples.
+
+        The other ranks have none of the rows.
+        """
         context = DecodeContext(self.comm, self.caches, inputs, tables)
         keep = None if self._tensor is not None or self.comm.rank == 0 else self._nothing
         shares = self._tensor is not None
         with postponed_rotations(self._postpones):
-            return self._forward(inputs.token, inputs.model_position, context, keep, shares)
+            logits = self._forward(inputs.token, inputs.model_position, context, keep, shares)
+        return logits, likeliest(logits)
 
     def _run(self, part: Pass, kept: list[Kept]) -> Tensor:
         """float32 logits ``[n, V]`` of one pass; take what it leaves of its chunks to ``kept``."""
         if part.recordable:
             assert part.decode is not None
             if self.graphs is not None:
-                return self.graphs.run(part.decode)
-            return self.decode_logits(*part.decode.on(self.device, len(part.decode)))
+                logits, self.likeliest = self.graphs.run(part.decode)
+            else:
+                inputs, tables = part.decode.on(self.device, len(part.decode))
+                logits, self.likeliest = self.decode_logits(inputs, tables)
+            return logits
         contexts: list[DecodeContext | ReplicatedContext | PrefillContext] = []
         ids, positions = [], []
         if part.decode is not None:

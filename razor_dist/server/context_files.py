@@ -1,7 +1,7 @@
 """Contexts beside the prefixes of a store, so that they outlive the server: ``ID.context`` each.
 
 A file has the length of its head (4 bytes), the head, and the `KeptContext`, both as msgpack. Its
-time is that of the last use, by whichever server: a context expires some seconds after that.
+time is that of the last use by any server; a context expires its time to live after that.
 """
 
 from __future__ import annotations
