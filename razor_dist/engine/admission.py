@@ -22,8 +22,6 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Pages that an aborted prompt must have prefilled to leave them.
 _WORTH_ABORTED = 16
-# Least seconds between two times that the caches of a prompt go to disk while it is prefilled.
-_CHECKPOINT_SECONDS = 5.0
 
 
 class Wait(Enum):
@@ -69,6 +67,8 @@ class Admission:
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
         self._pending: list[StepPlan] = []
+        # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
+        self.checkpoint_seconds = 5.0
 
     # ------------------------------------------------------------------- sequences begin
 
@@ -176,7 +176,7 @@ class Admission:
         past = (stop for stop in prefill.checkpoints if stop <= prefill.position)
         since = max(past, default=prefill.begin)
         now = time.monotonic()
-        due = max(prefill.began, prefill.saved_at) + _CHECKPOINT_SECONDS
+        due = max(prefill.began, prefill.saved_at) + self.checkpoint_seconds
         if now >= due and end - since >= least_new(end, self.cache.page_size):
             prefill.saved_at = now
             prefill.stop_at(end, optional=True)

@@ -94,9 +94,8 @@ def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -
     layout = HeadLayout.from_decision([[True] * 2, [not windows] * 2], CPU, [(None, None), row])
 
     def sized(room: float, **settings: Any) -> tuple[CacheConfig, int]:
-        config = EngineConfig(window_min=20, block=8, page_size=4, **settings)
-        dtypes = torch.float32, torch.bfloat16
-        cache = cache_config(config, shape, layout, tokens, 2, *dtypes, room)
+        config = EngineConfig(window_min=20, block=8, page_size=4, kv_dtype="bf16", **settings)
+        cache = cache_config(config, shape, layout, tokens, 2, torch.float32, room)
         return cache, new_caches(layout, shape, cache, torch.device("meta")).reserved_bytes
 
     one, least = sized(0.0)
