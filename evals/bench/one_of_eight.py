@@ -68,6 +68,7 @@ def deployment(bench: Bench, folder: str, context: int, sequences: int) -> Deplo
         window_min=min(4000, window),
         window_max=window,
         prefix_cache=False,
+        max_step_ms=1e9,  # no prompt is cut
     )
     return Deployment.of(config, "cuda" if bench.cuda else "cpu", _KEPT)
 
@@ -84,8 +85,9 @@ class RankAlone:
         cache = self.d.cache(context)
         self.runner = runner_of(self.d, self.model, cache, comm, recorder=recorder)
         fill(self.runner)
+        chunk = self.d.chunked_prefill_size
         self.core = EngineCore(
-            self.runner, chunked_prefill_size=self.d.chunked_prefill_size, eos_token_ids=()
+            self.runner, self.d.config, chunked_prefill_size=chunk, eos_token_ids=()
         )
 
     def step(self) -> int:

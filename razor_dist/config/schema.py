@@ -273,6 +273,14 @@ class ServerConfig(EngineConfig):
         "info", "How much the server logs."
     )
     log_format: Literal["text", "json"] = _server("text", "json: an object on each line.")
+    metrics_prefix: Literal["razor", "vllm"] = _server(
+        "razor", "Of /metrics; vllm: vLLM's own names and labels for those that it has, too."
+    )
+    otlp_endpoint: str | None = _server(
+        None,
+        "OpenTelemetry collector for a trace of each answer, as http://HOST:4318; none: no traces.",
+        pattern="^https?://.",
+    )
     shutdown_timeout: float = _server(
         30.0, "Seconds that requests get to end at SIGTERM; a second one ends them at once.", ge=0
     )

@@ -23,8 +23,6 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Pages that an aborted prompt must have prefilled to leave them.
 _WORTH_ABORTED = 16
-# Least seconds between two times that the caches of a prompt go to disk while it is prefilled.
-_CHECKPOINT_SECONDS = 5.0
 
 
 class Wait(Enum):
@@ -72,6 +70,8 @@ class Admission:
         self._pending: list[StepPlan] = []
         # Tells if all that wait fit beside a pinned prefix that takes so much; the scheduler's.
         self.stays_beside: Callable[[Request, Ints], bool] = lambda _, __: True
+        # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
+        self.checkpoint_seconds = 5.0
 
     # ------------------------------------------------------------------- sequences begin
 
@@ -181,7 +181,7 @@ class Admission:
         past = (stop for stop in prefill.checkpoints if stop <= prefill.position)
         since = max(past, default=prefill.begin)
         now = time.monotonic()
-        due = max(prefill.began, prefill.saved_at) + _CHECKPOINT_SECONDS
+        due = max(prefill.began, prefill.saved_at) + self.checkpoint_seconds
         if now >= due and end - since >= least_new(end, self.cache.page_size):
             prefill.saved_at = now
             prefill.stop_at(end, optional=True)

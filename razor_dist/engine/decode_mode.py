@@ -155,22 +155,7 @@ def _measure(
         with tensor.sharing():
             return (tensor.gather_logits(run(contexts[1])),)
 
-    steps: list[Step] = [alone, shared]
-    recorded = recorder is not None
-    for index, step in enumerate(steps):
-        if recorder is None:
-            step()
-            continue
-        recorder.warm_up(step)
-        try:
-            steps[index] = recorder.record(step)
-        except Exception as error:  # whatever it is: what is not recorded is timed as it is
-            log.info("steps are timed without recording them: %s", error)
-            recorded = False
-    # A rank that has no recordings would leave the others waiting.
-    missing = torch.tensor([not recorded], dtype=torch.int64, device=model.device)
-    if comm.all_reduce(missing, "control").wait()[0].item():
-        steps = [alone, shared]
+    steps = _recorded([alone, shared], comm, model.device, recorder)
     least = [float("inf"), float("inf")]
     for _ in range(_STEPS):
         for index, step in enumerate(steps):
@@ -183,6 +168,28 @@ def _measure(
     comm.broadcast(found, "control")
     seconds: tuple[float, float] = tuple(found.tolist())
     return seconds
+
+
+def _recorded(
+    steps: list[Step],
+    comm: Communicator,
+    device: torch.device,
+    recorder: Recorder | None,
+) -> list[Step]:
+    """Return what replays the steps; the steps themselves, run once, if a rank cannot record."""
+    found = []
+    for step in steps:
+        if recorder is None:
+            step()
+            continue
+        recorder.warm_up(step)
+        try:
+            found.append(recorder.record(step))
+        except Exception as error:  # whatever it is: what is not recorded is timed as it is
+            log.info("steps are timed without recording them: %s", error)
+    # A rank that has no recordings would leave the others waiting.
+    missing = torch.tensor([len(found) < len(steps)], dtype=torch.int64, device=device)
+    return steps if comm.all_reduce(missing, "control").wait()[0].item() else found
 
 
 def _wait_for_all(comm: Communicator, device: torch.device) -> None:

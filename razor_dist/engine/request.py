@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from razor_dist.prefix.index import Namespace
-from razor_dist.protocol.messages import Tokens
+from razor_dist.protocol.messages import Progress, Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
@@ -178,6 +178,19 @@ class Prefill:
     def tokens(self) -> Tokens:
         """The tokens that are in the caches."""
         return self.request.tokens[: self.position]
+
+    def progress(self, now: float) -> Progress:
+        """Return the message that says how far it is at ``now``, by the clock of `began`."""
+        request, begun = self.request, self.position > self.begin
+        return Progress(
+            request.id,
+            self.position,
+            total=request.end,
+            prefix=request.base,
+            cached=self.begin,
+            seconds=now - self.began if begun else 0.0,
+            nbytes=request.nbytes,
+        )
 
     def advance(self, tokens: int) -> None:
         self.position += tokens

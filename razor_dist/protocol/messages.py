@@ -81,6 +81,8 @@ class EngineInfo(msgspec.Struct):
     kv_reserved_bytes_per_rank: int = 0
     saves_from_tokens: int | None = None  # contexts from which on the head split saves memory
     prefix_folder: str | None = None  # of the prefix store, for what fits this engine
+    page_size: int = 0  # tokens
+    num_pages: int = 0  # of all ranks
 
     @property
     def fields(self) -> Fields:

@@ -37,6 +37,7 @@ from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
 from razor_dist.server.sse import EventStream, stream
+from razor_dist.server.tracing import Traces, exporting
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,11 @@ class Service:
         self.documents = DocumentReader(int(config.max_body_mb * 2**20))
         self._asking: asyncio.Task[Fields] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
-        self.metrics = client.observer = Metrics(config.name)
+        self.metrics = client.observer = Metrics(config.name, config.metrics_prefix)
+        self.traces: Traces | None = None
+        if config.otlp_endpoint is not None:
+            self.traces = Traces(exporting(config.otlp_endpoint), config.name)
+            self.metrics.on_end = self.traces.ended
         self._heartbeat = heartbeat
         self._ignored: set[str] = set()  # fields that are logged already
         self._started = int(time.time())
@@ -122,6 +127,8 @@ class Service:
         """
         seconds, key = self.config.request_timeout or math.inf, current_record().key
         context: Context | None = None
+        completes = endpoint == "completions"
+        current_record().operation = "text_completion" if completes else "chat"
         try:
             async with asyncio.timeout_at(arrived + seconds):
                 parsed = await self._parse(endpoint, raw)

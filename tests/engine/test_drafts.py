@@ -108,8 +108,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     stats = core.stats()  # compares the ranks' free pages and places with rank 0's
     assert sum(stats["kv_bytes_per_rank"]) == 0
     room = core.scheduler.room
-    if room.prefix_cache is not None:
-        core._run_all(room.shrink_to(0))
+    core.reset_prefix_cache()
     assert (room.accounts.free == room.accounts.sizes).all()
     assert not engine.runner.sequences
     core.stop()
