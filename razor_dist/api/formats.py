@@ -115,6 +115,11 @@ class Format(ABC):
                 usage["completion_tokens_details"] = drafted
         return usage
 
+    @property
+    def _contexts(self) -> Json:
+        """What answers tell of the contexts that the request has made or named."""
+        return {"contexts": list(self._request.kept_as)} if self._request.kept_as else {}
+
     def _parser(self) -> ToolParser | None:
         """Return a new parser of one answer's calls of tools, if the request allows any."""
         return self._request.tools and ToolParser(self._request.tools, self._tokenizer)
@@ -129,7 +134,7 @@ class ChoicesFormat(Format):
     def whole(self) -> Json:
         choices = [self._choice(i, self._pieces(c)) for i, c in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self.usage()}
+        return {**head, "choices": choices, "usage": self.usage(), **self._contexts}
 
     def opening(self) -> list[Json]:
         return []
@@ -173,7 +178,8 @@ class ChatFormat(ChoicesFormat):
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
-        return [self._chunk([{**self._empty(i), **role}]) for i in range(len(self._choices))]
+        empty = [self._empty(i) for i in range(len(self._choices))]
+        return [self._chunk([{**one, **role}], **self._contexts) for one in empty]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""

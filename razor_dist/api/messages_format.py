@@ -94,9 +94,10 @@ class MessagesFormat(Format):
     def usage(self, completion: int | None = None) -> Json:
         usage = super().usage(completion)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        created = sum(choice.pinned_tokens for choice in self._choices[:1])
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage["prompt_tokens"] - cached - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
@@ -112,6 +113,7 @@ class MessagesFormat(Format):
             "stop_reason": "stop_sequence" if self._stop is not None else reason or self._finish,
             "stop_sequence": self._stop,
             "usage": self.usage(),
+            **self._contexts,
         }
 
     def _advance(self) -> list[Json]:

@@ -21,19 +21,24 @@ from razor_dist.protocol.sampling_params import SamplingParams
 class CheckedBody(NamedTuple):
     """A body that was checked by itself, by `razor_dist.api.parsing.parse`."""
 
-    body: ChatBody | CompletionBody | TokenizeBody | DetokenizeBody | CountTokensBody
+    body: (
+        ChatBody | CompletionBody | ResponsesBody | TokenizeBody | DetokenizeBody | CountTokensBody
+    )
     params: SamplingParams | None  # None if nothing is to be generated
     ignored: Sequence[str] = ()  # as in `ParsedRequest`
     # What a chat was made of, by whose names errors go.
     response: ResponsesBody | CountTokensBody | None = None
-    unread: Sequence[tuple[str, bytes]] = ()  # as in `ParsedRequest`; then the body is as it came
+    # As in `ParsedRequest`; if there are any, the body is as it came.
+    unread: Sequence[tuple[str, bytes]] = ()
+    kept: str | None = None
 
 
 def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> ParsedRequest:
     """Tokenise a body; `RequestError` if its prompts cannot be served."""
-    body, params, ignored, response, unread = checked
-    if isinstance(body, CountTokensBody):
-        return ParsedRequest([], unread=unread, ignored=ignored)
+    body, params, ignored, response, unread, kept = checked
+    if unread or kept:
+        return ParsedRequest([], unread=unread, context=kept, ignored=ignored)
+    assert not isinstance(body, CountTokensBody | ResponsesBody)
     if isinstance(body, TokenizeBody | DetokenizeBody):
         answer = body.answer(encoder, limits)
         text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
@@ -52,6 +57,7 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
             counted = json.dumps({"input_tokens": len(ids)}).encode()
             return ParsedRequest([], answer=counted, ignored=ignored)
         prompts = _prompts(body, params, encoder, limits)
+        contexts = body.contexts(encoder) if limits.pins else ()
     return ParsedRequest(
         prompts,
         stream=bool(body.stream),
@@ -67,6 +73,7 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
         titles=titles(prompts[0].text) if body.annotates else None,
         cache_salt=uuid.uuid4().hex if body.cache_prompt is False else body.cache_salt,
         ignored=ignored,
+        contexts=contexts,
         constrained_by=names.get(body.constrained_by, body.constrained_by),
     )
 

@@ -168,6 +168,7 @@ class ResponsesFormat(Format):
             "truncation": "disabled",
             "usage": self.usage() if self._finish else None,
             **(self._request.described or {}),
+            **self._contexts,
         }
 
     def usage(self, completion: int | None = None) -> Json:

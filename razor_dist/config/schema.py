@@ -301,6 +301,12 @@ class ServerConfig(EngineConfig):
     share_prefixes: bool = _access(
         False, "Requests with different keys begin from each other's prefix cache."
     )
+    pinned_gb: float = _access(
+        0.0,
+        "KV cache that the contexts of one key may take, over all ranks, in GiB; 0: cache_control "
+        "keeps nothing.",
+        ge=0,
+    )
     allowed_hosts: Names = _access(
         (), "Names by which clients may call a server on loopback, localhost excepted; * is any."
     )

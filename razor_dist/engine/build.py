@@ -212,10 +212,14 @@ def make_engine(
         seed=config.seed if config.seed is not None else secrets.randbits(62),
         load_tokenizer=partial(_tokenizer, config),
     )
+    folder: Path | None = None
     if config.keeps_prefixes:
         weights = weights or weights_fingerprint(model)
-        _keep_prefixes(config, _about(config, model, retrieval, windows, weights), runner, core)
-    return RankEngine(runner, core, _info(config, runner, eos_token_ids, retrieval, mode.reason))
+        about = _about(config, model, retrieval, windows, weights)
+        folder = _keep_prefixes(config, about, runner, core)
+    info = _info(config, runner, eos_token_ids, retrieval, mode.reason)
+    info.prefix_folder = None if folder is None else str(folder)
+    return RankEngine(runner, core, info)
 
 
 def _info(
@@ -270,15 +274,18 @@ def _about(
 
 def _keep_prefixes(
     config: EngineConfig, about: dict[str, Any], runner: ModelRunner, core: EngineCore
-) -> None:
-    """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
+) -> Path | None:
+    """Keep prefixes in host memory and on disk too; return the store's folder.
+
+    ``about`` says what they depend on.
+    """
     caches, comm = core.scheduler.room, runner.comm
     store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
     fingerprint = "" if store is None else store.fingerprint
     folder = None if store is None else store.folder
     runner.transfers = Transfers(comm, runner.caches, folder)
     if comm.rank:
-        return
+        return folder
     room: dict[Tier, float] = {}
     if config.prefix_host_gb:
         room["host"] = config.prefix_host_gb * 2**30
@@ -292,6 +299,7 @@ def _keep_prefixes(
     assert caches.prefix_cache is not None
     index = caches.prefix_cache.index
     caches.tiers = Tiers(caches.accounts, index, fingerprint, store, room, state_parts)
+    return folder
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

@@ -108,6 +108,7 @@ class EngineCore:
         *,
         prefix_id: str | None = None,
         pin: bool = False,
+        quota: tuple[str, int] | None = None,
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request.
@@ -115,8 +116,8 @@ class EngineCore:
         Messages about its ``params.n`` answers carry the ids of `answer_ids`. With ``prefix_id``,
         ``prompt`` continues that pinned request: its pages are shared, its streaming caches copied.
         With ``pin``, the prompt is only prefilled, and its caches kept for requests that continue
-        it, until it is aborted. Requests of another ``cache_salt`` share no caches with it, unless
-        they name it as their prefix.
+        it, until it is aborted; ``quota`` bounds the bytes of one owner's. Requests of another
+        ``cache_salt`` share no caches with it, unless they name it as their prefix.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -132,9 +133,28 @@ class EngineCore:
         request = self._intake.request(
             request_id, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
         )
+        if quota is not None:
+            self._check_quota(request, quota)
         self.scheduler.add(request)
         self._intake.accepted(request)
         self._requests |= dict.fromkeys([request_id] if pin else ids, request)
+
+    def _check_quota(self, request: Request, quota: tuple[str, int]) -> None:
+        """Raise `RequestError` unless a prefix may be pinned beside its owner's others."""
+        owner, most = quota
+        need, held = self.scheduler.admission.need, 0
+        for other in dict.fromkeys(self._requests.values()):
+            if other.pinned and other.quota is not None and other.quota[0] == owner:
+                held += other.nbytes
+        request.quota, request.nbytes = quota, need.nbytes(request)
+        if held + request.nbytes > most:
+            raise RequestError(
+                f"this context would take {request.nbytes} bytes of the KV cache, and your others "
+                f"hold {held} of the {most} that they may take together (--pinned-gb): end one, "
+                "wait until one expires, or leave cache_control out",
+                param="cache_control",
+                code="pinned_contexts_full",
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
@@ -311,6 +331,7 @@ class EngineCore:
         return counters | {
             "decode": self.runner.decode,
             **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
+            "pinned": self.scheduler.pinned_elsewhere,
             "running": self.scheduler.sequences,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,

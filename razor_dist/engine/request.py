@@ -63,6 +63,9 @@ class Request:
     loading: int | None = None  # while it waits: the sequence that its beginning is loaded into
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # a pinned prefix that only those requests need
+    # Of a pinned prefix: as in `Add`, and its bytes, as in `Progress`.
+    quota: tuple[str, int] | None = None
+    nbytes: int = 0
     phase: Phase = Phase.WAITING
 
     def __post_init__(self) -> None:
@@ -186,6 +189,7 @@ class Prefill:
             prefix=request.base,
             cached=self.begin,
             seconds=now - self.began if begun else 0.0,
+            nbytes=request.nbytes,
         )
 
     def advance(self, tokens: int) -> None:

@@ -89,8 +89,8 @@ class EngineClient:
 
     @property
     def unfinished(self) -> int:
-        """The number of requests being read or in the engine, pinned prefixes included."""
-        return self._being_read + len(self._streams)
+        """The number of requests being read or in the engine, pinned prefixes not included."""
+        return self._being_read + sum(not stream.lasting for stream in self._streams.values())
 
     def retry_after(self, groups: Iterable[Iterable[str]] | None = None) -> int:
         """Whole seconds, at least 1, until the first answer is likely to end.
@@ -157,6 +157,7 @@ class EngineClient:
         params: SamplingParams,
         *,
         pin: bool = False,
+        quota: tuple[str, int] | None = None,
         prefix: RequestStream | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestStream]:
@@ -179,15 +180,18 @@ class EngineClient:
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         if prefix is not None and prefix.ended:
             raise EngineError("the pinned prefix was lost with its engine; prefill it again")
-        self.check_room(params.n)
+        if not pin:
+            self.check_room(params.n)
         ids = answer_ids(request_id, params.n)
-        streams = {id_: RequestStream(id_, self.abort, self.observer) for id_ in ids}
+        streams = {id_: RequestStream(id_, self.abort, self.observer, lasting=pin) for id_ in ids}
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
         prompt = pack(prompt_ids)
-        self.rank0.send(Add(request_id, prompt, params.to_wire(), pin, continued, cache_salt))
+        wire = params.to_wire()
+        self.rank0.send(Add(request_id, prompt, wire, pin, continued, quota, cache_salt))
         self._streams |= streams
-        self.observer.submitted(ids, len(prompt_ids), params)
+        if not pin:
+            self.observer.submitted(ids, len(prompt_ids), params)
         return list(streams.values())
 
     def check_room(self, requests: int) -> None:

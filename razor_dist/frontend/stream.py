@@ -16,11 +16,19 @@ class RequestStream(AsyncIterator[AboutRequest]):
     pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
 
     Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
-    ``observer`` hears of messages as they are read: those behind a stop string never are.
+    ``lasting`` marks a pinned prefix. ``observer`` hears of messages as they are read: those behind
+    a stop string never are.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None], observer: Observer) -> None:
-        self.request_id = request_id
+    def __init__(
+        self,
+        request_id: str,
+        abort: Callable[[str], None],
+        observer: Observer,
+        *,
+        lasting: bool = False,
+    ) -> None:
+        self.request_id, self.lasting = request_id, lasting
         self._abort, self._observer = abort, observer
         self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
         self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
