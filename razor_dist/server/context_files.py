@@ -56,7 +56,7 @@ class ContextFiles:
 
     def read(self, id_: str) -> tuple[Head, KeptContext] | None:
         """Return a context; None if there is none, or only a damaged one."""
-        if not _ID.fullmatch(id_) or self.used(id_) is None:
+        if self.used(id_) is None:
             return None
         try:
             data = self._path(id_).read_bytes()
@@ -82,7 +82,9 @@ class ContextFiles:
         return found
 
     def used(self, id_: str) -> float | None:
-        """Return when a context was used last; None if it is not there."""
+        """Return when a context was used last; None if it is not there, or ``id_`` is no id."""
+        if not _ID.fullmatch(id_):
+            return None
         try:
             return self._path(id_).stat().st_mtime
         except OSError:

@@ -214,6 +214,7 @@ def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
             assert listed["id"] == context["id"] and listed["tokens"] == context["tokens"]
             assert listed["bytes"] == {"device": 0, "host": None, "disk": None}
             assert chat(server, "b", **by_handle).status_code == 404
+            assert chat(server, **by_handle | {"context": "../\0"}).status_code == 404
             again = chat(server, **by_handle)
             assert said(again) == said(first)
             assert again["choices"][0]["sources"][0]["text"] == FACT
