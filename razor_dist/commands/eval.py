@@ -162,7 +162,8 @@ def grid(
     from razor_dist.evals.methods import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
-    results = _run_grid(config, list(map(named_method, names)), (), out)
+    own = [named_method(name, config.model) for name in names]
+    results = _run_grid(config, own, (), out)
     _write_page(out / "report.md", results.table(names))
 
 
