@@ -1,9 +1,9 @@
 """Retrieval heads that read blocks of keys, chosen for each query: the reference, as a mask.
 
 Blocks are `BLOCK` tokens at absolute positions. The query at position i reads the *fixed* ones: the
-first, and all from that of position i - `RECENT` on. Of each block between them a selector estimates
-the log of its mass, ``log sum_j exp(scale q . k_j)``, and the block is read if, for any query head
-of its KV head,
+first, and all from that of position i - `RECENT` on. Of each block between them a selector
+estimates the log of its mass, ``log sum_j exp(scale q . k_j)``, and the block is read if, for any
+query head of its KV head,
 
     exp(estimate) >= share * (mass of the fixed blocks + sum of exp(estimate) over the others).
 

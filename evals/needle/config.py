@@ -202,6 +202,9 @@ class PlacesConfig(GridConfig):
     lengths: Lengths = (1500, 2500, 4000, 5000, 7000)
     depths: Depths = (0, 25, 50, 75, 100)
     haystack: Prose = "essays"
+    preset: Literal["number", "words"] = Field(
+        default="number", description="What is hidden; words: the needle model's, in its own text."
+    )
 
 
 class HeadsConfig(GridConfig):
