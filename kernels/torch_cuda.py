@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from razor_dist.kernels.partial import (
-    Partial,
-    attend_folded,
-    foldable,
-    over_keys,
-    per_head,
-)
+from razor_dist.kernels.partial import Partial, attend_folded, foldable, merge, per_head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -25,10 +21,11 @@ _ALIGN = 8
 _DIM = 8
 # cuDNN makes a plan for every shape and every stride, which takes about 20 ms, and torch keeps all
 # of them: a ring's block has other strides in every chunk. So it gets one KV head at a time, keys
-# in blocks of `_KEYS`, and of its query heads together `_QUERIES` queries, as few as keep a GPU
-# busy: one plan. Other keys and queries, and a chunk's own keys, are flash attention's, which is
-# slower.
-_QUERIES, _KEYS = 32768, 32768
+# in blocks of `_KEYS`, and of its query heads together `_QUERIES` queries: one plan. Keys are cut
+# into `_SPLITS`, as a batch, so that there are 128 tiles of 128 queries for a GPU's 132
+# multiprocessors, and few queries are enough: beside an answer chunks are short. Other keys and
+# queries, and a chunk's own keys, are flash attention's, which is slower.
+_QUERIES, _KEYS, _SPLITS = 4096, 32768, 4
 # By others' measurements it is half as fast again on Hopper; newer ones have given wrong results
 # (pytorch/pytorch#193893).
 _CUDNN_ON = (9, 0)
@@ -84,41 +81,44 @@ def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     It is filled up if it is half full: flash attention takes about twice as long for a query.
     """
     heads, group, queries, dim = q.shape
-    rows = max(1, _QUERIES // group)
+    rows, whole = max(1, _QUERIES // group), k.shape[1] // _KEYS * _KEYS
     count = max(1, (queries + rows // 2) // rows)
-    blocks = q.new_zeros(heads, count, 1, group, rows, dim)
-    for index in range(count):
-        part = q[:, :, index * rows : (index + 1) * rows]
-        blocks[:, index, 0, :, : part.shape[2]] = part
     few = min(queries, count * rows)
-
-    def attend_block(keys: slice) -> Partial:
-        if keys.stop > k.shape[1]:
-            return attend(q[:, :, :few], k[:, keys], v[:, keys], scale, False, None)
-        out, lse = q.new_empty(heads, group, few, dim), q.new_empty(heads, group, few).float()
-        for head in range(heads):
-            segment = _of_fixed_strides(k[head, keys]), _of_fixed_strides(v[head, keys])
-            for index in range(count):
-                at = slice(index * rows, min(few, (index + 1) * rows))
-                found = _cudnn(
-                    blocks[head, index], *segment, None, True, 0.0, False, False, scale=scale
-                )
-                out[head, :, at] = found[0][0, :, : at.stop - at.start]
-                lse[head, :, at] = found[1].view(group, rows)[:, : at.stop - at.start]
-        return Partial(out, lse)
-
-    found = over_keys(attend_block, k.shape[1], _KEYS)
+    out = q.new_empty(heads, group, few, dim, dtype=torch.float32)
+    lse = q.new_empty(heads, group, few, dtype=torch.float32)
+    for head, begin in product(range(heads), range(0, few, rows)):
+        at = slice(begin, min(few, begin + rows))
+        block = q.new_zeros(_SPLITS, group, rows, dim)
+        block[:, :, : at.stop - at.start] = q[head, :, at]
+        found = merge(
+            _by_cudnn(block, k[head, key : key + _KEYS], v[head, key : key + _KEYS], scale)
+            for key in range(0, whole, _KEYS)
+        )
+        found = merge(Partial(*(x[split : split + 1] for x in found)) for split in range(_SPLITS))
+        out[head, :, at] = found.out[0, :, : at.stop - at.start]
+        lse[head, :, at] = found.lse[0, :, : at.stop - at.start]
+    found = Partial(out, lse)
+    if whole < k.shape[1]:
+        left = attend(q[:, :, :few], k[:, whole:], v[:, whole:], scale, False, None)
+        found = merge([found, left])
     if few == queries:
         return found
     rest = attend(q[:, :, few:], k, v, scale, False, None)
     return Partial(*(torch.cat([a, b.to(a.dtype)], 2) for a, b in zip(found, rest, strict=True)))
 
 
-def _of_fixed_strides(x: Tensor) -> Tensor:
-    """A view ``[1, 1, S, D]`` of ``[S, D]`` whose first strides depend on S and D alone."""
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+    """Attention of ``q`` ``[_SPLITS, G, T, D]`` to parts of ``k`` and ``v`` ``[_KEYS, D]``."""
+    found = _cudnn(q, _split(k), _split(v), None, True, 0.0, False, False, scale=scale)
+    return Partial(found[0], found[1].view(q.shape[:-1]))
+
+
+def _split(x: Tensor) -> Tensor:
+    """A view ``[_SPLITS, 1, _KEYS / _SPLITS, D]`` of ``[_KEYS, D]``, of strides that x has too."""
     assert x.stride(1) == 1
-    whole = x.shape[0] * x.stride(0)
-    return x.as_strided((1, 1, *x.shape), (whole, whole, *x.stride()))
+    length = _KEYS // _SPLITS
+    part = length * x.stride(0)
+    return x.as_strided((_SPLITS, 1, length, x.shape[1]), (part, part, *x.stride()))
 
 
 def _multiprocessors(device: torch.device) -> int:

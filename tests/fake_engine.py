@@ -116,6 +116,8 @@ class FakeEngine:
             kv_dtype="int8",
             retrieval_fraction=0.15,
             kv_reserved_bytes_per_rank=1000,
+            page_size=64,
+            num_pages=50,
         )
 
     def handle(self, message: ToEngine) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from razor_dist.engine.graph import batch_bucket
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import Step, Tape
 from razor_dist.parallel.comm import Communicator
 
 
@@ -21,11 +19,11 @@ class CountingTape(Tape):
     def rows(self, sequences: int) -> int:
         return batch_bucket(sequences)
 
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, step: Step) -> Step:
         self.recorded += 1
         replay = super().record(step)
 
-        def counted() -> Tensor:
+        def counted() -> tuple[Tensor, ...]:
             self.replayed += 1
             return replay()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import typer
+from packaging.requirements import Requirement
 from pydantic import Field
 from typer.testing import CliRunner
 
@@ -172,3 +174,14 @@ def test_threads_are_shared_by_the_ranks_of_a_host() -> None:
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         EngineConfig().world_size = 2
+
+
+def test_the_cuda_extra_goes_with_every_torch_that_is_supported() -> None:
+    """torch 2.11 pins Triton 3.6.0; flash-attn, without a wheel, compiles for an hour."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    cuda = {one.name: one.specifier for one in map(Requirement, extras["cuda"])}
+    assert "3.6.0" in cuda["triton"] and "3.7.1" in cuda["triton"]
+    assert not {"flash-attn", "ring-flash-attn", "deepspeed"} & cuda.keys()
+    [torch] = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
+    assert "2.11.0" in torch.specifier and "2.13.0" in torch.specifier

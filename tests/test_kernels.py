@@ -276,7 +276,7 @@ def test_long_queries_are_cudnns_in_few_shapes(
 
     def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
         calls.append("cuDNN")
-        assert q.shape == (1, 3, 64, 16) and k.shape == v.shape == (1, 1, 256, 16)
+        assert q.shape == (2, 3, 64, 16) and k.shape == v.shape == (2, 1, 128, 16)
         assert mask is None and with_lse and not dropout and not causal and not debug
         out, lse = op(q, k, v, False, scale)
         return out, lse.unsqueeze(-1), None, None
@@ -290,6 +290,7 @@ def test_long_queries_are_cudnns_in_few_shapes(
     monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: there)
     monkeypatch.setattr(torch_cuda, "_QUERIES", 3 * 64)
     monkeypatch.setattr(torch_cuda, "_KEYS", 256)
+    monkeypatch.setattr(torch_cuda, "_SPLITS", 2)
     q, k, v = (x.bfloat16() for x in draw(2, 3, queries, keys))
     causal = keys == queries
     got = torch_cuda.attend(q, k, v, 0.3, causal, None)

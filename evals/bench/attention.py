@@ -100,8 +100,9 @@ def measure(
 
 def recorded(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     recorder = CudaRecorder(device)
-    recorder.warm_up(step)
-    return recorder.record(step)
+    recorder.warm_up(lambda: (step(),))
+    replay = recorder.record(lambda: (step(),))
+    return lambda: replay()[0]
 
 
 def _checked(q: Tensor) -> Tensor:

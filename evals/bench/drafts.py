@@ -1,22 +1,27 @@
 """Drafts beside none: tokens per second of answers about a document, and of free chat.
 
-All engines read the same conversations of real text (Python's reference) with the embedded model
-and answer greedily, past end-of-sequence tokens; they take turns. An answer's tokens must be the
-same from all.
+All engines read the same conversations about real text (Python's reference) with the embedded
+model, past end-of-sequence tokens; they take turns. An answer's tokens must be the same from all.
+
+So small a model does not copy because it is asked to: left alone it falls into loops, in which any
+draft is right. So an answer to be copied begins with the first words of what it copies, as a
+larger model's would, and how much of it stands in the prompt is reported beside its speed. What is
+not copied is drawn at random, with a seed, for the same reason.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.documents.corpus import reference_paragraphs
+from razor_dist.documents.corpus import reference_paragraphs, sentences_of
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import DraftsBenchSettings
 from razor_dist.llm.llm import LLM
@@ -24,24 +29,49 @@ from razor_dist.protocol.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_PASSAGE = "{passage}"
-# By the task's name: what is asked after the document, and the least speed with drafts, relative to
-# that without, on one rank and on several.
-TASKS: dict[str, tuple[str, float | None, float | None]] = {
-    "repeat a passage": (f"Repeat this passage word for word:\n\n{_PASSAGE}", 2.0, 3.0),
-    "correct a word": (
-        f"Write this passage again, with 'item' in the place of 'object':\n\n{_PASSAGE}",
-        2.0,
-        3.0,
+# Least tokens of the passage that is copied: more than an answer has by default.
+_PASSAGE_TOKENS = 300
+# Tokens that must stand in a row in the prompt to count as copied.
+_COPIED = 4
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked after the document.
+
+    In ``question`` and ``begin``, the answer's first words, stand fields of `_fields`. ``bars`` are
+    the least speeds with drafts, relative to that without, on one rank and on several.
+    """
+
+    question: str
+    begin: str = ""
+    temperature: float = 0.0
+    bars: tuple[float | None, float | None] = (None, None)
+
+
+TASKS = {
+    "repeat a passage": Task(
+        "Repeat this passage word for word:\n\n{passage}", "{opening}", bars=(2.0, 3.0)
     ),
-    "extract a list": ("Copy the first ten lines of the text above as they are.", 2.0, 3.0),
-    "answer with quotes": (
-        "Which statements are explained? Quote a line for each.",
-        None,
-        None,
+    "correct a word": Task(
+        "Write this passage again, with '{upper}' in the place of '{word}':\n\n{passage}",
+        "{corrected}",
+        bars=(2.0, 3.0),
     ),
-    "summary": ("Summarise the text above in ten sentences.", None, None),
-    "free chat": ("Forget the text. Tell me a story about a fox who learns to swim.", 0.97, 0.97),
+    "extract a list": Task(
+        "Write the sentences of this passage as a list:\n\n{passage}",
+        "- {sentence}\n-",
+        bars=(2.0, 3.0),
+    ),
+    "answer with quotes": Task(
+        "Which statements are explained? Quote a sentence for each.", '1. "{sentence}"\n2. "'
+    ),
+    "summary": Task("Summarise the text above in ten sentences.", temperature=0.7),
+    "free chat": Task(
+        "Forget the text. Tell me a story about a fox who learns to swim.",
+        temperature=1.0,
+        bars=(0.97, 0.97),
+    ),
 }
 _METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -62,24 +92,63 @@ class Timed:
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each task's name and prompt: a document of ``tokens`` tokens, and what is asked."""
-    ids = tokenizer("\n\n".join(reference_paragraphs()))["input_ids"][:tokens]
-    document = str(tokenizer.decode(ids))
-    passage = str(tokenizer.decode(ids[tokens // 2 : tokens // 2 + 200]))
-    for name, (question, *_) in TASKS.items():
-        content = f"{document}\n\n{question.replace(_PASSAGE, passage)}"
+    """Yield each task's name and prompt: a document of about ``tokens`` tokens, and the task."""
+    paragraphs, starts, count = [], [], 0
+    for paragraph in reference_paragraphs():
+        if count >= tokens:
+            break
+        paragraphs.append(paragraph)
+        starts.append(count)
+        count += len(tokenizer.encode(f"{paragraph}\n\n", add_special_tokens=False))
+    document, fields = "\n\n".join(paragraphs), _fields(paragraphs, starts, count)
+    for name, task in TASKS.items():
+        content = f"{document}\n\n{task.question.format(**fields)}"
         message = [{"role": "user", "content": content}]
         text = str(
             tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         )
+        text += task.begin.format(**fields)
         yield name, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def ask(llm: LLM, prompt: list[int], new_tokens: int, timed: Timed) -> None:
+def _fields(paragraphs: Sequence[str], starts: Sequence[int], count: int) -> dict[str, str]:
+    """Return what tasks say of a passage from the document's middle.
+
+    ``starts`` are the tokens before each paragraph, of ``count``.
+    """
+    first = next(i for i, start in enumerate(starts) if start >= count // 2)
+    ends = [*starts[1:], count]
+    last = next((i for i, end in enumerate(ends) if end >= starts[first] + _PASSAGE_TOKENS), -1)
+    passage = " ".join(" ".join(paragraphs[first : last + 1 or None]).split())
+    words = passage.split()
+    long_words = Counter(word for word in words if word.isalpha() and len(word) > 4)
+    [(word, _)] = long_words.most_common(1)
+    corrected = passage.replace(word, word.upper())
+    return {
+        "passage": passage,
+        "opening": " ".join(words[:8]),
+        "sentence": sentences_of(passage)[0],
+        "word": word,
+        "upper": word.upper(),
+        # Up to the first replaced word, and five more.
+        "corrected": " ".join(corrected.split()[: words.index(word) + 6]),
+    }
+
+
+def copied(prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Return the share of an answer's tokens that stand in the prompt, `_COPIED` in a row."""
+    there = {tuple(prompt[i : i + _COPIED]) for i in range(len(prompt) - _COPIED + 1)}
+    found: set[int] = set()
+    for i in range(len(answer) - _COPIED + 1):
+        if tuple(answer[i : i + _COPIED]) in there:
+            found.update(range(i, i + _COPIED))
+    return len(found) / len(answer)
+
+
+def ask(llm: LLM, prompt: list[int], params: SamplingParams, timed: Timed) -> None:
     """Have one prompt answered, and add its time."""
     before = llm.stats()
-    greedy = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    [output] = llm.generate(prompt, greedy)
+    [output] = llm.generate(prompt, params)
     after, metrics = llm.stats(), output.metrics
     assert metrics.time_to_first_token is not None and metrics.total_seconds is not None
     timed.seconds.append(metrics.total_seconds - metrics.time_to_first_token)
@@ -94,7 +163,7 @@ def ask(llm: LLM, prompt: list[int], new_tokens: int, timed: Timed) -> None:
 
 def run(settings: DraftsBenchSettings) -> BenchRecord:
     """Time all methods at every number of ranks."""
-    rows = [["", "tokens/s", "lookup", "ngram", "accepted/step", "of ngram", "bar", ""]]
+    rows = [["", "copied", "tokens/s", "lookup", "ngram", "accepted/step", "of ngram", "bar", ""]]
     figures: list[dict[str, Any]] = []
     for size in settings.ranks:
         with ExitStack() as stack:
@@ -115,18 +184,24 @@ def run(settings: DraftsBenchSettings) -> BenchRecord:
             assert tokenizer is not None
             for task, prompt in prompts(tokenizer, settings.prompt_tokens):
                 timed = {name: Timed() for name in llms}
+                params = SamplingParams(
+                    max_tokens=settings.new_tokens,
+                    temperature=TASKS[task].temperature,
+                    seed=0,
+                    ignore_eos=True,
+                )
                 for _ in range(settings.repeats + 1):  # the first records steps
                     for name, llm in llms.items():
-                        ask(llm, prompt, settings.new_tokens, timed[name])
+                        ask(llm, prompt, params, timed[name])
                         log.info("P=%d, %s, %s: %.2f s", size, task, name, timed[name].seconds[-1])
-                figure, row = compared(task, size, len(prompt), timed)
+                figure, row = compared(task, size, prompt, timed)
                 figures.append(figure)
                 rows.append(row)
     return BenchRecord("drafts", settings, {"tasks": figures}, [Table("", rows)])
 
 
 def compared(
-    task: str, size: int, prompt_tokens: int, timed: dict[str, Timed]
+    task: str, size: int, prompt: Sequence[int], timed: dict[str, Timed]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a task's figures and its row of the table."""
     speed = {
@@ -135,11 +210,12 @@ def compared(
     accepted = {name: of.accepted / max(1, of.steps) for name, of in timed.items()}
     ratios = {name: value / speed["none"] for name, value in speed.items()}
     same = all(of.same and of.tokens == timed["none"].tokens for of in timed.values())
-    _, alone, several = TASKS[task]
-    bar = alone if size == 1 else several
+    bar = TASKS[task].bars[size > 1]
+    from_prompt = copied(prompt, timed["none"].tokens)
     verdict = "" if bar is None else "met" if ratios["lookup"] >= bar else "missed"
     row = [
         f"P={size}, {task}",
+        f"{from_prompt:.0%}",
         f"{speed['none']:.1f}",
         *(f"{ratios[name]:.2f} x" for name in ("lookup", "ngram")),
         *(f"{accepted[name]:.2f}" for name in ("lookup", "ngram")),
@@ -149,7 +225,8 @@ def compared(
     figure = {
         "task": task,
         "world_size": size,
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(prompt),
+        "copied": from_prompt,
         "tokens_per_second": speed,
         "accepted_per_step": accepted,
         "seconds": {name: of.seconds for name, of in timed.items()},

@@ -23,9 +23,9 @@ from razor_dist.attention.step import Pass
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.commit import Kept
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.graph import CudaRecorder, Recorder, Step
+from razor_dist.engine.graph import CudaRecorder, Recorder
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import Step, Tape
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import Table, fastest
@@ -68,6 +68,7 @@ def deployment(bench: Bench, folder: str, context: int, sequences: int) -> Deplo
         window_min=min(4000, window),
         window_max=window,
         prefix_cache=False,
+        max_step_ms=1e9,  # no prompt is cut
     )
     return Deployment.of(config, "cuda" if bench.cuda else "cpu", _KEPT)
 
@@ -84,8 +85,9 @@ class RankAlone:
         cache = self.d.cache(context)
         self.runner = runner_of(self.d, self.model, cache, comm, recorder=recorder)
         fill(self.runner)
+        chunk = self.d.chunked_prefill_size
         self.core = EngineCore(
-            self.runner, chunked_prefill_size=self.d.chunked_prefill_size, eos_token_ids=()
+            self.runner, self.d.config, chunked_prefill_size=chunk, eos_token_ids=()
         )
 
     def step(self) -> int:

@@ -27,8 +27,8 @@ from razor_dist.evals.bench.measure import BenchRecord, Table, cost_on, random_t
 from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
+from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo.train import train
-from razor_dist.identify.passkeys import PasskeySample
 from razor_dist.identify.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
 from razor_dist.identify.settings import DuoSettings, RazorSettings
 from razor_dist.kernels.query import Query
@@ -150,7 +150,7 @@ def _probe(
     tokens, ids = probe_input(longer, vocabulary, razor)
     found = context(shape, tokens, razor.repeats)
     run_body(model, ids, found)
-    return found.scores()
+    return found.by_query_head()
 
 
 def _training(
@@ -158,9 +158,9 @@ def _training(
 ) -> dict[str, Any]:
     vocab_size, tokens = ModelShape.from_config(model.config).vocab_size, settings.train_tokens
 
-    def sample(index: int, most: int = tokens) -> PasskeySample:
+    def sample(index: int, most: int = tokens) -> Sample:
         ids = torch.tensor(random_tokens(vocab_size, most, index))
-        return PasskeySample(ids, torch.arange(most) >= most - RECALLED_TOKENS)
+        return Sample(ids, torch.arange(most) >= most - RECALLED_TOKENS)
 
     train(model, partial(sample, most=RECALLED_TOKENS + 1), DuoSettings(steps=1))  # reads weights
     with cost_on(device) as cost:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from razor_dist.api.fields import CacheControl
 from razor_dist.documents.read import Document
 from razor_dist.frontend.passages import Part, PromptText, question_begin
 
@@ -31,24 +32,38 @@ class CitedDocument(NamedTuple):
     begins: Sequence[int] = ()
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """A block's text within a message of the chat."""
 
     message: int
     begin: int  # in characters of the message's content
-    text: str
+    end: int
     document: int | None  # its index among the request's documents
+
+
+class Mark(NamedTuple):
+    """A place in a conversation up to which it is to be kept."""
+
+    message: int
+    at: int  # in characters of the message's content
+    ttl: int  # seconds
+    goes_on: bool  # what follows may belong to the same message
+    apart: bool = False  # that would begin a paragraph then
+    documents: Sequence[CitedDocument] = ()  # up to here
+    segments: Sequence[Segment] = ()
+    cites: bool = False
 
 
 class Turn:
     """A message of the chat, of the blocks that one side has said without a break."""
 
-    def __init__(self, role: str, **fields: Any) -> None:
+    def __init__(self, role: str, *, calls: Sequence[Json] = (), **fields: Any) -> None:
+        content = fields.pop("content", None)
         self.role, self.fields = role, fields
-        self.calls: list[Json] = []
+        self.calls = list(calls)
         self.apart = False  # what comes next begins a paragraph
-        self.length = 0
-        self._parts: list[str] = []
+        self._parts: list[str] = [] if content is None else [content]
+        self.length = len(content or "")
 
     def say(self, text: str) -> int:
         """Add a text; return where it begins."""
@@ -73,7 +88,33 @@ class Conversation:
         self.turns: list[Turn] = []
         self.documents: list[CitedDocument] = []
         self.files = iter(files)  # of the request's PDF documents, in their order
-        self._segments: list[_Segment] = []
+        self._segments: list[Segment] = []
+        self.marks: list[Mark] = []
+
+    def restore(
+        self,
+        messages: Sequence[Json],
+        documents: Sequence[CitedDocument],
+        segments: Sequence[Segment],
+        *,
+        apart: bool,
+    ) -> None:
+        """Begin with messages that were kept, of this endpoint or another."""
+        for message in messages:
+            own = dict(message)
+            turn = Turn(own.pop("role"), calls=own.pop("tool_calls", ()), **own)
+            self.turns.append(turn)
+        self.turns[-1].apart = apart
+        self.documents += documents
+        self._segments += segments or [
+            Segment(n, 0, turn.length, None) for n, turn in enumerate(self.turns)
+        ]
+
+    def mark(self, control: CacheControl, *, cites: bool) -> None:
+        """Have what was said so far be kept."""
+        last, turn = len(self.turns) - 1, self.turns[-1]
+        parts = list(self.documents), list(self._segments)
+        self.marks.append(Mark(last, turn.length, control.seconds, True, turn.apart, *parts, cites))
 
     def turn(self, role: str) -> Turn:
         """Return the last turn if it is of this role, or a new one: some templates want turns."""
@@ -83,7 +124,7 @@ class Conversation:
 
     def say(self, role: str, text: str) -> None:
         begin = self.turn(role).say(text)
-        self._segments.append(_Segment(len(self.turns) - 1, begin, text, None))
+        self._segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), None))
 
     def show(self, document: CitedDocument, text: str, context: str | None) -> None:
         """Add a document to the user's turn."""
@@ -95,7 +136,7 @@ class Conversation:
         turn.say(f"Document {name}:{APART}{about}")
         begin = turn.say(text)
         turn.apart = True
-        self._segments.append(_Segment(len(self.turns) - 1, begin, text, number))
+        self._segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), number))
         self.documents.append(document)
 
     def searched(self, text: PromptText) -> PromptText:
@@ -104,19 +145,19 @@ class Conversation:
         ``message`` of a document's part is its index, in characters of its text; what is no
         document has none. The last text that the user has said ends with the question.
         """
-        begins = {part.message: part.begin for part in text.parts}
-        said = [s for s in self._segments if s.document is None]
-        asking = next((s for s in reversed(said) if self.turns[s.message].role == "user"), None)
+        found = {part.message: part for part in text.parts}
+        texts = [s for s in self._segments if s.document is None]
+        asking = next((s for s in reversed(texts) if self.turns[s.message].role == "user"), None)
         return PromptText(
             [
                 Part(
-                    own.text,
-                    begins[own.message] + own.begin,
-                    question_begin(own.text) if own is asking else len(own.text),
+                    said := found[own.message].text[own.begin : own.end],
+                    found[own.message].begin + own.begin,
+                    question_begin(said) if own is asking else len(said),
                     own.document,
                 )
                 for own in self._segments
-                if own.message in begins  # a template may leave a message out
+                if own.message in found  # a template may leave a message out
             ],
             text.ends,
         )

@@ -14,6 +14,7 @@ _STATUS_OF_CODE = {
     "host_not_allowed": 403,
     "origin_not_allowed": 403,
     "model_not_found": 404,
+    "context_not_found": 404,
     "timeout": 408,
     "body_timeout": 408,
     "body_too_large": 413,

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     WithJsonSchema,
     model_validator,
 )
@@ -38,6 +39,15 @@ class Strict(BaseModel):
         """Refuse combinations that make no sense by a `RequestError` that names the field."""
 
 
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> int:
+        return 3600 if self.ttl == "1h" else 300
+
+
 CONTENT = (
     'must be a string or a list of {"type": "text", "text": ...} parts; '
     "other kinds of content are not supported"
@@ -55,8 +65,9 @@ def _content(value: object) -> str | None:
 
 
 def _is_text_part(part: object) -> bool:
-    if not isinstance(part, dict) or set(part) != {"type", "text"}:
+    if not isinstance(part, dict) or set(part) - {"cache_control"} != {"type", "text"}:
         return False
+    CacheControl.model_validate(part.get("cache_control") or {"type": "ephemeral"})
     return part["type"] == "text" and isinstance(part["text"], str)
 
 
@@ -86,6 +97,25 @@ class ChatMessage(Strict):
     tool_calls: list[CalledTool] | None = None  # an assistant's
     tool_call_id: str | None = None  # a tool's
     annotations: list[Any] | None = None  # of an answer that is put back; they are not read
+    cache_control: CacheControl | None = None
+    # Of parts of the content, each with where it ends, in characters.
+    _marks: list[tuple[int, CacheControl]] = PrivateAttr(default_factory=list)
+
+    @property
+    def marks(self) -> list[tuple[int, CacheControl]]:
+        return self._marks
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_marks(cls, message: Any, validate: Any) -> ChatMessage:
+        found: ChatMessage = validate(message)
+        parts = message.get("content") if isinstance(message, dict) else None
+        end = 0
+        for part in parts if isinstance(parts, list) else ():
+            end += len(part["text"])
+            if control := part.get("cache_control"):
+                found._marks.append((end, CacheControl(**control)))
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -106,6 +136,10 @@ class ChatMessage(Strict):
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("must have tool_call_id if its role is tool, and only then")
         return self
+
+    def for_context(self) -> dict[str, Any]:
+        """Return the message as another request's may be."""
+        return self.model_dump(exclude_none=True, exclude={"cache_control", "annotations"})
 
     def for_template(self) -> dict[str, Any]:
         # OpenAI renamed the role; templates know the old name only.

@@ -41,6 +41,10 @@ class Format(ABC):
             "created": int(time.time()),
             "model": model,
         }
+        self._start()
+
+    def _start(self) -> None:  # noqa: B027 - most endpoints keep nothing
+        """Set up what an endpoint keeps of its answers so far."""
 
     @property
     def is_slow(self) -> bool:
@@ -111,6 +115,11 @@ class Format(ABC):
                 usage["completion_tokens_details"] = drafted
         return usage
 
+    @property
+    def _contexts(self) -> Json:
+        """What answers tell of the contexts that the request has made or named."""
+        return {"contexts": list(self._request.kept_as)} if self._request.kept_as else {}
+
     def _parser(self) -> ToolParser | None:
         """Return a new parser of one answer's calls of tools, if the request allows any."""
         return self._request.tools and ToolParser(self._request.tools, self._tokenizer)
@@ -125,7 +134,7 @@ class ChoicesFormat(Format):
     def whole(self) -> Json:
         choices = [self._choice(i, self._pieces(c)) for i, c in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self.usage()}
+        return {**head, "choices": choices, "usage": self.usage(), **self._contexts}
 
     def opening(self) -> list[Json]:
         return []
@@ -162,21 +171,15 @@ class ChatFormat(ChoicesFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
+    def _start(self) -> None:
         # Of a stream: the answers' parsers, and the characters of their texts so far.
-        self._parsers = [self._parser() for _ in choices]
-        self._lengths = [0] * len(choices)
+        self._parsers = [self._parser() for _ in self._choices]
+        self._lengths = [0] * len(self._choices)
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
-        return [self._chunk([{**self._empty(i), **role}]) for i in range(len(self._choices))]
+        empty = [self._empty(i) for i in range(len(self._choices))]
+        return [self._chunk([{**one, **role}], **self._contexts) for one in empty]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""
@@ -248,14 +251,7 @@ class CompletionFormat(ChoicesFormat):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
+    def _start(self) -> None:
         self._lengths: dict[int, int] = {}  # of the texts of prompts that were streamed
 
     @property

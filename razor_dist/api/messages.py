@@ -10,12 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
-from razor_dist.api.conversation import APART, CitedDocument, Conversation, Turn
-from razor_dist.api.fields import Int, Strict, TemplateArguments, ToolFunction
-from razor_dist.api.schema import MAX_MESSAGES, ChatBody
+from razor_dist.api.contexts import KeptContext
+from razor_dist.api.conversation import APART, CitedDocument, Conversation, Mark, Turn
+from razor_dist.api.fields import CacheControl, Int, Strict, TemplateArguments, ToolFunction
+from razor_dist.api.schema import MAX_MESSAGES, ChatBody, GenerateBody
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
+from razor_dist.frontend.kept import Ints
 from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -47,13 +49,7 @@ def _by(field: str, *values: str) -> Discriminator:
     return Discriminator(tag, custom_error_type="kind", custom_error_message=message)
 
 
-class CacheControl(Strict):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class _Block(Strict):
-    # Whatever is read stays in the prefix cache if there is room, so there is nothing to mark.
     cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
@@ -247,9 +243,17 @@ class DocumentsChat(ChatBody):
 
     def encoded(
         self, encoder: PromptEncoder, *, ends: bool
-    ) -> Iterator[tuple[list[int], PromptText | None]]:
+    ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
         for ids, text in super().encoded(encoder, ends=ends):
             yield ids, text and self._conversation.searched(text)
+
+    def go_on_with(self, kept: KeptContext) -> None:
+        """As `GenerateBody.go_on_with`; the kept messages are in the conversation already."""
+        GenerateBody.go_on_with(self, kept)
+
+    @property
+    def marks(self) -> list[Mark]:
+        return self._conversation.marks
 
 
 class CountTokensBody(Strict):
@@ -262,9 +266,11 @@ class CountTokensBody(Strict):
     system: Texts | None = None
     tools: list[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = None  # of the last block
+    context: Annotated[str, Field(min_length=1)] | None = None  # as in the other endpoints
     chat_template_kwargs: TemplateArguments | None = None  # as in the other endpoints
     _cited: list[CitedDocument] = PrivateAttr(default_factory=list)
+    _kept: KeptContext | None = PrivateAttr(default=None)
 
     @property
     def _documents(self) -> Iterator[tuple[str, DocumentBlock]]:
@@ -277,7 +283,8 @@ class CountTokensBody(Strict):
     @property
     def cites(self) -> bool:
         """True if the answer is to cite the documents."""
-        return any(d.citations is not None and d.citations.enabled for _, d in self._documents)
+        own = any(d.citations is not None and d.citations.enabled for _, d in self._documents)
+        return own or (self._kept is not None and self._kept.cites)
 
     def check(self) -> None:
         for where, document in self._documents:
@@ -300,19 +307,31 @@ class CountTokensBody(Strict):
             if isinstance(document.source, PdfSource)
         ]
 
-    def as_chat(self, files: Sequence[Document] = ()) -> DocumentsChat:
-        """Return the chat that it stands for, with the documents in `files`.
+    def as_chat(
+        self, files: Sequence[Document] = (), kept: KeptContext | None = None
+    ) -> DocumentsChat:
+        """Return the chat that it stands for, with the documents in `files`, behind a context.
 
         Errors go by its names.
         """
+        self._kept = kept
         conversation = Conversation(files)
-        for text in self.system or ():
-            text.add_to(conversation, "system")
-        for message in self.messages:
-            for turn in conversation.turns[-1:]:
+        if kept is not None:
+            self._go_on_with(kept, conversation)
+        last = next(iter(self.messages[-1].content[-1:]), None)
+        blocks: list[tuple[str, Any, bool]] = [
+            ("system", block, False) for block in self.system or ()
+        ]
+        for index, message in enumerate(self.messages):
+            for n, block in enumerate(message.content):
+                blocks.append((message.role, block, not n and index > 0))
+        for role, block, begins in blocks:
+            for turn in conversation.turns[-1:] if begins else ():
                 turn.apart = True
-            for block in message.content:
-                block.add_to(conversation, message.role)
+            block.add_to(conversation, role)
+            control = block.cache_control or (self.cache_control if block is last else None)
+            if control is not None:
+                conversation.mark(control, cites=self.cites)
         chat = self._fields() | {"messages": [t.message() for t in conversation.turns]}
         if self.messages[-1].role == "assistant":  # the answer goes on with it
             chat["continue_final_message"] = True
@@ -326,6 +345,19 @@ class CountTokensBody(Strict):
         body = validated(DocumentsChat, chat)
         body._conversation, self._cited = conversation, conversation.documents
         return body
+
+    def _go_on_with(self, kept: KeptContext, conversation: Conversation) -> None:
+        conversation.restore(kept.messages, kept.documents, kept.segments, apart=kept.apart)
+        if self.system and conversation.turns[-1].role != "system":
+            raise RequestError(
+                "system is not allowed with a context that goes beyond it", param="system"
+            )
+        if self.cites and kept.documents and not kept.cites:
+            raise RequestError(
+                "citations must be enabled for all documents or for none, and the context has "
+                "some without",
+                param="context",
+            )
 
     def described(self, params: SamplingParams) -> Json:
         """Return the documents that the answer may cite, as `CitedDocument`."""

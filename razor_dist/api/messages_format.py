@@ -8,14 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from razor_dist.api.conversation import CitedDocument
 from razor_dist.api.errors import MESSAGES, Failure
 from razor_dist.api.formats import Format
 from razor_dist.api.logprobs import Json
-from razor_dist.api.request import ParsedRequest
-from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import cited
@@ -33,15 +29,8 @@ class MessagesFormat(Format):
 
     prefix = "msg"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
-        documents = (request.described or {}).get("documents", ())
+    def _start(self) -> None:
+        documents = (self._request.described or {}).get("documents", ())
         self._documents = [CitedDocument(*document) for document in documents]
         self._calls_parser = self._parser()
         # So far: the answer's text, how much of it is in blocks, the sentences whose blocks have
@@ -105,9 +94,10 @@ class MessagesFormat(Format):
     def usage(self, completion: int | None = None) -> Json:
         usage = super().usage(completion)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        created = sum(choice.pinned_tokens for choice in self._choices[:1])
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage["prompt_tokens"] - cached - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
@@ -123,6 +113,7 @@ class MessagesFormat(Format):
             "stop_reason": "stop_sequence" if self._stop is not None else reason or self._finish,
             "stop_sequence": self._stop,
             "usage": self.usage(),
+            **self._contexts,
         }
 
     def _advance(self) -> list[Json]:

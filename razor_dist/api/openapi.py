@@ -61,6 +61,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/documents/text": _document_text(),
         "/v1/models": _get("The models that are served.", "ModelList"),
         "/v1/models/{name}": _get("One model.", "Model", name=limits.model),
+        "/v1/contexts": _get("The contexts of the key.", "ContextList", 503),
+        "/v1/contexts/{name}": _context(),
         "/health": _get("200 if requests are answered, else 503.", "Health", 503),
         "/ping": _get("As /health.", "Health", 503),
         "/version": _get("The version of razor_dist.", "Version"),
@@ -183,6 +185,7 @@ _NO_TOOL: Json = {
     "required": ["type"],
     "additionalProperties": False,
 }
+_CACHE_CONTROL: Json = {"$ref": "#/components/schemas/CacheControl"}
 _CONTENT: Json = {
     "anyOf": [
         TEXT,
@@ -190,7 +193,10 @@ _CONTENT: Json = {
             "type": "array",
             "items": {
                 "type": "object",
-                "properties": {"type": {"const": "text"}, "text": TEXT},
+                "properties": {
+                    **{"type": {"const": "text"}, "text": TEXT},
+                    "cache_control": or_null(_CACHE_CONTROL),
+                },
                 "required": ["type", "text"],
                 "additionalProperties": False,
             },
@@ -204,6 +210,7 @@ def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
     own: Json = {"role": {"enum": roles}, "content": _CONTENT}
     own["annotations"] = {"type": ["array", "null"]}
     own["name"] = or_null(TEXT)
+    own["cache_control"] = or_null(_CACHE_CONTROL)
     return {
         "type": "object",
         "properties": own | {"tool_calls": nothing, "tool_call_id": NULL} | properties,
@@ -353,6 +360,14 @@ def _get(summary: str, answer: str, *more: int, name: str | None = None) -> Json
         responses["503"] = _answer(answer, "Not ready, and why.")
     operation = {"summary": summary, "parameters": parameters, "responses": responses}
     return {"get": operation}
+
+
+def _context() -> Json:
+    read = _get("One context.", "Context", name="ctx_0")["get"]
+    read["responses"] |= {"404": _error("The key has no such context.")}
+    ended = read | {"summary": "End a context."}
+    ended["responses"] = {**read["responses"], "200": _answer("EndedContext", "It has ended.")}
+    return {"get": read, "delete": ended}
 
 
 def _document_text() -> Json:

@@ -84,7 +84,16 @@ _TEXT_BLOCK = _object(
 _TOOL_USE_BLOCK = _object(
     {"type": {"const": "tool_use"}, "id": TEXT, "name": TEXT, "input": {"type": "object"}}
 )
+_CONTEXT: Json = _object(
+    {
+        **{"id": TEXT, "object": {"const": "context"}, "bytes": {"type": "object"}},
+        **dict.fromkeys(("tokens", "created_at", "last_used_at", "expires_at", "ttl"), _COUNT),
+    }
+)
 ANSWERS: Json = {
+    "Context": _CONTEXT,
+    "ContextList": _object({"data": {"type": "array", "items": _CONTEXT}}),
+    "EndedContext": _object({"id": TEXT, "deleted": {"const": True}}),
     "Error": _object(
         {
             "error": _object(

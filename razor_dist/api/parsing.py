@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from razor_dist.api.contexts import KeptContext
 from razor_dist.api.fields import Strict
 from razor_dist.api.messages import NEUTRAL as NEUTRAL_MESSAGES
 from razor_dist.api.messages import CountTokensBody, MessagesBody
@@ -46,12 +47,14 @@ def parse_request(
     encoder: PromptEncoder,
     limits: Limits,
     files: Sequence[Document] = (),
+    kept: KeptContext | None = None,
 ) -> ParsedRequest:
     """Read a request's body; `RequestError` if anything about it cannot be served.
 
-    ``files`` are the documents in the files that the first call has returned as ``unread``.
+    ``files`` are the documents in the files that the first call has returned as ``unread``, and
+    ``kept`` what the context is that it has named.
     """
-    return parse_value(endpoint, parse_json(raw), encoder, limits, files)
+    return parse_value(endpoint, parse_json(raw), encoder, limits, files, kept)
 
 
 def parse_value(
@@ -60,16 +63,21 @@ def parse_value(
     encoder: PromptEncoder,
     limits: Limits,
     files: Sequence[Document] = (),
+    kept: KeptContext | None = None,
 ) -> ParsedRequest:
     """Read a body whose JSON was parsed; raises as `parse_request` does."""
     try:
-        return render(parse(endpoint, value, limits, files), encoder, limits)
+        return render(parse(endpoint, value, limits, files, kept), encoder, limits)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
 
 
 def parse(
-    endpoint: Endpoint, value: object, limits: Limits, files: Sequence[Document] = ()
+    endpoint: Endpoint,
+    value: object,
+    limits: Limits,
+    files: Sequence[Document] = (),
+    kept: KeptContext | None = None,
 ) -> CheckedBody:
     """Check a body as far as that can be done without a tokenizer."""
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
@@ -85,11 +93,16 @@ def parse(
     with renamed({} if response is None else response.names):
         if isinstance(response, CountTokensBody):
             limits.check_model(response.model)
-            if not files and (unread := response.files()):
-                return CheckedBody(body, None, ignored or (), unread=unread)
-            body = response.as_chat(files)
+            unread = [] if files else response.files()
+            if unread or (response.context and kept is None):
+                return CheckedBody(body, None, ignored or (), unread=unread, kept=response.context)
+            body = response.as_chat(files, kept)
+        elif body.context and kept is None:
+            return CheckedBody(body, None, ignored or (), kept=body.context)
         elif response is not None:
             body = response.as_chat()
+        if kept is not None:
+            body.go_on_with(kept)
         params = body.sampling(limits.defaults)
         limits.check_model(body.model)
     return CheckedBody(body, params, ignored or (), response)

@@ -13,6 +13,7 @@ from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.api.responses import ResponsesBody, renamed
 from razor_dist.api.schema import ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
+from razor_dist.api.tools import knows_tools
 from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -20,24 +21,34 @@ from razor_dist.protocol.sampling_params import SamplingParams
 class CheckedBody(NamedTuple):
     """A body that was checked by itself, by `razor_dist.api.parsing.parse`."""
 
-    body: ChatBody | CompletionBody | TokenizeBody | DetokenizeBody | CountTokensBody
+    body: (
+        ChatBody | CompletionBody | ResponsesBody | TokenizeBody | DetokenizeBody | CountTokensBody
+    )
     params: SamplingParams | None  # None if nothing is to be generated
     ignored: Sequence[str] = ()  # as in `ParsedRequest`
     # What a chat was made of, by whose names errors go.
     response: ResponsesBody | CountTokensBody | None = None
-    unread: Sequence[tuple[str, bytes]] = ()  # as in `ParsedRequest`; then the body is as it came
+    # As in `ParsedRequest`; if there are any, the body is as it came.
+    unread: Sequence[tuple[str, bytes]] = ()
+    kept: str | None = None
 
 
 def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> ParsedRequest:
     """Tokenise a body; `RequestError` if its prompts cannot be served."""
-    body, params, ignored, response, unread = checked
-    if isinstance(body, CountTokensBody):
-        return ParsedRequest([], unread=unread, ignored=ignored)
+    body, params, ignored, response, unread, kept = checked
+    if unread or kept:
+        return ParsedRequest([], unread=unread, context=kept, ignored=ignored)
+    assert not isinstance(body, CountTokensBody | ResponsesBody)
     if isinstance(body, TokenizeBody | DetokenizeBody):
         answer = body.answer(encoder, limits)
         text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
         return ParsedRequest([], answer=text.encode(), ignored=ignored)
     assert params is not None
+    if limits.unknown_fields == "warn" and isinstance(body, ChatBody):
+        # Open WebUI sends its own tools with every question, whatever the model.
+        offered = body.used_tools and body.forced_tool is None
+        if offered and not knows_tools(encoder.tokenizer):
+            body, ignored = body.model_copy(update={"tools": None}), [*ignored, "tools"]
     names = {} if response is None else response.names
     with renamed(names):
         tools = body.tool_use(encoder.tokenizer)
@@ -46,6 +57,7 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
             counted = json.dumps({"input_tokens": len(ids)}).encode()
             return ParsedRequest([], answer=counted, ignored=ignored)
         prompts = _prompts(body, params, encoder, limits)
+        contexts = body.contexts(encoder) if limits.pins else ()
     return ParsedRequest(
         prompts,
         stream=bool(body.stream),
@@ -61,6 +73,7 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
         titles=titles(prompts[0].text) if body.annotates else None,
         cache_salt=uuid.uuid4().hex if body.cache_prompt is False else body.cache_salt,
         ignored=ignored,
+        contexts=contexts,
         constrained_by=names.get(body.constrained_by, body.constrained_by),
     )
 

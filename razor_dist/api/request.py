@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from razor_dist.api.annotations import Title
+from razor_dist.api.contexts import KeptContext
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import Checked
@@ -28,6 +29,7 @@ class Limits(NamedTuple):
     defaults: SamplingDefaults
     room: int | None = None  # prompts that the queue takes now; None is any number
     default_max_tokens: int | None = None  # of requests that name none
+    pins: bool = False  # contexts are kept
     unknown_fields: Literal["refuse", "warn"] = "refuse"
 
     def check_model(self, name: str) -> None:
@@ -75,6 +77,9 @@ class ParsedRequest:
     titles: Sequence[Title] | None = None  # for annotations, which are wanted unless it is None
     # PDF files that must be read before the request can be, each with the field that holds it.
     unread: Sequence[tuple[str, bytes]] = ()
+    context: str | None = None  # that must be found before the request can be read
+    kept_as: Sequence[dict[str, Any]] = ()  # the contexts that it uses, as answers tell of them
+    contexts: Sequence[KeptContext] = ()  # what is to be kept of the prompt, the shortest first
 
 
 def no_such_model(name: str, served: str) -> RequestError:

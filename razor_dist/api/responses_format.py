@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Sequence
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.annotations import citations
 from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.api.logprobs import Json
 from razor_dist.api.messages_format import MessagesFormat
-from razor_dist.api.request import Endpoint, ParsedRequest
-from razor_dist.frontend.answers import Choice
+from razor_dist.api.request import Endpoint
 from razor_dist.frontend.assembler import TextPiece
 
 
@@ -24,14 +20,7 @@ class ResponsesFormat(Format):
 
     prefix = "resp"
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        super().__init__(request, model, choices, tokenizer)
+    def _start(self) -> None:
         self._item = f"msg_{uuid.uuid4().hex}"
         self._numbers = itertools.count()
         self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
@@ -179,6 +168,7 @@ class ResponsesFormat(Format):
             "truncation": "disabled",
             "usage": self.usage() if self._finish else None,
             **(self._request.described or {}),
+            **self._contexts,
         }
 
     def usage(self, completion: int | None = None) -> Json:

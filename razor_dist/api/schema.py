@@ -15,10 +15,13 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
+    PrivateAttr,
     WithJsonSchema,
 )
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.contexts import KeptContext, contexts
+from razor_dist.api.conversation import Mark
 from razor_dist.api.fields import (
     CONTENT,
     STRUCTURED,
@@ -41,6 +44,7 @@ from razor_dist.api.fields import (
 )
 from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
+from razor_dist.frontend.kept import Ints, behind, continued
 from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.repetition import RepetitionDetectionParams
@@ -89,11 +93,14 @@ class SharedFields(Hints):
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
+    context: Annotated[str, Field(min_length=1)] | None = None  # a kept one, which this continues
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
 
 
 class GenerateBody(SharedFields):
+    _kept: KeptContext | None = PrivateAttr(default=None)
+    _encoded: tuple[str, Ints, Ints] | None = PrivateAttr(default=None)
     max_tokens: Int | None = None
     n_predict: Annotated[Int, AfterValidator(count_or_all), _ELSEWHERE] | None = (
         None  # llama.cpp's name
@@ -108,6 +115,19 @@ class GenerateBody(SharedFields):
     return_sources: Int | None = None
     n: Int | None = None
     asks_in: ClassVar[str]  # the field that holds what is asked
+
+    def go_on_with(self, kept: KeptContext) -> None:
+        """Continue a context; `RequestError` for fields that make no sense with one."""
+        for name in ("cache_salt", "truncate_prompt_tokens", "echo"):
+            if getattr(self, name, None):
+                raise RequestError(f"{name} is not allowed with context", param=name)
+        if self.cache_prompt is False:
+            raise RequestError("cache_prompt: false is not allowed with context", "cache_prompt")
+        self._kept = kept
+
+    def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:
+        """Return what is to be kept of the prompt, once it is encoded."""
+        return []
 
     @property
     def annotates(self) -> bool:
@@ -268,13 +288,41 @@ class ChatBody(GenerateBody):
 
     def encoded(
         self, encoder: PromptEncoder, *, ends: bool
-    ) -> Iterator[tuple[list[int], PromptText | None]]:
+    ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
         """Yield each prompt's tokens, and with ``ends`` where they are in its text."""
         messages = [message.for_template() for message in self.messages]
-        if ends:
-            yield encoder.chat_with_ends(messages, **self.template)
-        else:
+        if not (ends or self._kept or self.marks):
             yield encoder.chat(messages, **self.template), None
+            return
+        text = encoder.chat_text(messages, **self.template)
+        if self._kept is None:
+            ids, where = encoder.with_ends(text)
+        else:
+            ids, where = continued(encoder, self._kept.text, text)
+        self._encoded = text, ids, where
+        parts = encoder.chat_parts(text, messages, **self.template) if ends else []
+        yield ids, PromptText(parts, where) if ends else None
+
+    def go_on_with(self, kept: KeptContext) -> None:
+        super().go_on_with(kept)
+        self.messages = kept.before(self.messages)
+
+    @property
+    def marks(self) -> list[Mark]:
+        """Where the conversation is to be kept up to."""
+        found = []
+        for index, message in enumerate(self.messages):
+            found += [Mark(index, at, control.seconds, True) for at, control in message.marks]
+            if message.cache_control is not None and message.content is not None:
+                found.append(
+                    Mark(index, len(message.content), message.cache_control.seconds, False)
+                )
+        return found
+
+    def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:
+        if self._encoded is None or not self.marks:
+            return []
+        return contexts(encoder, self.marks, self.messages, self.template, self._encoded)
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or []]
@@ -334,15 +382,29 @@ class CompletionBody(GenerateBody):
 
     def encoded(
         self, encoder: PromptEncoder, *, ends: bool
-    ) -> Iterator[tuple[list[int], PromptText | None]]:
+    ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
         """As `ChatBody.encoded`; a prompt of token ids has no text."""
         for prompt in self.prompt:
-            if not isinstance(prompt, str):
+            if self._kept is not None:
+                yield self._behind(encoder, self._kept, prompt), None
+            elif not isinstance(prompt, str):
                 yield prompt, None
             elif ends:
                 yield encoder.text_with_ends(prompt)
             else:
                 yield encoder.text(prompt), None
+
+    def _behind(self, encoder: PromptEncoder, kept: KeptContext, prompt: str | list[int]) -> Ints:
+        if not isinstance(prompt, str) or self.return_sources:
+            what = "return_sources" if isinstance(prompt, str) else "a prompt of token ids"
+            raise RequestError(f"{what} is not allowed with context", param="context")
+        found = behind(encoder, kept.text, prompt)
+        if found is None:
+            raise RequestError(
+                "the prompt cannot be tokenised behind its context; send the whole text instead",
+                param="context",
+            )
+        return found[0]
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit 16 tokens, OpenAI's default here.

@@ -64,15 +64,7 @@ class StreamingCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
-        self._pool = SlotPool(arena, slots)
-
-    @property
-    def _ring(self) -> int:
-        return self.arena.ring
-
-    def _written(self, slot: StreamingSlot) -> int:
-        """Places of a slot before its tail that have been written, or could have been."""
-        return self._ring + min(slot.capacity, slot.length)
+        self._pool, self._ring = SlotPool(arena, slots), arena.ring
 
     def view(self, rows: slice, slot: StreamingSlot, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, width, D]`` of a slot's first ``width`` places."""
@@ -114,7 +106,7 @@ class StreamingCache:
             # What has been written, of ring and tail, row by row: the two may overlap, and a copy
             # of one row is small.
             tail, end = self._ring + slot.capacity, slot.width(self._ring)
-            for a, b in ((0, self._written(slot)), (tail, end)):
+            for a, b in ((0, self._ring + min(slot.capacity, slot.length)), (tail, end)):
                 for row in (*self.k, *self.v):
                     row[slot.offset + a : slot.offset + b] = row[old + a : old + b].clone()
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from razor_dist.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,8 +24,13 @@ heads = typer.Typer(
 
 @heads.command("import")
 def import_(
-    folder: Annotated[
-        Path, typer.Argument(help="DuoAttention pattern: full_attention_heads.tsv, config.json.")
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...",
+            help="DuoAttention pattern, a folder of full_attention_heads.tsv and config.json; or "
+            "KVzip's score files of one model (.pt).",
+        ),
     ],
     model: Annotated[
         str, typer.Option(help="smollm2, a folder or a hub id; only its config.json is read.")
@@ -33,33 +40,39 @@ def import_(
         float | None,
         typer.Option(
             help="Fraction of KV heads to stream, 0 to 1. [default: the pattern's own, else "
-            "0.5, or 0.75 without grouped heads, as published]"
+            "0.5, or 0.75 without grouped heads, as published; of KVzip's files 0.4]"
         ),
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option(help="Instead: keep the KV heads whose gate is at least this, 0 to 1."),
+        typer.Option(help="Instead: keep the KV heads that score at least this, 0 to 1."),
     ] = None,
 ) -> None:
-    """Make a head map from the pattern in FOLDER, of DuoAttention's form."""
+    """Make a head map from published scores: DuoAttention's pattern, or KVzip's files."""
     # Imported here, like below, so that --help does not wait.
     from razor_dist.heads.compare import HeadMapSummary
     from razor_dist.identify.duo import pattern as duo_pattern
 
-    pattern = duo_pattern.read_pattern(folder)
+    files = all(path.suffix == ".pt" for path in paths)
+    if not files and len(paths) > 1:
+        raise ConfigError("give one folder of a pattern, or .pt files of KVzip's scores")
+    pattern = None if files else duo_pattern.read_pattern(paths[0])
     # Transformers takes seconds to import: first the pattern.
+    from razor_dist.identify import kvzip
     from razor_dist.models.loader import read_config
     from razor_dist.models.registry import config_folder, display_name
 
-    config = read_config(config_folder(model))
-    found = duo_pattern.head_map(
-        pattern, display_name(model), config, sparsity=sparsity, threshold=threshold
-    )
+    config, name = read_config(config_folder(model)), display_name(model)
+    rule = {"sparsity": sparsity, "threshold": threshold}
+    if pattern is None:
+        found = kvzip.imported_map(paths, name, config, **rule)
+    else:
+        found = duo_pattern.head_map(pattern, name, config, **rule)
     found.save(out)
-    if pattern.clipped:
+    if pattern is not None and pattern.clipped:
         typer.echo(f"clipped {pattern.clipped} gates a little outside [0, 1]")
-    rule, value = next(iter(found.settings.items()))
-    typer.echo(f"{rule} {value:g}: kept {HeadMapSummary.of(str(out), found)}")
+    by = next(name for name in rule if name in found.settings)
+    typer.echo(f"{by} {found.settings[by]:g}: kept {HeadMapSummary.of(str(out), found)}")
     typer.echo(f"wrote {out}")
 
 

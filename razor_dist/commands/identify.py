@@ -20,7 +20,14 @@ from razor_dist.commands.options import with_options
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.validation import nearest
 from razor_dist.files import check_writable
-from razor_dist.identify.settings import DuoSettings, OnTheFlySettings, RazorSettings, ScopeSettings
+from razor_dist.identify.settings import (
+    DuoSettings,
+    KVzipSettings,
+    OnTheFlySettings,
+    RazorSettings,
+    ReachSettings,
+    ScopeSettings,
+)
 
 _NO_VALUE = ("--verify", "--trust-remote-code", "--no-trust-remote-code")
 # Flags that are not named like their settings.
@@ -45,6 +52,14 @@ METHODS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "onthefly": (
         "The loss of each KV head if it alone is cut, in a few passes.",
         (OnTheFlySettings, WindowOptions, PasskeyOptions),
+    ),
+    "kvzip": (
+        "KVzip's scores: the most attention to a text while it is repeated, in a few passes.",
+        (KVzipSettings, WindowOptions),
+    ),
+    "reach": (
+        "How far mean queries look back by position, in a few passes over text (kvpress).",
+        (ReachSettings, WindowOptions),
     ),
     "alibi": (
         "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
@@ -110,7 +125,7 @@ def _check(method: str, common: CommonOptions, own: Mapping[type, Any]) -> None:
         "verify_tokens": common.verify_tokens,
         "verify_window": own[WindowOptions].verify_window,
     }
-    if PasskeyOptions not in own:
+    if method in ("razor", "alibi"):  # which read no text
         needing["haystack"] = common.haystack
     for name, value in needing.items():
         if not common.verify and value is not None:

@@ -6,8 +6,9 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.commands.identify_options import (
     CommonOptions,
@@ -32,18 +33,22 @@ from razor_dist.evals.grid import Check
 from razor_dist.heads.compare import HeadMapSummary
 from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.identify import onthefly, razor, scope
+from razor_dist.identify import kvzip, onthefly, razor, reach, scope
+from razor_dist.identify.criterion import Criterion, Sample, head_map, score
 from razor_dist.identify.duo import train as duo
-from razor_dist.identify.passkeys import Passkeys, open_passkeys, start_tokens
+from razor_dist.identify.passkeys import Passkeys, open_passkeys
+from razor_dist.identify.prose import open_prose, start_tokens, user_turn
 from razor_dist.identify.settings import (
     DuoSettings,
+    KVzipSettings,
     OnTheFlySettings,
     PasskeySettings,
     RazorSettings,
+    ReachSettings,
     ScopeSettings,
 )
 from razor_dist.models.adapters import is_alibi
-from razor_dist.models.loader import load_model, read_config
+from razor_dist.models.loader import dtype_name, load_model, read_config
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.tokenizer import load_tokenizer
@@ -63,6 +68,7 @@ class ModelSource:
         self.name, self.trust = display_name(options.model), options.trust_remote_code
         self.path = resolve_model(options.model, trust_remote_code=self.trust)
         self.config = read_config(self.path, trust_remote_code=self.trust)
+        self.shape = ModelShape.from_config(self.config)
         self.tokenizer = load_tokenizer(self.path, trust_remote_code=self.trust)
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
@@ -73,16 +79,19 @@ class ModelSource:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
         most = options.max_tokens
         if most is None:
-            context = ModelShape.from_config(self.config).max_positions
-            most = min(context, PasskeySettings.max_tokens)
+            most = min(self.shape.max_positions, PasskeySettings.max_tokens)
         settings = PasskeySettings(
             passkeys=options.passkeys, max_tokens=most, seed=self.options.seed
         )
+        return open_passkeys(self.text_tokenizer(), settings, self.options.haystack)
+
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer; `ModelError` for a model without, since samples are words."""
         if self.tokenizer is None:
             raise ModelError(
-                f"the model folder {self.path} has no tokenizer, and passkeys are words"
+                f"the model folder {self.path} has no tokenizer, and this method reads text"
             )
-        return open_passkeys(self.tokenizer, settings, self.options.haystack)
+        return self.tokenizer
 
 
 def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
@@ -156,11 +165,47 @@ def _razor(model: ModelSource, settings: RazorSettings, own: Own) -> HeadMap:
 
 def _onthefly(model: ModelSource, settings: OnTheFlySettings, own: Own) -> HeadMap:
     source = model.passkeys(own[PasskeyOptions])
+    batch = map(source.sample, range(settings.samples))
+    used = {"passkeys": asdict(source.settings)}
+    return _measured(model, "onthefly", settings, batch, onthefly.Change, onthefly.KIND, used)
+
+
+def _kvzip(model: ModelSource, settings: KVzipSettings, own: Own) -> HeadMap:
+    tokenizer = model.text_tokenizer()
+    prose, shape = open_prose(tokenizer, model.options.haystack), model.shape
+    batch = kvzip.repetitions(prose, settings, shape, user_turn(tokenizer))
+    return _measured(model, "kvzip", settings, batch, kvzip.Reconstruction, kvzip.KIND)
+
+
+def _reach(model: ModelSource, settings: ReachSettings, own: Own) -> HeadMap:
+    tokenizer = model.text_tokenizer()
+    prose, start = open_prose(tokenizer, model.options.haystack), start_tokens(tokenizer)
+    batch = reach.texts(prose, settings, model.shape, start)
+    return _measured(model, "reach", settings, batch, reach.Reach, reach.KIND)
+
+
+def _measured(
+    model: ModelSource,
+    method: str,
+    settings: Any,
+    batch: Iterable[Sample],
+    criterion: Callable[[PreTrainedModel, Any], Criterion],
+    kind: str,
+    used: Mapping[str, Any] | None = None,
+) -> HeadMap:
+    """Score a model's KV heads by a criterion and decide; record the settings and what is used."""
     loaded = model.load()
     with _progress("measuring samples", settings.samples) as (tick, seconds):
-        scores = onthefly.measure(loaded, source.sample, settings, tick)
+        scores = score(loaded, batch, criterion(loaded, settings), tick)
     typer.echo(f"{settings.samples} samples; {seconds()}")
-    found = onthefly.head_map(model.name, loaded, scores, settings, source.settings)
+    found = head_map(
+        model.name,
+        loaded.config,
+        method,
+        {kind: scores},
+        {**asdict(settings), **(used or {}), "dtype": dtype_name(loaded.dtype)},
+        sparsity=settings.sparsity,
+    )
     typer.echo(_kept_by_score(found))
     return found
 
@@ -251,6 +296,8 @@ _FINDERS: Mapping[str, Callable[[ModelSource, Any, Own], HeadMap | None]] = {
     "razor": _razor,
     "duo": _duo,
     "onthefly": _onthefly,
+    "kvzip": _kvzip,
+    "reach": _reach,
     "alibi": _alibi,
 }
 

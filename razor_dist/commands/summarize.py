@@ -90,7 +90,7 @@ def summarize(
             continue
         done += 1
         if loops(record["result"]):
-            typer.echo(f"{source.id}: the summary, or that of a part, repeats itself", err=True)
+            typer.echo(f"{source.id}: the summary, or that of a part, is cut at a loop", err=True)
     wrote = f"wrote {folder / RESULTS}{pages}"
     typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)

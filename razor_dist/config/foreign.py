@@ -13,6 +13,7 @@ FOREIGN_SETTINGS = {
     **dict.fromkeys(("max_total_tokens", "num_gpu_blocks_override"), "kv_tokens"),
     **dict.fromkeys(("kv_cache_dtype", "cache_type_k"), "kv_dtype"),
     "block_size": "page_size",
+    "otlp_traces_endpoint": "otlp_endpoint",
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "cuda_graphs"),
     "model_path": "model",
     "random_seed": "seed",

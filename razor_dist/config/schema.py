@@ -273,6 +273,14 @@ class ServerConfig(EngineConfig):
         "info", "How much the server logs."
     )
     log_format: Literal["text", "json"] = _server("text", "json: an object on each line.")
+    metrics_prefix: Literal["razor", "vllm"] = _server(
+        "razor", "Of /metrics; vllm: vLLM's own names and labels for those that it has, too."
+    )
+    otlp_endpoint: str | None = _server(
+        None,
+        "OpenTelemetry collector for a trace of each answer, as http://HOST:4318; none: no traces.",
+        pattern="^https?://.",
+    )
     shutdown_timeout: float = _server(
         30.0, "Seconds that requests get to end at SIGTERM; a second one ends them at once.", ge=0
     )
@@ -292,6 +300,12 @@ class ServerConfig(EngineConfig):
     ssl_keyfile: str | None = _access(None, "Private key of the certificate (PEM).", min_length=1)
     share_prefixes: bool = _access(
         False, "Requests with different keys begin from each other's prefix cache."
+    )
+    pinned_gb: float = _access(
+        0.0,
+        "KV cache that the contexts of one key may take, over all ranks, in GiB; 0: cache_control "
+        "keeps nothing.",
+        ge=0,
     )
     allowed_hosts: Names = _access(
         (), "Names by which clients may call a server on loopback, localhost excepted; * is any."

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
 
+from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.cache_need import CacheNeed
 from razor_dist.engine.checkpoints import WORTH_PAGES, Checkpoints
@@ -22,8 +23,6 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Pages that an aborted prompt must have prefilled to leave them.
 _WORTH_ABORTED = 16
-# Least seconds between two times that the caches of a prompt go to disk while it is prefilled.
-_CHECKPOINT_SECONDS = 5.0
 
 
 class Wait(Enum):
@@ -69,6 +68,10 @@ class Admission:
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
         self._pending: list[StepPlan] = []
+        # Tells if all that wait fit beside a pinned prefix that takes so much; the scheduler's.
+        self.stays_beside: Callable[[Request, Ints], bool] = lambda _, __: True
+        # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
+        self.checkpoint_seconds = 5.0
 
     # ------------------------------------------------------------------- sequences begin
 
@@ -147,20 +150,22 @@ class Admission:
         if hit is not None and hit.entry is not None and hit.tokens >= least:
             key, begin = hit.entry.key, hit.tokens
             short = self._prefill_policy.is_short(request, begin)
-            if not request.pinned or self._is_even(request, key, begin, short=short):
+            if not request.pinned or self._stays_beside(request, key, begin, short=short):
                 yield Source(key, begin, short)
                 if self.accounts[key].cached and key not in self.room.saved:
                     yield Source(key, begin, short, instead=True)
         yield Source(None if request.prefix is None else request.prefix.key, base, request.short)
 
-    def _is_even(self, request: Request, key: int, begin: int, *, short: bool) -> bool:
-        """True if a pinned prefix takes of all ranks what `CacheNeed.check` has counted for it."""
-        if request.prefix is not None:
-            return False  # it is counted with the pages that it shares with that
-        size, end = self.world_size, request.end
-        new = shard_sizes(begin, begin if short else end, end, size)
-        counted = (shard_sizes(0, end, end, size), shard_sizes(0, 0, end, size))
-        return (self.accounts.stored(key, begin) + new).tolist() in counted
+    def _stays_beside(self, request: Request, key: int, begin: int, *, short: bool) -> bool:
+        """True if all that wait fit beside a pinned prefix that begins from cached tokens.
+
+        These may be dealt to the ranks less evenly than `CacheNeed.check` has counted.
+        """
+        stored = self.accounts.stored(key, begin)
+        chunks_end = begin if short else request.end
+        taken = self.accounts.need(stored, begin, chunks_end, request.total)
+        taken[0] += stored // self.cache.page_size
+        return self.stays_beside(request, taken)
 
     def checkpoint(self, prefill: Prefill, end: int) -> None:
         """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.
@@ -176,7 +181,7 @@ class Admission:
         past = (stop for stop in prefill.checkpoints if stop <= prefill.position)
         since = max(past, default=prefill.begin)
         now = time.monotonic()
-        due = max(prefill.began, prefill.saved_at) + _CHECKPOINT_SECONDS
+        due = max(prefill.began, prefill.saved_at) + self.checkpoint_seconds
         if now >= due and end - since >= least_new(end, self.cache.page_size):
             prefill.saved_at = now
             prefill.stop_at(end, optional=True)

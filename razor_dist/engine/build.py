@@ -206,36 +206,50 @@ def make_engine(
         runner.patience = config.collective_timeout
     core = EngineCore(
         runner,
+        config,
         chunked_prefill_size=capacity.chunked_prefill_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed if config.seed is not None else secrets.randbits(62),
-        max_step=config.max_step_ms / 1000,
-        by_priority=config.scheduling_policy == "priority",
         load_tokenizer=partial(_tokenizer, config),
-        prefix_cache=config.caches_prefixes,
-        speculative=config.speculative_config,
     )
+    folder: Path | None = None
     if config.keeps_prefixes:
         weights = weights or weights_fingerprint(model)
-        _keep_prefixes(config, _about(config, model, retrieval, windows, weights), runner, core)
-    kept = sum(map(sum, retrieval))
-    info = EngineInfo(
-        capacity.max_model_len,
-        shape.vocab_size,
-        comm.size,
-        config.model,
-        tuple(eos_token_ids),
-        config.attention,
-        config.prefill,
-        runner.decode,
-        mode.reason,
-        dtype_name(kv_dtype),
-        kept / (shape.layers * shape.kv_heads),
-        len(source_heads),
-        runner.caches.reserved_bytes,
-        StreamingPolicy.of(config).saves_from(1 if runner.decode == "tensor" else comm.size),
-    )
+        about = _about(config, model, retrieval, windows, weights)
+        folder = _keep_prefixes(config, about, runner, core)
+    info = _info(config, runner, eos_token_ids, retrieval, mode.reason)
+    info.prefix_folder = None if folder is None else str(folder)
     return RankEngine(runner, core, info)
+
+
+def _info(
+    config: EngineConfig,
+    runner: ModelRunner,
+    eos_token_ids: tuple[int, ...],
+    retrieval: Sequence[Sequence[bool]],
+    decode_reason: str,
+) -> EngineInfo:
+    shape, size = runner.shape, runner.comm.size
+    return EngineInfo(
+        max_model_len=runner.config.max_tokens,
+        vocab_size=shape.vocab_size,
+        world_size=size,
+        model=config.model,
+        eos_token_ids=tuple(eos_token_ids),
+        attention=config.attention,
+        prefill=config.prefill,
+        decode=runner.decode,
+        decode_reason=decode_reason,
+        kv_dtype=dtype_name(runner.config.dtype),
+        retrieval_fraction=sum(map(sum, retrieval)) / (shape.layers * shape.kv_heads),
+        source_heads=runner.source_heads.count,
+        kv_reserved_bytes_per_rank=runner.caches.reserved_bytes,
+        saves_from_tokens=StreamingPolicy.of(config).saves_from(
+            1 if runner.decode == "tensor" else size
+        ),
+        page_size=runner.config.page_size,
+        num_pages=runner.config.num_pages * size,
+    )
 
 
 def _about(
@@ -260,15 +274,18 @@ def _about(
 
 def _keep_prefixes(
     config: EngineConfig, about: dict[str, Any], runner: ModelRunner, core: EngineCore
-) -> None:
-    """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
+) -> Path | None:
+    """Keep prefixes in host memory and on disk too; return the store's folder.
+
+    ``about`` says what they depend on.
+    """
     caches, comm = core.scheduler.room, runner.comm
     store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
     fingerprint = "" if store is None else store.fingerprint
     folder = None if store is None else store.folder
     runner.transfers = Transfers(comm, runner.caches, folder)
     if comm.rank:
-        return
+        return folder
     room: dict[Tier, float] = {}
     if config.prefix_host_gb:
         room["host"] = config.prefix_host_gb * 2**30
@@ -282,6 +299,7 @@ def _keep_prefixes(
     assert caches.prefix_cache is not None
     index = caches.prefix_cache.index
     caches.tiers = Tiers(caches.accounts, index, fingerprint, store, room, state_parts)
+    return folder
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

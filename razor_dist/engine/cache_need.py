@@ -63,6 +63,16 @@ class CacheNeed:
             code="pinned_prefixes_hold_cache",
         )
 
+    def fits(self, waiting: Seq[Request], pinned: Seq[Request], taken: Ints) -> bool:
+        """True if each that waits fits beside pinned prefixes, and one more that takes this."""
+        held = self._lasting(pinned) + taken[:-1]
+        needs = [self._lasting([request]) for request in waiting]
+        return all(self._exceeded(held + need) is None for need in [np.zeros_like(held), *needs])
+
+    def nbytes(self, request: Request) -> int:
+        """Return a request's bytes on all ranks, without the prefix that it continues."""
+        return int((self._accounts.weights[:, None] * self._need(request)).sum())
+
     def _exceeded(self, need: Ints) -> tuple[int, int] | None:
         """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
         over = need - self._sizes

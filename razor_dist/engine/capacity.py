@@ -76,8 +76,7 @@ class Capacity:
         length = context_length(config, shape)
         chunk = chunk_length(config, shape, layout.windows, length, world_size, device)
         room = cache_room(free, shape, chunk, world_size, dtype)
-        kv_dtype = torch_kv_dtype(config, dtype)
-        cache = cache_config(config, shape, layout, length, world_size, dtype, kv_dtype, room=room)
+        cache = cache_config(config, shape, layout, length, world_size, dtype, room)
         return cls(length, chunk, cache)
 
 
@@ -128,7 +127,6 @@ def cache_config(
     max_model_len: int,
     world_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
     room: float = math.inf,
 ) -> CacheConfig:
     """A rank's caches, in ``room`` bytes, for queries of ``dtype``.
@@ -141,6 +139,7 @@ def cache_config(
     pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
     policy = StreamingPolicy.of(config)
     tail = cached_tail(config)
+    kv_dtype = torch_kv_dtype(config, dtype)
     kept = streaming_dtype(kv_dtype, dtype)
     # A head's key and value.
     token, streaming_token = (2 * row_bytes(shape.head_dim, of) for of in (kv_dtype, kept))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -13,21 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
-from razor_dist.config.speculative import SpeculativeConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.draws import Draws, Run
 from razor_dist.engine.intake import Intake
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.rank_stats import RankStats, check_accounts
+from razor_dist.engine.rank_stats import RankStats, check_accounts, counters_of
 from razor_dist.engine.request import Answer, Prefill, Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step_cost import StepSeconds
 from razor_dist.engine.time_left import seconds_left
-from razor_dist.parallel.comm import PURPOSES
 from razor_dist.protocol.messages import (
     AboutRequest,
-    Progress,
     PromptLogprobs,
     Tokens,
     answer_ids,
@@ -47,46 +44,43 @@ _LAST_SECONDS = 1.0
 class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
-    Requests without a seed get theirs from ``seed``. ``max_step`` and ``by_priority`` are settings
-    of `PrefillPolicy`. With ``prefix_cache``, a sequence stays in the caches after its end, for
-    later prompts with the same beginning, until other sequences need the room. ``load_tokenizer``
-    is called in a thread, for structured outputs. ``speculative`` says how drafts are made.
+    Requests without a seed get theirs from ``seed``. With the setting ``prefix_cache``, a sequence
+    stays in the caches after its end, for later prompts with the same beginning, until other
+    sequences need the room. ``load_tokenizer`` is called in a thread, for structured outputs.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
+        config: EngineConfig,
         *,
         chunked_prefill_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int = 0,
-        max_step: float = math.inf,
-        by_priority: bool = False,
-        prefix_cache: bool = False,
-        speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
-        self.runner = runner
+        self.runner, self._clock = runner, clock
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
-        self._clock = clock
-        shared = runner.decode == "tensor"
+        self.max_step, self._last_step = config.max_step_ms / 1000, 0.0
         prefill_policy = PrefillPolicy(
-            max_step,
+            self.max_step,
             runner.comm.size,
-            by_priority=by_priority,
-            shared=shared,
+            by_priority=config.scheduling_policy == "priority",
+            shared=runner.decode == "tensor",
             replayed=runner.device.type == "cuda" and runner.graphs is not None,
         )
-        # What continues an exactly read prompt is not read exactly: its logits would be others.
-        share = prefix_cache and not runner.config.scratch_pages
         self.scheduler = Scheduler(
-            runner.config, runner.comm.size, prefill_policy, share=share, end_ids=eos_token_ids
+            runner.config,
+            runner.comm.size,
+            prefill_policy,
+            share=config.caches_prefixes,
+            end_ids=eos_token_ids,
         )
         self._drafts: Drafts | None = None
-        if speculative is not None:
-            self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
-            self.scheduler.batch.drafter = self._drafts
+        if config.speculative_config is not None:
+            drafts = config.speculative_config, prefill_policy.cost, runner.most_decoded
+            self.scheduler.batch.drafter = self._drafts = Drafts(*drafts)
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
         self._draws = Draws(runner, eos_token_ids)
         self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
@@ -94,18 +88,17 @@ class EngineCore:
             runner,
             self._grammars,
             chunked_prefill_size=chunked_prefill_size,
-            by_priority=by_priority,
+            by_priority=prefill_policy.by_priority,
             seed=seed,
             clock=clock,
         )
         self._prompt_tokens = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
-        self._max_step, self._last_step = max_step, 0.0
         self._kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
 
     @property
     def has_work(self) -> bool:
-        return self._moves or not self.scheduler.idle
+        return self.scheduler.room.moves or not self.scheduler.idle
 
     def add(
         self,
@@ -115,6 +108,7 @@ class EngineCore:
         *,
         prefix_id: str | None = None,
         pin: bool = False,
+        quota: tuple[str, int] | None = None,
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request.
@@ -122,8 +116,8 @@ class EngineCore:
         Messages about its ``params.n`` answers carry the ids of `answer_ids`. With ``prefix_id``,
         ``prompt`` continues that pinned request: its pages are shared, its streaming caches copied.
         With ``pin``, the prompt is only prefilled, and its caches kept for requests that continue
-        it, until it is aborted. Requests of another ``cache_salt`` share no caches with it, unless
-        they name it as their prefix.
+        it, until it is aborted; ``quota`` bounds the bytes of one owner's. Requests of another
+        ``cache_salt`` share no caches with it, unless they name it as their prefix.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -139,9 +133,28 @@ class EngineCore:
         request = self._intake.request(
             request_id, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
         )
+        if quota is not None:
+            self._check_quota(request, quota)
         self.scheduler.add(request)
         self._intake.accepted(request)
         self._requests |= dict.fromkeys([request_id] if pin else ids, request)
+
+    def _check_quota(self, request: Request, quota: tuple[str, int]) -> None:
+        """Raise `RequestError` unless a prefix may be pinned beside its owner's others."""
+        owner, most = quota
+        need, held = self.scheduler.admission.need, 0
+        for other in dict.fromkeys(self._requests.values()):
+            if other.pinned and other.quota is not None and other.quota[0] == owner:
+                held += other.nbytes
+        request.quota, request.nbytes = quota, need.nbytes(request)
+        if held + request.nbytes > most:
+            raise RequestError(
+                f"this context would take {request.nbytes} bytes of the KV cache, and your others "
+                f"hold {held} of the {most} that they may take together (--pinned-gb): end one, "
+                "wait until one expires, or leave cache_control out",
+                param="cache_control",
+                code="pinned_contexts_full",
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
@@ -195,7 +208,7 @@ class EngineCore:
             self._run_all(self.scheduler.admission.take_pending())
             self._run_all(plans)
             if request.reported:
-                admitted.append(self._progress(self.scheduler.prefills[request.key]))
+                admitted.append(self.scheduler.prefills[request.key].progress(self._clock()))
         self._run_all(self.scheduler.admission.take_pending())
         return admitted
 
@@ -203,7 +216,7 @@ class EngineCore:
         """Nothing can be computed: wait for the store's writers, or for a grammar."""
         if moved:
             return
-        if self._moves:
+        if self.scheduler.room.moves:
             self.scheduler.room.pause()
             return
         # A request that waits while nothing runs would have rank 0 spin for ever.
@@ -251,29 +264,16 @@ class EngineCore:
         self._run_all(self.scheduler.copies(step))
         return messages
 
-    @property
-    def _moves(self) -> bool:
-        """True if caches go to host memory and disk, or come from there."""
-        tiers = self.scheduler.room.tiers
-        return tiers is not None and tiers.active
-
     def _transfer(self) -> bool:
         """Move the next parts to or from host memory and disk, for a part of a step's time.
 
         While requests run, saving takes an eighth of the last step's time. True if any was moved.
         """
-        tiers = self.scheduler.room.tiers
-        began, moved = self._clock(), False
-        while tiers is not None and (plan := tiers.next()) is not None:
-            answers = self._run(plan)
-            moved = True
-            assert answers is not None
-            self._run_all(self.scheduler.room.transferred(plan, answers))
-            served = self.scheduler.running and plan.op is Op.SAVE
-            most = min(self._max_step / 4, self._last_step / 8) if served else self._max_step / 4
-            if self._clock() - began > most:
-                break
-        return moved
+        loading = saving = self.max_step / 4
+        if self.scheduler.running:
+            saving = min(saving, self._last_step / 8)
+        seconds = {Op.LOAD: loading, Op.SAVE: saving}
+        return self.scheduler.room.move(self._run, self._clock, seconds)
 
     def _prefilled(self, prefill: Prefill, tokens: int, began: float) -> list[AboutRequest]:
         """Report ``tokens`` more prefilled tokens of a prompt, in a step started at ``began``."""
@@ -287,18 +287,11 @@ class EngineCore:
         if request.key in self.runner.prompt_logprobs:
             found = self.runner.prompt_logprobs[request.key]
             messages.append(PromptLogprobs.of(request.id, first, found.tolist()))
-        return [*messages, self._progress(prefill)]
+        return [*messages, prefill.progress(self._clock())]
 
-    def _progress(self, prefill: Prefill) -> Progress:
-        begun = prefill.position > prefill.begin
-        return Progress(
-            prefill.request.id,
-            prefill.position,
-            total=prefill.request.end,
-            prefix=prefill.request.base,
-            cached=prefill.begin,
-            seconds=self._clock() - prefill.began if begun else 0.0,
-        )
+    def reset_prefix_cache(self) -> None:
+        """Evict all that is cached and not in use; host memory and disk keep theirs."""
+        self._run_all(self.scheduler.room.shrink_to(0))
 
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
@@ -324,30 +317,21 @@ class EngineCore:
 
     def stop(self) -> None:
         """End the ranks; what is being saved gets a moment to be whole."""
-        end = time.monotonic() + _LAST_SECONDS
-        while self._moves and time.monotonic() < end:
+        room, end = self.scheduler.room, time.monotonic() + _LAST_SECONDS
+        while room.moves and time.monotonic() < end:
             if not self._transfer():
-                self.scheduler.room.pause()
-        self.scheduler.room.close()
+                room.pause()
+        room.close()
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
         """Counters of all ranks: `razor_dist.protocol.messages.Stats`."""
-        ranks = self._rank_stats()
-        cached = [rank.cached_bytes for rank in ranks]
-        sent = zip(PURPOSES, zip(*(rank.sent for rank in ranks), strict=True), strict=True)
-        return {
-            "kv_bytes_per_rank": [rank.kv_bytes for rank in ranks],
-            "retrieval_kv_bytes_per_rank": [rank.retrieval_kv_bytes for rank in ranks],
-            "peak_kv_bytes_per_rank": [rank.peak_kv_bytes for rank in ranks],
-            "prefix_cache": self.scheduler.room.stats | {"bytes_per_rank": cached},
-            "rss_per_rank": [rank.rss for rank in ranks],
-            "peak_rss_per_rank": [rank.peak_rss for rank in ranks],
-            "cpu_us_per_rank": [rank.cpu_us for rank in ranks],
-            "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
-            "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
+        counters = counters_of(self._rank_stats())
+        counters["prefix_cache"] |= self.scheduler.room.stats
+        return counters | {
             "decode": self.runner.decode,
             **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
+            "pinned": self.scheduler.pinned_elsewhere,
             "running": self.scheduler.sequences,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import Recorder
+from razor_dist.engine.tape import Step
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact, why_not
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.layout import HeadLayout, HeadShare
@@ -147,29 +148,14 @@ def _measure(
         logits: Tensor = output.logits[0]
         return logits
 
-    def alone() -> Tensor:
-        return run(contexts[0])
+    def alone() -> tuple[Tensor]:
+        return (run(contexts[0]),)
 
-    def shared() -> Tensor:
+    def shared() -> tuple[Tensor]:
         with tensor.sharing():
-            return tensor.gather_logits(run(contexts[1]))
+            return (tensor.gather_logits(run(contexts[1])),)
 
-    steps: list[Callable[[], Tensor]] = [alone, shared]
-    recorded = recorder is not None
-    for index, step in enumerate(steps):
-        if recorder is None:
-            step()
-            continue
-        recorder.warm_up(step)
-        try:
-            steps[index] = recorder.record(step)
-        except Exception as error:  # whatever it is: what is not recorded is timed as it is
-            log.info("steps are timed without recording them: %s", error)
-            recorded = False
-    # A rank that has no recordings would leave the others waiting.
-    missing = torch.tensor([not recorded], dtype=torch.int64, device=model.device)
-    if comm.all_reduce(missing, "control").wait()[0].item():
-        steps = [alone, shared]
+    steps = _recorded([alone, shared], comm, model.device, recorder)
     least = [float("inf"), float("inf")]
     for _ in range(_STEPS):
         for index, step in enumerate(steps):
@@ -182,6 +168,28 @@ def _measure(
     comm.broadcast(found, "control")
     seconds: tuple[float, float] = tuple(found.tolist())
     return seconds
+
+
+def _recorded(
+    steps: list[Step],
+    comm: Communicator,
+    device: torch.device,
+    recorder: Recorder | None,
+) -> list[Step]:
+    """Return what replays the steps; the steps themselves, run once, if a rank cannot record."""
+    found = []
+    for step in steps:
+        if recorder is None:
+            step()
+            continue
+        recorder.warm_up(step)
+        try:
+            found.append(recorder.record(step))
+        except Exception as error:  # whatever it is: what is not recorded is timed as it is
+            log.info("steps are timed without recording them: %s", error)
+    # A rank that has no recordings would leave the others waiting.
+    missing = torch.tensor([len(found) < len(steps)], dtype=torch.int64, device=device)
+    return steps if comm.all_reduce(missing, "control").wait()[0].item() else found
 
 
 def _wait_for_all(comm: Communicator, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from razor_dist.config.errors import EngineError, RazorError
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.request import Answer
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import Sampled, sample
+from razor_dist.engine.sampler import Draw, Sampled, likeliest, sample
 from razor_dist.protocol.messages import AboutRequest, Failed, Token
 
 
@@ -41,18 +41,20 @@ class Draws:
         """Draw each answer's next tokens by the rows of its run.
 
         A draft is of use while it is what is drawn: then its next token was read, and the row after
-        it says what follows. Each token is drawn as if it had been read alone, by the answer's
-        next random number and with all tokens before it counted; so drafts change no answer.
+        it says what follows. Each token is drawn as if it had been read alone, by its
+        place's random numbers and with all tokens before it counted; so drafts change no answer.
         """
         failed = self.processors.begin([run.answer for run in runs])
+        recorded = self._runner.likeliest
+        peaks = (likeliest(logits) if recorded is None else recorded).tolist()
         found: dict[int, list[AboutRequest]] = {run.answer.key: [] for run in runs}
         while runs:
             answers = [run.answer for run in runs]
             rows = [run.row + run.drawn for run in runs]
-            own = logits if rows == list(range(len(logits))) else logits[rows]
-            params, generators = [a.params for a in answers], [a.generator for a in answers]
-            adjusted = self.processors.adjusted([a.key for a in answers], own)
-            sampled = sample(own, params, generators, adjusted)
+            params = [a.params for a in answers]
+            draws = [Draw(a.seed, len(a.generated)) for a in answers]
+            adjusted = self.processors.adjusted([a.key for a in answers], rows, logits)
+            sampled = sample(logits, params, draws, adjusted, rows=rows, peaks=peaks)
             pairs = zip(answers, sampled, strict=True)
             self.processors.accept({a.key: s.token for a, s in pairs if s is not None})
             going = []

@@ -30,14 +30,15 @@ from torch import Tensor
 from razor_dist.attention.step import BlockTables, DecodeBatch, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import Step, Tape
 from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
 
 log = logging.getLogger(__name__)
 
-Step = Callable[[], Tensor]
-Forward = Callable[[StepInputs, BlockTables], Tensor]
+# Of a step: float32 logits [n, V], and the likeliest token by each row, int64 [n].
+Results = tuple[Tensor, Tensor]
+Forward = Callable[[StepInputs, BlockTables], Results]
 
 _BUCKET = 8
 # Graphs kept at most. Their activations share one pool of memory, but each holds its nodes.
@@ -60,7 +61,7 @@ class Recorder(Protocol):
         """Run the step as when it is recorded, but at once."""
 
     def record(self, step: Step) -> Step:
-        """Record the step without running it; return what replays it and gives its result."""
+        """Record the step without running it; return what replays it and gives its results."""
 
 
 class CudaRecorder:
@@ -94,7 +95,7 @@ class CudaRecorder:
         try:
             with capture:
                 try:
-                    logits = step()
+                    results = step()
                 except BaseException as error:
                     reason = error  # instead of which the end of the capture raises its own
                     raise
@@ -106,9 +107,10 @@ class CudaRecorder:
                 torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
             raise reason or error from None
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, ...]:
             graph.replay()
-            return logits.clone()  # the next replay of any graph may write over it
+            # The next replay of any graph may write over these.
+            return tuple(result.clone() for result in results)
 
         return replay
 
@@ -184,10 +186,10 @@ class DecodeGraphs:
     and the first replays are checked against eager steps. So a step that never comes again is not
     recorded.
 
-    ``forward`` gives a step's logits from its inputs and block tables. It may run several times for
-    a step: it must not do more than compute, and write the new token's keys and values. Lengths are
-    padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings, the
-    one that was not used for longest goes. While ``enabled``, which is the same on every rank,
+    ``forward`` gives a step's `Results` from its inputs and block tables. It may run several times
+    for a step: it must not do more than compute, and write the new token's keys and values. Lengths
+    are padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings,
+    the one that was not used for longest goes. While ``enabled``, which is the same on every rank,
     steps are still recorded.
     """
 
@@ -216,8 +218,8 @@ class DecodeGraphs:
         self.enabled = False
         self._recordings.clear()
 
-    def run(self, batch: DecodeBatch) -> Tensor:
-        """Logits of one step."""
+    def run(self, batch: DecodeBatch) -> Results:
+        """Logits of one step, and the likeliest tokens."""
         if not self.enabled or len(batch) > self._recorder.most_sequences:
             return self._eager(batch)
         key = self.key(batch)
@@ -237,17 +239,17 @@ class DecodeGraphs:
         windows = tuple(padded_length(tokens, pad) for tokens in batch.windows)
         return Key(self._recorder.rows(len(batch)), padded_length(batch.longest, pad), windows)
 
-    def _eager(self, batch: DecodeBatch) -> Tensor:
-        """Logits by the memory that is needed."""
+    def _eager(self, batch: DecodeBatch) -> Results:
+        """Run a step with the memory that is needed."""
         return self._forward(*batch.on(self._caches.pages.k.device, len(batch)))
 
-    def _replay(self, recording: _Recording, batch: DecodeBatch) -> Tensor:
+    def _replay(self, recording: _Recording, batch: DecodeBatch) -> Results:
         assert recording.replay is not None
         self._write(recording, batch)
-        logits = recording.replay()[: len(batch)]
+        logits, tokens = recording.replay()
         for purpose, nbytes in recording.sent.items():
             self._comm.note(purpose, nbytes)
-        return logits
+        return logits[: len(batch)], tokens[: len(batch)]
 
     def _write(self, recording: _Recording, batch: DecodeBatch) -> None:
         """Give a recording the next step's numbers."""
@@ -259,8 +261,8 @@ class DecodeGraphs:
             recording.pages.copy_(batch.table(rows, pages))
             recording.tables = tables
 
-    def _compare(self, recording: _Recording, key: Key, batch: DecodeBatch) -> Tensor:
-        """The eager step's logits; and a recording that gives them too, or none from here on.
+    def _compare(self, recording: _Recording, key: Key, batch: DecodeBatch) -> Results:
+        """The eager step's results; and a recording that gives them too, or none from here on.
 
         Both read tables of the same shapes, so that they differ in no rounding.
         """
@@ -269,23 +271,23 @@ class DecodeGraphs:
         tables = batch.table(key.sequences, pages).to(device)
         inputs = StepInputs.of(batch.padded(key.sequences).to(device))
         memory = BlockTables(tables, batch.widths(key.windows))
-        logits = self._forward(inputs, memory)[: len(batch)]
+        logits, tokens = (found[: len(batch)] for found in self._forward(inputs, memory))
         if recording.replay is None:
-            again = self._forward(inputs, memory)[: len(batch)]
-            recording.noise = _difference(again, logits)
+            again, _ = self._forward(inputs, memory)
+            recording.noise = _difference(again[: len(batch)], logits)
             problem = self._try(self._capture, recording, key, batch)
         if self._all_well(problem):
             # Replayed only now: a rank without a recording would leave the others waiting.
-            problem = self._try(self._check, recording, batch, logits)
+            problem = self._try(self._check, recording, batch, logits, tokens)
             if self._all_well(problem):
                 recording.compared += 1
-                return logits
+                return logits, tokens
         log.warning(
             "decode steps are not recorded from here on: %s",
             problem or "another rank could not use its own",
         )
         self.close()
-        return logits
+        return logits, tokens
 
     def _capture(self, recording: _Recording, key: Key, batch: DecodeBatch) -> str | None:
         caches, device = self._caches, self._caches.pages.k.device
@@ -296,7 +298,7 @@ class DecodeGraphs:
         fields = StepInputs.of(recording.inputs)
         tables = BlockTables(recording.pages, batch.widths(key.windows))
 
-        def step() -> Tensor:
+        def step() -> Results:
             return self._forward(fields, tables)
 
         self._recorder.warm_up(step)
@@ -307,13 +309,18 @@ class DecodeGraphs:
         self._comm.bytes_sent.subtract(recording.sent)
         return None
 
-    def _check(self, recording: _Recording, batch: DecodeBatch, logits: Tensor) -> str | None:
-        error, most = _difference(self._replay(recording, batch), logits), recording.noise
+    def _check(
+        self, recording: _Recording, batch: DecodeBatch, logits: Tensor, tokens: Tensor
+    ) -> str | None:
+        replayed, chosen = self._replay(recording, batch)
+        error, most = _difference(replayed, logits), recording.noise
         self.difference = max(self.difference, error)
         found = f"a replay's logits differ from the eager step's by {error:.1e}, relatively"
         # "not" and "<=", so that NaN is a difference.
         if not error <= most:
             return f"{found}, and two eager steps by {most:.1e}"
+        if error == 0 and not torch.equal(chosen, tokens):
+            return "a replay chooses other tokens than the eager step by the same logits"
         log.info("%s", found)
         return None
 

@@ -93,7 +93,6 @@ class Intake:
                     key=request.key + index,
                     request=request,
                     params=params.for_answer(index),
-                    generator=torch.Generator(),
                     repetition=None if repetition is None else RepetitionDetector(repetition),
                 )
                 for index, answer_id in enumerate(answer_ids(request_id, params.n))
@@ -107,7 +106,7 @@ class Intake:
             seed = answer.params.seed
             if seed is None:
                 seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-            answer.generator.manual_seed(seed)
+            answer.seed = seed
         if request.params.structured_outputs is not None:
             request.grammar = self._grammars.compile(request.params.structured_outputs)
 

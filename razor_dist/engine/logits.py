@@ -96,12 +96,13 @@ class LogitsProcessors:
                     self.add(answer.key, answer.params, prompts, grammar)
         return failed
 
-    def adjusted(self, keys: Sequence[int], logits: Tensor) -> Adjusted | None:
-        """Return the rows of sequences whose tokens are chosen by other logits than the model's."""
-        asking = [row for row, key in enumerate(keys) if key in self]
+    def adjusted(self, keys: Sequence[int], rows: Sequence[int], logits: Tensor) -> Adjusted | None:
+        """Return other logits than the model's for sequences that want them, of these ``rows``."""
+        asking = [index for index, key in enumerate(keys) if key in self]
         if not asking:
             return None
-        return Adjusted(asking, self.apply([keys[row] for row in asking], logits[asking]))
+        own = logits[[rows[index] for index in asking]]
+        return Adjusted(asking, self.apply([keys[index] for index in asking], own))
 
     def remove(self, key: int) -> None:
         """Forget a sequence, if it is here."""

@@ -13,6 +13,7 @@ prefilled without chunks, where that is no slower (`PrefillPolicy.piece`).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from razor_dist.engine.request import Answer, Prefill, Request
@@ -34,14 +35,16 @@ _IDLE = 0.05
 # but to no more than this share of the time between two arrivals: frequent requests wait less.
 _ALONE = 0.25
 # Every other such chunk is shorter by this factor, and so is one whose length follows from the
-# fixed cost of a step: the fit cannot separate fixed from per-token cost if all chunks are equally
-# long.
+# fixed cost of a step, and a piece that is as long as it may be without chunks: the fit cannot
+# separate fixed from per-token cost if all are equally long.
 _VARIED = 0.7
 # A rest of a prompt that takes up to this many times the planned chunk is prefilled in one piece.
 _LAST_PIECE = 1.25
 # A prompt that takes up to this many `max_step` is prefilled whole: otherwise its first token would
 # take several more steps.
 _WHOLE = 1.5
+# Recent steps with prompts' tokens that bound the next chunk.
+_RECENT = 8
 
 
 class PrefillPolicy:
@@ -75,6 +78,8 @@ class PrefillPolicy:
         # Seconds of chunks since another request came, and between the last two that came.
         self._alone = self._between = 0.0
         self._varied = False
+        # Of recent steps with any: tokens of prompts, and seconds.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
 
     def is_short(self, request: Request, begin: int) -> bool:
         """True if all ranks may as well compute all of a prompt from ``begin`` on.
@@ -155,7 +160,8 @@ class PrefillPolicy:
         The piece takes one `max_step` while sequences decode (``answering`` has their lengths) or
         one of the ``others`` is nearly prefilled; otherwise cutting it would be mere overhead.
         Prompts that join the step have taken ``joined`` seconds of it, but at least half is left.
-        The piece takes at least as long as the fixed cost of a step.
+        The piece takes at least as long as the fixed cost of a step. Beside other requests it is no
+        longer than recent steps have shown to fit (`_shown`).
 
         Beside other requests, no chunk is used if decode is tensor-parallel, the prompt is ``able``
         to, and the speed is about the same. If the part before it must still be a chunk
@@ -178,11 +184,14 @@ class PrefillPolicy:
             at, part = prompt.position, self.cost.part(sharded=sharded)
             base = self.cost.step(before=at) + part
             company = self.cost.step(len(answering), at + sum(answering)) + part
-            tokens = float(prompt.end - at)
-            if base + self.cost.work(tokens, at) > _LAST_PIECE * step:
-                tokens = self.cost.tokens(max(step - base, varied * base), at)
+            tokens, seconds = float(prompt.end - at), _LAST_PIECE * step
+            if base + self.cost.work(tokens, at) > seconds:
+                seconds = max(step, base + varied * base)
+                tokens = self.cost.tokens(seconds - base, at)
+            if beside and sharded:
+                tokens = min(tokens, self._shown(seconds))
             most = prompt.request.chunked_prefill_size
-            tokens = min(tokens, most if sharded else min(_JOINING, most // self._ranks))
+            tokens = min(tokens, most if sharded else varied * min(_JOINING, most // self._ranks))
             return tokens, tokens / max(company + self.cost.work(tokens, at), 1e-9)
 
         tokens, speed = extent(sharded=True)
@@ -192,19 +201,28 @@ class PrefillPolicy:
                 return without if prompt.whole_window else tokens, False
         return tokens, True
 
+    def _shown(self, seconds: float) -> float:
+        """Tokens that fit into a step by what recent ones took, whatever the fit says.
+
+        Estimates far from what was seen are wrong where other kernels begin to serve a context. At
+        least half of a step's time is taken to be in proportion to its tokens.
+        """
+        return max((n * (2 * seconds / s - 1) for n, s in self._recent), default=math.inf)
+
     def _vary(self) -> float:
         self._varied = not self._varied
         return _VARIED if self._varied else 1.0
 
     def learn(self, parts: Iterable[tuple[Prefill | Answer, int, bool]], seconds: float) -> None:
         """Learn the cost of a step from its parts: each with its tokens, and if it is sharded."""
-        chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
+        chunks, wholes, answers, before, tokens, pairs, read = 0, 0, 0, 0, 0.0, 0.0, 0
         for of, n, sharded in parts:
             if isinstance(of, Answer):
                 # Each token of a run reads what is before it, and has its own logits.
                 answers += n
                 before += n * of.length
                 continue
+            read += n
             dealt = sharded and self._ranks > 1
             # What is not sharded may be computed by every rank, but attends to the rank's own part
             # of what is before it.
@@ -214,6 +232,8 @@ class PrefillPolicy:
             before += of.position
             tokens += times * n
             pairs += n * (of.position + times * n / 2)
+        if read:
+            self._recent.append((read, seconds))
         self.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
 
     def took(self, prompts: Sequence[Prefill], served: Prefill, seconds: float) -> None:

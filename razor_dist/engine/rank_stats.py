@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import Caches
@@ -55,6 +56,22 @@ class RankStats:
         end = first + len(PURPOSES)
         numbers = dict(zip((f.name for f in fields(cls)), row[:first], strict=False))
         return cls(**numbers, sent=tuple(row[first:end]), free=tuple(row[end:]))
+
+
+def counters_of(ranks: Sequence[RankStats]) -> dict[str, Any]:
+    """Counters of all ranks, under the names of `razor_dist.protocol.messages.Stats`."""
+    sent = zip(PURPOSES, zip(*(rank.sent for rank in ranks), strict=True), strict=True)
+    return {
+        "kv_bytes_per_rank": [rank.kv_bytes for rank in ranks],
+        "retrieval_kv_bytes_per_rank": [rank.retrieval_kv_bytes for rank in ranks],
+        "peak_kv_bytes_per_rank": [rank.peak_kv_bytes for rank in ranks],
+        "prefix_cache": {"bytes_per_rank": [rank.cached_bytes for rank in ranks]},
+        "rss_per_rank": [rank.rss for rank in ranks],
+        "peak_rss_per_rank": [rank.peak_rss for rank in ranks],
+        "cpu_us_per_rank": [rank.cpu_us for rank in ranks],
+        "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
+        "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
+    }
 
 
 def check_accounts(found: Sequence[RankStats], free: Ints, caches: Caches) -> None:

@@ -14,10 +14,9 @@ from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from razor_dist.prefix.index import Namespace
-from razor_dist.protocol.messages import Tokens
+from razor_dist.protocol.messages import Progress, Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
@@ -64,6 +63,9 @@ class Request:
     loading: int | None = None  # while it waits: the sequence that its beginning is loaded into
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # a pinned prefix that only those requests need
+    # Of a pinned prefix: as in `Add`, and its bytes, as in `Progress`.
+    quota: tuple[str, int] | None = None
+    nbytes: int = 0
     phase: Phase = Phase.WAITING
 
     def __post_init__(self) -> None:
@@ -177,6 +179,19 @@ class Prefill:
         """The tokens that are in the caches."""
         return self.request.tokens[: self.position]
 
+    def progress(self, now: float) -> Progress:
+        """Return the message that says how far it is at ``now``, by the clock of `began`."""
+        request, begun = self.request, self.position > self.begin
+        return Progress(
+            request.id,
+            self.position,
+            total=request.end,
+            prefix=request.base,
+            cached=self.begin,
+            seconds=now - self.began if begun else 0.0,
+            nbytes=request.nbytes,
+        )
+
     def advance(self, tokens: int) -> None:
         self.position += tokens
         assert self.begin < self.position <= self.end
@@ -205,8 +220,8 @@ class Answer:
     key: int  # the ranks' name for its sequence
     request: Request
     params: SamplingParams  # with a seed of its own
-    generator: torch.Generator  # of its random draws
     repetition: RepetitionDetector | None = None  # ends it in a loop
+    seed: int = 0  # of its random draws
     generated: list[int] = field(default_factory=list)
 
     @property

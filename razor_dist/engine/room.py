@@ -7,6 +7,7 @@ memory and disk. It returns plans, which the ranks carry out in their order.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,9 @@ class Room:
 
     def shrink_to(self, sequences: int, *but: int) -> list[StepPlan]:
         """Evict cached sequences until this many are left, if the others may go."""
-        assert self.prefix_cache is not None
-        plans, everything = [], np.ones_like(self.accounts.sizes, bool)
-        while self.prefix_cache.evictable > sequences:
+        plans: list[StepPlan] = []
+        everything = np.ones_like(self.accounts.sizes, bool)
+        while self.prefix_cache is not None and self.prefix_cache.evictable > sequences:
             evicted = self._evict(everything, *but)
             if not evicted:
                 break
@@ -153,17 +154,43 @@ class Room:
 
     # ------------------------------------------------------------------- host memory and disk
 
+    @property
+    def moves(self) -> bool:
+        """True if caches go to host memory and disk, or come from there."""
+        return self.tiers is not None and self.tiers.active
+
     def pause(self) -> None:
         """Sleep a little: what is being saved waits for a disk."""
         assert self.tiers is not None
         self.tiers.pause()
+
+    def move(
+        self,
+        run: Callable[[StepPlan], Tensor | None],
+        clock: Callable[[], float],
+        seconds: dict[Op, float],
+    ) -> bool:
+        """Move the next parts to or from host memory and disk; True if any was moved.
+
+        The ranks ``run`` plans, until a part ends after as many ``seconds`` as its kind may take.
+        """
+        began, moved = clock(), False
+        while self.tiers is not None and (plan := self.tiers.next()) is not None:
+            answers = run(plan)
+            moved = True
+            assert answers is not None
+            for after in self._transferred(plan, answers):
+                run(after)
+            if clock() - began > seconds[plan.op]:
+                break
+        return moved
 
     def close(self) -> None:
         """Let another process write to the store."""
         if self.tiers is not None:
             self.tiers.close()
 
-    def transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
+    def _transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
         """Take in the answers to a plan that saves or loads; return the plans that follow."""
         tiers = self.tiers
         assert tiers is not None and self.prefix_cache is not None

@@ -23,7 +23,7 @@ from razor_dist.attention.sources import (
     SourceTracer,
     TracedContext,
 )
-from razor_dist.attention.step import BlockTables, ChunkTokens, Pass, Step, StepInputs
+from razor_dist.attention.step import BlockTables, Pass, Step, StepInputs
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
 from razor_dist.engine.commit import Kept, commit, commit_run
@@ -32,7 +32,9 @@ from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.prepare import Preparation
+from razor_dist.engine.prompt_logprobs import split_logprobs
 from razor_dist.engine.rank_stats import RankStats
+from razor_dist.engine.sampler import likeliest
 from razor_dist.engine.sequences import Sequences
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
@@ -43,7 +45,6 @@ from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.prefix.transfer import Transfers, load_job
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
@@ -103,7 +104,9 @@ class ModelRunner:
         # Of the last step's tokens that asked, by sequence and in order; on rank 0.
         self.sources: dict[int, list[Sources]] = {}
         self._runs: list[int] = []  # sequences with a run in the last step, of which the next tells
-        # Of the last step's chunks, by sequence: `_gather_logprobs`.
+        # Of the last step's logits, if it was one of answers alone: int64 [n], `likeliest`.
+        self.likeliest: Tensor | None = None
+        # Of the last step's chunks, by sequence: `split_logprobs`.
         self.prompt_logprobs: dict[int, Tensor] = {}
         self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
 
@@ -181,12 +184,14 @@ class ModelRunner:
             if entry.sharded:
                 self.sequences.begin_chunks(entry.sequence)
         step = self.prepare(entries)
-        self.prompt_logprobs, self.sources = {}, {}
+        self.prompt_logprobs, self.sources, self.likeliest = {}, {}, None
         kept: list[Kept] = []
         found = [self._run(part, kept) for part in step.passes]
+        if len(found) > 1:
+            self.likeliest = None  # only the first pass's
         logits = found[0] if len(found) == 1 else torch.cat(found)
         if any(entry.prompt_logprobs >= 0 for entry in entries):
-            logits = self._split_logprobs(entries, step, logits)
+            self.prompt_logprobs, logits = split_logprobs(self.comm, entries, step, logits)
         commit(self.comm.rank, self.caches, step, self.sequences, kept)
         self._runs = [key for key, tokens in step.runs if tokens > 1]
         self.sequences.note_peak()
@@ -196,21 +201,28 @@ class ModelRunner:
         """The step of ``entries`` as data, without a word to other ranks."""
         return self._preparation.step(entries, self.sequences)
 
-    def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
-        """Logits ``[n, V]`` after n tokens of answers; only rank 0, which samples, has any."""
+    def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> tuple[Tensor, Tensor]:
+        """Logits ``[n, V]`` after n tokens of answers, and `likeliest`; on rank 0, which samples.
+
+        The other ranks have none of the rows.
+        """
         context = DecodeContext(self.comm, self.caches, inputs, tables)
         keep = None if self._tensor is not None or self.comm.rank == 0 else self._nothing
         shares = self._tensor is not None
         with postponed_rotations(self._postpones):
-            return self._forward(inputs.token, inputs.model_position, context, keep, shares)
+            logits = self._forward(inputs.token, inputs.model_position, context, keep, shares)
+        return logits, likeliest(logits)
 
     def _run(self, part: Pass, kept: list[Kept]) -> Tensor:
         """float32 logits ``[n, V]`` of one pass; take what it leaves of its chunks to ``kept``."""
         if part.recordable:
             assert part.decode is not None
             if self.graphs is not None:
-                return self.graphs.run(part.decode)
-            return self.decode_logits(*part.decode.on(self.device, len(part.decode)))
+                logits, self.likeliest = self.graphs.run(part.decode)
+            else:
+                inputs, tables = part.decode.on(self.device, len(part.decode))
+                logits, self.likeliest = self.decode_logits(inputs, tables)
+            return logits
         contexts: list[DecodeContext | ReplicatedContext | PrefillContext] = []
         ids, positions = [], []
         if part.decode is not None:
@@ -259,48 +271,6 @@ class ModelRunner:
             )
         logits = output.logits[0].float()
         return logits if tensor is None else tensor.gather_logits(logits)
-
-    def _split_logprobs(self, entries: Seq[BatchEntry], step: Step, logits: Tensor) -> Tensor:
-        """Note log-probabilities of chunks that ask for them; return the logits to sample from."""
-        chunks = iter([chunk for part in step.passes for chunk in part.chunks])
-        # Of a pass that the ranks share, rank 0 alone has logits (`TensorParallel.gather_logits`).
-        has = [self.comm.rank == 0 or not part.tensor_parallel for part in step.passes]
-        pairs = zip(step.passes, has, strict=True)
-        rows = list(logits.split([n * has_any for part, has_any in pairs for n in part.rows]))
-        for index, entry in enumerate(entries):
-            chunk = next(chunks) if entry.sharded else None
-            if chunk is not None and entry.prompt_logprobs >= 0:
-                found = self._gather_logprobs(entry, chunk, rows[index])
-                self.prompt_logprobs[entry.sequence] = found
-                rows[index] = rows[index][len(rows[index]) - entry.last :]
-        return torch.cat(rows)
-
-    def _gather_logprobs(self, entry: BatchEntry, tokens: ChunkTokens, logits: Tensor) -> Tensor:
-        """Log-probabilities of the tokens that follow each of a chunk's, from all ranks.
-
-        A row of the float64 table ``[n, 2 + 2 k]`` has the token's log-probability, its place, 1
-        for the likeliest, and the k likeliest tokens' log-probabilities and ids. ``logits`` are of
-        this rank's tokens.
-        """
-        chunk, known = tokens.chunk, len(entry.tokens) - (entry.following < 0)
-        # The prompt's last token has no next token: any id does, its row is cut off below.
-        after = torch.cat([entry.tokens[1:], torch.tensor([max(0, entry.following)])])
-        following = after.to(self.device)[tokens.positions - chunk.begin]
-        logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs.gather(-1, following.unsqueeze(-1))
-        rank = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        top = logprobs.topk(entry.prompt_logprobs, dim=-1)
-        # Ids and ranks are exact in float64, so one tensor carries all.
-        table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
-        most = max(chunk.tokens(r) for r in range(self.comm.size))
-        padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
-        padded[: len(following)] = table
-        gathered = self.comm.all_gather(padded, "control").cpu()
-        rows = torch.empty(len(entry.tokens), table.shape[1], dtype=torch.float64)
-        for r in range(self.comm.size):
-            at = positions_of(chunk.ranges(r), rows.device) - chunk.begin
-            rows[at] = gathered[r, : len(at)]
-        return rows[:known]
 
     @property
     def kv_bytes(self) -> int:

@@ -2,6 +2,12 @@
 
 A sequence must draw the same tokens alone and in company, so nothing may depend on the order in
 which a device adds: the weights of a row's tokens, from their probabilities, are integers.
+
+It should also draw the same tokens on other numbers of ranks, whose logits differ by some 1e-6. So
+tokens race: each has a random number from the exponential distribution, and that with the least
+ratio of number to weight is drawn, as often as it is likely. Such a difference changes the winner
+about once in a million draws. It would change the inverse of the distribution function at a random
+place once in some hundreds, since it moves every border between two tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +29,16 @@ _COLDEST = 1e-5
 _HEAVIEST = 2.0**40
 # Tokens that nearly always have top_p of the mass together.
 _FEW = 1024
+# Increment and multipliers of SplitMix64 (Steele, Lea and Flood, 2014) as signed numbers.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+class Draw(NamedTuple):
+    """Names the random numbers by which one token is drawn."""
+
+    seed: int  # 64 bits, signed
+    place: int  # tokens that were drawn with this seed before
 
 
 @dataclass(frozen=True)
@@ -42,48 +58,55 @@ class Adjusted(NamedTuple):
 def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator],
+    draws: Sequence[Draw],
     adjusted: Adjusted | None = None,
+    *,
+    rows: Sequence[int] | None = None,
+    peaks: Sequence[int] | None = None,
 ) -> list[Sampled | None]:
-    """Choose a token by each row of ``logits``, float32 ``[n, V]``, or by its ``adjusted`` one.
+    """Choose a token by each of the ``rows`` of ``logits``, float32 ``[m, V]``, or of all.
 
-    Temperature 0, or one that hardly differs from it (below 1e-5), takes the likeliest token, the
-    one of lowest index among equals, and copies no row to the host. Any other takes one number from
-    the row's own CPU generator. Log-probabilities are those of ``logits``.
+    An ``adjusted`` row is taken instead, where there is one. ``peaks`` are those of all ``logits``
+    (`likeliest`), if they are known. Then ``logits`` are not read for a row of temperature 0, or
+    one that hardly differs from it (below 1e-5): it takes the likeliest token. For any other
+    ``draws`` name the random numbers. Log-probabilities are those of ``logits``.
 
     Return None for a row by which the model has computed no distribution: a logit is NaN or
     infinite, or all are masked.
     """
-    peaks, finite, tokens = _peaks(logits)
-    groups = [({i: i for i in range(len(params))}, logits, peaks)]
+    rows = range(len(logits)) if rows is None else rows
+    peaks = likeliest(logits).tolist() if peaks is None else peaks
+    tokens = [peaks[row] for row in rows]
+    groups = [(dict(enumerate(rows)), logits)]
     if adjusted is not None:
-        own_peaks, own_finite, own_tokens = _peaks(adjusted.logits)
-        for i, ok, token in zip(adjusted.rows, own_finite, own_tokens, strict=True):
-            finite[i], tokens[i] = finite[i] and ok, token
+        own = likeliest(adjusted.logits).tolist()
+        for i, token in zip(adjusted.rows, own, strict=True):
+            tokens[i] = token if tokens[i] >= 0 else -1
             del groups[0][0][i]
-        own_rows = {i: row for row, i in enumerate(adjusted.rows)}
-        groups.append((own_rows, adjusted.logits, own_peaks))
-    for rows, values, highest in groups:
-        drawn = [i for i in rows if finite[i] and params[i].temperature >= _COLDEST]
+        groups.append(({i: row for row, i in enumerate(adjusted.rows)}, adjusted.logits))
+    broken = [token < 0 for token in tokens]
+    for places, values in groups:
+        drawn = [i for i in places if not broken[i] and params[i].temperature >= _COLDEST]
         if drawn:
-            at = [rows[i] for i in drawn]
+            own_values = values[[places[i] for i in drawn]]
+            highest = own_values.gather(-1, _column([tokens[i] for i in drawn], values.device))
             chosen = _draw(
-                values[at] - highest[at].unsqueeze(-1),
+                own_values - highest,
                 [params[i] for i in drawn],
-                [generators[i] for i in drawn],
+                [draws[i] for i in drawn],
             )
             for i, token in zip(drawn, chosen, strict=True):
                 tokens[i] = token
-    sampled = [Sampled(token) if ok else None for token, ok in zip(tokens, finite, strict=True)]
-    with_logprobs = [i for i, p in enumerate(params) if finite[i] and p.logprobs is not None]
+    sampled = [None if no else Sampled(t) for t, no in zip(tokens, broken, strict=True)]
+    with_logprobs = [i for i, p in enumerate(params) if not broken[i] and p.logprobs is not None]
     if with_logprobs:
-        logprobs = torch.log_softmax(logits[with_logprobs], dim=-1)
-        own = logprobs.gather(-1, _column([tokens[i] for i in with_logprobs], logprobs.device))
+        logprobs = torch.log_softmax(logits[[rows[i] for i in with_logprobs]], dim=-1)
+        chosen_at = _column([tokens[i] for i in with_logprobs], logprobs.device)
         # As many for each, so that among equals the choice is the same in company.
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))
         found = zip(
             with_logprobs,
-            own[:, 0].tolist(),
+            logprobs.gather(-1, chosen_at)[:, 0].tolist(),
             top.indices.tolist(),
             top.values.tolist(),
             strict=True,
@@ -94,16 +117,17 @@ def sample(
     return sampled
 
 
-def _peaks(logits: Tensor) -> tuple[Tensor, list[int], list[int]]:
-    """Return each row's maximum, whether that is finite, and the first token that has it."""
-    peaks, likeliest = logits.max(-1)  # the maximum of NaN and anything is NaN
-    finite, tokens = torch.stack([peaks.isfinite().long(), likeliest]).tolist()
-    return peaks, finite, tokens
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the first token with the largest logit of each row, int64 ``[n]``.
+
+    It is -1 where that logit is NaN or infinite. `DecodeGraphs` records this with a step, so that
+    of one without anything but greedy answers the host needs these numbers alone.
+    """
+    peaks, tokens = logits.max(-1)  # the maximum of NaN and anything is NaN
+    return tokens.masked_fill(peaks - peaks != 0, -1)  # infinity less infinity is NaN, too
 
 
-def _draw(
-    relative: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
-) -> list[int]:
+def _draw(relative: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]) -> list[int]:
     """Draw a token by each row of logits ``[n, V]`` whose maximum is 0."""
     device = relative.device
     weights = relative / _column([p.temperature for p in params], device, torch.float32)
@@ -121,13 +145,32 @@ def _draw(
         count = min(max(top_k[i] or _FEW for i in rows), weights.shape[-1])
         top_p = _column([params[i].top_p for i in rows], device, torch.float64)
         weights[rows] = _top_p(weights[rows], top_p, count)
-    # The inverse of the distribution function, at a uniformly distributed place.
-    ends = weights.cumsum(-1)
-    uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in generators])
-    places = (uniform.to(device).unsqueeze(-1) * ends[:, -1:]).long()
-    places = places.minimum(ends[:, -1:] - 1)  # the product may be rounded up
-    drawn: list[int] = torch.searchsorted(ends, places, right=True)[:, 0].tolist()
+    drawn: list[int] = (weights / _exponential(draws, weights)).argmax(-1).tolist()
     return drawn
+
+
+def _exponential(draws: Sequence[Draw], weights: Tensor) -> Tensor:
+    """Return a random number for each of ``weights``, float64 ``[n, V]``; their mean is 1.
+
+    It is a hash of the draw's seed and place and of the token, so no draw depends on another.
+    """
+    seeds, places = (_column(values, weights.device) for values in zip(*draws, strict=True))
+    tokens = torch.arange(weights.shape[-1], device=weights.device)
+    hashed = _mixed(_mixed(_mixed(seeds) + places) + tokens * _INCREMENT)
+    uniform = (_shifted(hashed, 11).double() + 0.5) * 2.0**-53
+    return -uniform.log()
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Return the output of SplitMix64 for int64 states."""
+    values = (values ^ _shifted(values, 30)) * _MULTIPLIERS[0]
+    values = (values ^ _shifted(values, 27)) * _MULTIPLIERS[1]
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shift int64 to the right as if they were unsigned."""
+    return (values >> bits) & ((1 << 64 - bits) - 1)
 
 
 def _top_k(weights: Tensor, top_k: Tensor) -> Tensor:

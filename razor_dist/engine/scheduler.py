@@ -45,6 +45,7 @@ class Scheduler:
     ) -> None:
         self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
         self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
+        self.admission.stays_beside = self._stays_beside
         self.room = self.admission.room
         self.waiting: deque[Request] = deque()
         # By the keys of their sequences: prompts that are being prefilled, in the order in which
@@ -69,6 +70,14 @@ class Scheduler:
         accounts, prompts = self.room.accounts, [one.request for one in self.prefills.values()]
         forks = [accounts.exclusive(fork.key) for prompt in prompts for fork in prompt.forks]
         return sum(forks, start=accounts.free)
+
+    @property
+    def pinned_elsewhere(self) -> dict[str, dict[str, int]]:
+        """The bytes that pinned prefixes have in host memory and on disk, by their requests."""
+        tiers = self.room.tiers
+        if tiers is None:
+            return {}
+        return {one.id: tiers.held(one.namespace, one.tokens) for one in self.pinned.values()}
 
     @property
     def idle(self) -> bool:
@@ -110,6 +119,12 @@ class Scheduler:
         requests = [*self.pinned.values(), *prefills, *self.waiting]
         pinned = [request for request in requests if request.pinned and not request.released]
         return list(dict.fromkeys(r for one in pinned for r in (one, *one.prefixes)))
+
+    def _stays_beside(self, request: Request, taken: Ints) -> bool:
+        """True if all that wait fit beside a pinned prefix that takes this of the caches."""
+        held = [other for other in self._held() if other is not request]
+        waiting = [other for other in self.waiting if not other.pinned]
+        return self.admission.need.fits(waiting, held, taken)
 
     def admit(self) -> tuple[Request, list[StepPlan]] | None:
         """Open the oldest waiting request whose prefix is ready, if all it needs is free.

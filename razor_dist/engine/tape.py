@@ -26,6 +26,7 @@ from razor_dist.kernels.compiled import new_tape
 from razor_dist.parallel.comm import Communicator
 
 Call = Callable[[], object]
+Step = Callable[[], tuple[Tensor, ...]]
 
 # Numbers that come from the host, or go to it, or decide on shapes, would be recorded as they were.
 _FORBIDDEN = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh")
@@ -53,7 +54,7 @@ class Tape:
         """No more than there are: products of more rows may round otherwise."""
         return sequences
 
-    def warm_up(self, step: Callable[[], Tensor]) -> None:
+    def warm_up(self, step: Step) -> None:
         """Run the step, and keep what its collectives bring."""
         self._found = []
 
@@ -64,7 +65,7 @@ class Tape:
         with self._comm.handing_to(collective):
             step()
 
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, step: Step) -> Step:
         """Run the step again, its collectives as they were, and return what repeats it.
 
         So nothing is sent, and no rank waits for one that cannot record.
@@ -79,15 +80,15 @@ class Tape:
 
         try:
             with _as_if_traced(), self._comm.handing_to(collective), log, _NoReads():
-                logits = step()
+                results = step()
         finally:
             self._found = []
         calls = _compiled(log.calls)
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, ...]:
             for call in calls:
                 call()
-            return logits.clone()  # the next replay writes over it
+            return tuple(x.clone() for x in results)  # the next replay writes over these
 
         return replay
 

@@ -179,6 +179,7 @@ def _handle(engine: RankEngine, message: Add | Abort | StatsQuery) -> list[ToFro
                     params,
                     prefix_id=message.prefix,
                     pin=message.pin,
+                    quota=message.quota,
                     cache_salt=message.cache_salt,
                 )
             except RequestError as error:

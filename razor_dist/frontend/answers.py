@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import Trace
+from razor_dist.frontend.pins import Pinned
 from razor_dist.frontend.prompts import Checked
 from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, Tokens
@@ -36,6 +38,7 @@ class Choice:
     answer: int = 0  # which of the prompt's
     pieces: list[TextPiece] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, that were not read for it
+    pinned_tokens: int = 0  # of the prompt, that were read to be kept as a context
     # The entries of the engine's ``prompt`` messages, the same list for all answers to a prompt.
     prompt_entries: list[Any] = field(default_factory=list)
     # As in `CompletionOutput`.
@@ -61,9 +64,9 @@ class LiveChoices:
 
     There are as many for each prompt as its parameters ask for, one prompt's after the other's.
     With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
-    of its choices. ``prefix`` and ``cache_salt`` are as in `EngineClient.submit`. Raises
-    `RequestError` (``queue_full``), with nothing submitted, and `EngineError` if the engine is not
-    ready.
+    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix`` and ``cache_salt``
+    are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with nothing submitted,
+    and `EngineError` if the engine is not ready.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class LiveChoices:
         *,
         report_progress: bool = False,
         prefix: RequestStream | None = None,
+        pinned: Pinned | None = None,
         cache_salt: str | None = None,
     ) -> None:
         client.check_room(sum(prompt.params.n for prompt in prompts))
@@ -83,9 +87,12 @@ class LiveChoices:
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._pinned, begin = pinned, 0
+        if pinned is not None:
+            prefix, begin = pinned.last.stream, pinned.last.tokens
         for tokens, params, text in prompts:
             streams = client.submit(
-                uuid.uuid4().hex, tokens, params, prefix=prefix, cache_salt=cache_salt
+                uuid.uuid4().hex, tokens[begin:], params, prefix=prefix, cache_salt=cache_salt
             )
             entries: list[Any] = []
             for answer, stream in enumerate(streams):
@@ -99,6 +106,13 @@ class LiveChoices:
                 self._tasks.append(asyncio.create_task(pump))
                 self.choices.append(choice)
         self._unfinished = len(self.choices)
+        if pinned is not None and report_progress:
+            total = len(prompts[0].tokens)
+
+            def report(message: Progress) -> None:
+                self._events.put_nowait(ChoiceEvent(0, structs.replace(message, total=total)))
+
+            pinned.listen(report)
 
     @property
     def ids(self) -> list[str]:
@@ -139,6 +153,8 @@ class LiveChoices:
             task.cancel()
         for stream in self._streams:
             stream.close()
+        if self._pinned is not None:
+            self._pinned.close()
 
     async def _pump(
         self,
@@ -153,6 +169,9 @@ class LiveChoices:
                 async for message in stream:
                     if isinstance(message, Progress):
                         choice.cached_tokens = message.cached
+                        if self._pinned is not None:
+                            found = self._pinned.counts(message.cached)
+                            choice.cached_tokens, choice.pinned_tokens = found
                         if self._report_progress:
                             self._events.put_nowait(ChoiceEvent(index, message))
                     elif isinstance(message, PromptLogprobs):
@@ -168,6 +187,7 @@ class LiveChoices:
                             stream.close(piece.finish_reason)
                             break
         except Exception as error:
-            self._events.put_nowait(error)
+            refused = None if self._pinned is None else self._pinned.error
+            self._events.put_nowait(refused or error)
         finally:
             self._unfinished -= 1

@@ -89,8 +89,8 @@ class EngineClient:
 
     @property
     def unfinished(self) -> int:
-        """The number of requests being read or in the engine, pinned prefixes included."""
-        return self._being_read + len(self._streams)
+        """The number of requests being read or in the engine, pinned prefixes not included."""
+        return self._being_read + sum(not stream.lasting for stream in self._streams.values())
 
     def retry_after(self, groups: Iterable[Iterable[str]] | None = None) -> int:
         """Whole seconds, at least 1, until the first answer is likely to end.
@@ -157,6 +157,7 @@ class EngineClient:
         params: SamplingParams,
         *,
         pin: bool = False,
+        quota: tuple[str, int] | None = None,
         prefix: RequestStream | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestStream]:
@@ -179,14 +180,18 @@ class EngineClient:
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         if prefix is not None and prefix.ended:
             raise EngineError("the pinned prefix was lost with its engine; prefill it again")
-        self.check_room(params.n)
-        streams = {id_: RequestStream(id_, self.abort) for id_ in answer_ids(request_id, params.n)}
+        if not pin:
+            self.check_room(params.n)
+        ids = answer_ids(request_id, params.n)
+        streams = {id_: RequestStream(id_, self.abort, self.observer, lasting=pin) for id_ in ids}
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
         prompt = pack(prompt_ids)
-        self.rank0.send(Add(request_id, prompt, params.to_wire(), pin, continued, cache_salt))
+        wire = params.to_wire()
+        self.rank0.send(Add(request_id, prompt, wire, pin, continued, quota, cache_salt))
         self._streams |= streams
-        self.observer.submitted(list(streams), len(prompt_ids), params)
+        if not pin:
+            self.observer.submitted(ids, len(prompt_ids), params)
         return list(streams.values())
 
     def check_room(self, requests: int) -> None:
@@ -208,11 +213,10 @@ class EngineClient:
         finally:
             self._being_read -= 1
 
-    def abort(self, request_id: str, reason: str = "abort") -> None:
+    def abort(self, request_id: str) -> None:
         """Abandon a request and free its cache; nothing happens if it has ended."""
         if self._streams.pop(request_id, None) is not None:
             self.rank0.send(Abort(request_id))
-            self.observer.ended(request_id, reason)
 
     async def stats(self, timeout: float = 30.0) -> Fields:
         """Return `Stats.counters`; `EngineBusyError` if not within ``timeout`` seconds."""
@@ -267,7 +271,8 @@ class EngineClient:
         stream = self._streams.get(message.id)
         if stream is None:
             return  # aborted; the engine had not heard of it yet
-        self.observer.received(message)
+        if isinstance(message, Failed):
+            self.observer.received(message)
         last = isinstance(message, Failed) or (
             isinstance(message, Token) and message.finish is not None
         )

@@ -41,6 +41,13 @@ class PromptEncoder:
     ) -> tuple[list[int], PromptText]:
         """Return a conversation's tokens as `chat` does, and where they are in its messages."""
         text = self.chat_text(messages, **template)
+        ids, ends = self._encode(text, "messages", special_tokens=False)
+        return ids, PromptText(self.chat_parts(text, messages, **template), ends)
+
+    def chat_parts(
+        self, text: str, messages: Sequence[Mapping[str, Any]], /, **template: Any
+    ) -> list[Part]:
+        """Return where the messages' contents are in a conversation's ``text``."""
         contents = {
             index: message["content"]
             for index, message in enumerate(messages)
@@ -51,11 +58,9 @@ class PromptEncoder:
         for index, mark in marks.items():
             marked[index]["content"] = mark
         users = [index for index in contents if messages[index].get("role") == "user"]
-        parts = conversation_parts(
+        return conversation_parts(
             text, self.chat_text(marked, **template), marks, contents, users[-1] if users else -1
         )
-        ids, ends = self._encode(text, "messages", special_tokens=False)
-        return ids, PromptText(parts, ends)
 
     def _encode(
         self, text: str, param: str, *, special_tokens: bool
@@ -74,6 +79,11 @@ class PromptEncoder:
         spans = map(encoding.token_to_chars, range(count))
         ends = np.fromiter((0 if span is None else span[1] for span in spans), np.int32, count)
         return encoded["input_ids"], ends
+
+    def with_ends(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return the tokens of a text that a chat template has written, and where each ends."""
+        ids, ends = self._encode(text, "messages", special_tokens=False)
+        return np.array(ids, np.int32), ends
 
     def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return a text's tokens, without ``special_tokens`` if it continues another."""
@@ -155,7 +165,7 @@ class PromptLimits(NamedTuple):
 
     def checked(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Tokens,
         params: SamplingParams,
         *,
         param: str = "prompt",
@@ -170,7 +180,7 @@ class PromptLimits(NamedTuple):
         ``before`` tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too
         long.
         """
-        if not prompt:
+        if not len(prompt):
             raise RequestError("the prompt is empty; it must hold at least one token", param=param)
         tokens = as_tokens(prompt, self.vocab_size, param)
         as_tokens(params.stop_token_ids, self.vocab_size, "stop_token_ids")

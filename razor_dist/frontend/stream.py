@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from razor_dist.frontend.observer import Observer
 from razor_dist.protocol.messages import AboutRequest
 
 
@@ -15,11 +16,20 @@ class RequestStream(AsyncIterator[AboutRequest]):
     pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
 
     Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
+    ``lasting`` marks a pinned prefix. ``observer`` hears of messages as they are read: those behind
+    a stop string never are.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str, str], None]) -> None:
-        self.request_id = request_id
-        self._abort = abort
+    def __init__(
+        self,
+        request_id: str,
+        abort: Callable[[str], None],
+        observer: Observer,
+        *,
+        lasting: bool = False,
+    ) -> None:
+        self.request_id, self.lasting = request_id, lasting
+        self._abort, self._observer = abort, observer
         self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
         self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
         self.closed = False  # it was `close` that ended it, not its last token or a failure
@@ -37,6 +47,7 @@ class RequestStream(AsyncIterator[AboutRequest]):
             raise
         if isinstance(item, Exception):
             raise item
+        self._observer.received(item)
         return item
 
     def close(self, reason: str = "abort") -> None:
@@ -46,7 +57,8 @@ class RequestStream(AsyncIterator[AboutRequest]):
         """
         if not self.ended:
             self.ended = self.closed = True
-            self._abort(self.request_id, reason)
+            self._abort(self.request_id)
+        self._observer.ended(self.request_id, reason)  # its last message may be unread
 
     def __enter__(self) -> RequestStream:
         return self

@@ -113,6 +113,20 @@ def by_threshold(scores: Scores, threshold: float) -> Flags:
     return tuple(tuple(score >= threshold for score in row) for row in scores)
 
 
+def by_rule(
+    scores: Scores, group: int, *, sparsity: float | None = None, threshold: float | None = None
+) -> tuple[dict[str, float], Flags]:
+    """Decide by the rule that is given, else by `published_sparsity`; return the rule too.
+
+    Raise `ConfigError` as `check_rule`.
+    """
+    check_rule(sparsity, threshold)
+    if threshold is not None:
+        return {"threshold": threshold}, by_threshold(scores, threshold)
+    sparsity = published_sparsity(group) if sparsity is None else sparsity
+    return {"sparsity": sparsity}, by_sparsity(scores, sparsity)
+
+
 def spread(kept: float, layers: int, kv_heads: int) -> Flags:
     """Keep a fraction of the KV heads, at least one, evenly spread, where there is no map."""
     total = layers * kv_heads

@@ -96,7 +96,7 @@ class HeadMap:
     format_version: Literal[1] = FORMAT_VERSION
     model: str  # its name, for people
     fingerprint: str  # see `razor_dist.models.loader.model_fingerprint`; "any" fits every model
-    method: str  # razor, duo, onthefly, alibi; constructed (the needle model); full, streaming
+    method: str  # one of `identify`; constructed (the needle model); full, streaming
     settings: dict[str, Any]  # of the method
     query_heads: int = Field(ge=1)  # per layer
     retrieval: Flags = Field(min_length=1)  # the decision: the engine never re-thresholds

@@ -22,8 +22,6 @@ E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
@@ -31,14 +29,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from razor_dist.config.errors import ModelError
-from razor_dist.heads.decision import Scores, by_sparsity, published_sparsity, rounded
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.identify.criterion import Criterion
 from razor_dist.identify.duo.attention import full_attention, streaming_attention
-from razor_dist.identify.passkeys import PasskeySample
-from razor_dist.identify.settings import OnTheFlySettings, PasskeySettings
+from razor_dist.identify.settings import OnTheFlySettings
 from razor_dist.kernels.query import Query
-from razor_dist.models.bridge import run_body
-from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
 
 KIND: Final = "change"  # of score, in `HeadMap.kv_scores`
@@ -47,39 +41,38 @@ KIND: Final = "change"  # of score, in `HeadMap.kv_scores`
 _PROJECTIONS: Final = ("o_proj", "dense", "out_proj", "wo")
 
 
-@dataclass(frozen=True)
-class ChangeContext:
-    """An `AttentionContext` of full attention that measures what each KV head would lose.
+class Change(Criterion):
+    """Measures what each KV head would lose, in squares: its own, and of the layer's whole."""
 
-    To ``moved``, float64 ``[layers, K]``, it adds the squared distance of each KV head, to
-    ``whole``, float64 ``[layers, 1]``, the square of all that a layer's attention adds.
-    """
-
-    projections: list[Tensor]  # of `output_projections`
-    recall: Tensor  # tokens to look at, int64 [R]
-    sinks: int
-    recent: int
-    moved: Tensor
-    whole: Tensor
+    def __init__(self, model: PreTrainedModel, settings: OnTheFlySettings) -> None:
+        shape = ModelShape.from_config(model.config)
+        self._projections = output_projections(model, shape)
+        self._sinks, self._recent = settings.sinks, settings.recent
+        self._moved = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float64)
+        self._whole = torch.zeros(shape.layers, 1, dtype=torch.float64)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         q, scale = query.q.flatten(0, 1), query.scale
         full = full_attention(q, k, v, scale)
-        cut = streaming_attention(q, k, v, scale, self.sinks, self.recent)
-        kv_heads = k.shape[0]
-        weight_EX = self.projections[layer].float()
+        cut = streaming_attention(q, k, v, scale, self._sinks, self._recent)
+        kv_heads, recall = k.shape[0], self.sample.mask.to(q.device)
+        weight_EX = self._projections[layer].float()
         # The model's own reshape: query heads side by side, a group's next to each other.
-        full_RX = full[:, self.recall].transpose(0, 1).flatten(1).float()
-        lost_RX = full_RX - cut[:, self.recall].transpose(0, 1).flatten(1).float()
+        full_RX = full[:, recall].transpose(0, 1).flatten(1).float()
+        lost_RX = full_RX - cut[:, recall].transpose(0, 1).flatten(1).float()
         moved = [
             _squared(lost @ weight.T)
             for lost, weight in zip(
                 lost_RX.chunk(kv_heads, 1), weight_EX.chunk(kv_heads, 1), strict=True
             )
         ]
-        self.moved[layer] += torch.stack(moved)
-        self.whole[layer] += _squared(full_RX @ weight_EX.T)
+        self._moved[layer] += torch.stack(moved)
+        self._whole[layer] += _squared(full_RX @ weight_EX.T)
         return full.transpose(0, 1)
+
+    def scores(self) -> Tensor:
+        # A layer whose attention adds nothing loses nothing.
+        return (self._moved / self._whole.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
 
 
 def _squared(x: Tensor) -> Tensor:
@@ -102,47 +95,3 @@ def output_projections(model: PreTrainedModel, shape: ModelShape) -> list[Tensor
             f"{', '.join(_PROJECTIONS)} in layer {missing[0]}, so heads cannot be compared"
         )
     return [found[layer] for layer in range(shape.layers)]
-
-
-def measure(
-    model: PreTrainedModel,
-    sample: Callable[[int], PasskeySample],
-    settings: OnTheFlySettings,
-    on_sample: Callable[[int], None] | None = None,
-) -> Scores:
-    """Score every KV head, ``[layers][KV heads]``, on the samples of `Passkeys.sample`."""
-    shape = ModelShape.from_config(model.config)
-    projections = output_projections(model, shape)
-    moved = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float64)
-    whole = torch.zeros(shape.layers, 1, dtype=torch.float64)
-    for index in range(settings.samples):
-        one = sample(index)
-        recall = one.mask.nonzero()[:, 0].to(model.device)
-        cut = settings.sinks, settings.recent
-        run_body(model, one.ids, ChangeContext(projections, recall, *cut, moved, whole))
-        if on_sample is not None:
-            on_sample(index)
-    # A layer whose attention adds nothing loses nothing.
-    return rounded((moved / whole.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().tolist())
-
-
-def head_map(
-    name: str,
-    model: PreTrainedModel,
-    scores: Scores,
-    settings: OnTheFlySettings,
-    passkeys: PasskeySettings,
-) -> HeadMap:
-    """Build the head map that the scores of `measure` decide, with all settings recorded."""
-    sparsity = settings.sparsity
-    if sparsity is None:
-        sparsity = published_sparsity(ModelShape.from_config(model.config).group)
-    used = {"sparsity": sparsity, "passkeys": asdict(passkeys), "dtype": dtype_name(model.dtype)}
-    return HeadMap.of_model(
-        name,
-        model.config,
-        method="onthefly",
-        settings=asdict(settings) | used,
-        retrieval=by_sparsity(scores, sparsity),
-        kv_scores={KIND: scores},
-    )

@@ -12,18 +12,16 @@ data, and ranks that draw the same sample need not send it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs, sentences_of
+from razor_dist.identify.criterion import Sample
+from razor_dist.identify.prose import Prose, open_prose, start_tokens
 from razor_dist.identify.settings import PasskeySettings
 
 # Common words, most of them one token in any tokenizer of English.
@@ -41,39 +39,17 @@ _PASSKEY = "\n\nRemember: the {} passkey is"
 _RECALL = "\n\nWhat is the {} passkey in the text? The {} passkey is"
 
 
-@dataclass(frozen=True)
-class PasskeySample:
-    """One sample: tokens, int64 ``[N]``, and the mask of the recalled words, bool ``[N]``."""
-
-    ids: Tensor
-    mask: Tensor
-
-
 class Passkeys:
-    """All samples of one text and one seed.
+    """All samples of one text and one seed; a mask marks the recalled words.
 
-    ``encode`` gives the tokens of a text, without special ones; ``start`` are those that every
-    prompt begins with. A sample begins at a random sentence of the ``paragraphs``; text that is too
-    short begins again. Raise `ConfigError` if there is none, or passkeys do not fit.
+    ``start`` are the special tokens that every prompt begins with. Raise `ConfigError` if passkeys
+    do not fit.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str], list[int]],
-        paragraphs: Sequence[str],
-        settings: PasskeySettings,
-        start: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, prose: Prose, settings: PasskeySettings, start: Sequence[int] = ()) -> None:
         self.settings = settings
+        self._prose, encode = prose, prose.encode
         self._start = [*start, *encode(_INTRODUCTION)]
-        # Sentence by sentence, so that a passkey between two of them changes neither.
-        self._sentences = [
-            encode(("\n\n" if index == 0 else " ") + sentence)
-            for paragraph in paragraphs
-            for index, sentence in enumerate(sentences_of(paragraph))
-        ]
-        if not any(self._sentences):
-            raise ConfigError("there is no text to hide passkeys in")
         self._words = [encode(" " + word) for word in _WORDS.split()]
         self._stop = encode(".")
         ordinals = _ORDINALS.split()[: settings.passkeys]
@@ -93,7 +69,7 @@ class Passkeys:
         self._lengths = [shortest + span * i // steps for i in range(settings.lengths)]
         self._lengths[-1] = settings.max_tokens
 
-    def sample(self, index: int) -> PasskeySample:
+    def sample(self, index: int) -> Sample:
         """Draw the sample with this index, the same at every call."""
         draw = random.Random(f"{self.settings.seed}:{index}")
         length = draw.choice(self._lengths)
@@ -111,46 +87,21 @@ class Passkeys:
             for words, passkey in zip(self._hidden, passkeys, strict=True)
         ]
         room = length - len(self._start) - sum(map(len, hidden)) - len(recall)
-        text = self._text(room, draw)
+        text = self._prose.take(room, draw)
         # In the order of their ordinals; two may stand next to each other.
         places = sorted(draw.randrange(len(text) + 1) for _ in hidden)
         for place, passkey in reversed([*zip(places, hidden, strict=True)]):
             text.insert(place, passkey)
         ids = [*self._start, *chain.from_iterable(text), *recall]
         mask = [False] * (len(ids) - len(marks)) + marks
-        return PasskeySample(torch.tensor(ids), torch.tensor(mask))
-
-    def _text(self, tokens: int, draw: random.Random) -> list[list[int]]:
-        """Take consecutive sentences of ``tokens`` tokens in all, the last one cut."""
-        first = draw.randrange(len(self._sentences))
-        text: list[list[int]] = []
-        while tokens > 0:
-            sentence = self._sentences[(first + len(text)) % len(self._sentences)][:tokens]
-            text.append(sentence)
-            tokens -= len(sentence)
-        return text
+        return Sample(torch.tensor(ids), torch.tensor(mask))
 
 
 def open_passkeys(
     tokenizer: PreTrainedTokenizerBase, settings: PasskeySettings, haystack: Path | None = None
 ) -> Passkeys:
-    """Make samples for the model of a tokenizer.
+    """Make samples for the model of a tokenizer, of the text of `open_prose`.
 
-    ``haystack`` is a folder of ``.txt`` files to hide passkeys in; by default it is the prose of
-    Python's language reference: some 20,000 tokens. Raise `ConfigError` as `Passkeys`.
+    Raise `ConfigError` as `Passkeys`.
     """
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    try:
-        paragraphs = reference_paragraphs() if haystack is None else folder_paragraphs(haystack)
-    except ValueError as error:
-        raise ConfigError(f"haystack: {error}") from error
-    return Passkeys(encode, paragraphs, settings, start_tokens(tokenizer))
-
-
-def start_tokens(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the special tokens that every prompt of a model begins with."""
-    if tokenizer is None:
-        return []
-    empty: list[int] = tokenizer.encode("")
-    # Some tokenizers end the text as well.
-    return empty[:-1] if len(empty) > 1 and empty[-1] == tokenizer.eos_token_id else empty
+    return Passkeys(open_prose(tokenizer, haystack), settings, start_tokens(tokenizer))

@@ -32,9 +32,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Decision, Scores, decide, rounded
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.identify.criterion import Criterion, Sample, score
 from razor_dist.identify.settings import RazorSettings
 from razor_dist.kernels.query import Query
-from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
 
@@ -54,8 +54,8 @@ class ProbeScores:
 
 
 @dataclass
-class ProbeContext:
-    """An `AttentionContext` that computes exact causal attention and measures its weights.
+class ProbeContext(Criterion):
+    """Measures the weights on earlier occurrences of each token.
 
     ``on_layer`` is called with the index of each layer that is measured.
     """
@@ -94,8 +94,14 @@ class ProbeContext:
                 total[kind] += weights.sum(-1, dtype=torch.float64)
         return total.flatten(1)
 
-    def scores(self) -> ProbeScores:
-        """Return the scores of every layer, once all have been measured."""
+    def scores(self) -> Tensor:
+        """Return the largest mean weight, of either kind, in each KV head's group."""
+        n, repeats = self.tokens, self.repeats
+        heads = self._weight.sum(-1).amax(0) / (n * repeats * (repeats - 1) // 2)
+        return heads.unflatten(-1, (self.shape.kv_heads, -1)).amax(-1)
+
+    def by_query_head(self) -> ProbeScores:
+        """Return the scores that decide, once all layers have been measured."""
         n, repeats = self.tokens, self.repeats
         pairs = n * repeats * (repeats - 1) // 2
         occurrences = torch.arange(repeats, dtype=torch.float64).clamp(min=1)
@@ -141,8 +147,8 @@ def probe(
     shape = ModelShape.from_config(model.config)
     tokens, ids = probe_input(shape, vocabulary, settings, start)
     context = ProbeContext(shape, tokens, settings.repeats, len(start), on_layer)
-    run_body(model, ids, context)
-    return context.scores()
+    score(model, [Sample(ids, torch.ones(len(ids), dtype=torch.bool))], context)
+    return context.by_query_head()
 
 
 def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> Tensor:

@@ -113,6 +113,45 @@ class OnTheFlySettings:
 
 
 @dataclass(frozen=True)
+class KVzipSettings:
+    """Settings of KVzip's head scores; the sparsity is that of its authors, 0.6 of the cache."""
+
+    sparsity: Annotated[float, Doc("Fraction of KV heads to make streaming heads, 0 to 1.")] = 0.4
+    samples: Annotated[int, Doc("Texts to repeat, one forward pass each.")] = 5
+    tokens: Annotated[int, Doc("Tokens of a text.")] = 2000
+    recent: Annotated[
+        int, Doc("Last tokens of a text to leave out: heads that see only near tokens reach them.")
+    ] = 0
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_rule(self.sparsity)
+        check_least(self, samples=1, tokens=2, recent=0)
+        check_seed(self.seed)
+        if self.recent >= self.tokens:
+            raise ConfigError(
+                f"recent must be below tokens, got {self.recent} of {self.tokens}: nothing of a "
+                "text would be left"
+            )
+
+
+@dataclass(frozen=True)
+class ReachSettings:
+    """Settings of the reach of mean queries; the length is kvpress's."""
+
+    sparsity: Sparsity = None
+    samples: Annotated[int, Doc("Texts to measure, one forward pass each.")] = 10
+    tokens: Annotated[int, Doc("Tokens of a text.")] = 2000
+    length: Annotated[int, Doc("Places over which attention of the means is spread.")] = 500
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_rule(self.sparsity)
+        check_least(self, samples=1, tokens=2, length=2)
+        check_seed(self.seed)
+
+
+@dataclass(frozen=True)
 class ScopeSettings:
     epsilon: Annotated[float, Doc("Attention weights up to this are neglected.")] = 0.001
     bound: Annotated[

@@ -53,7 +53,7 @@ from razor_dist.protocol.messages import Progress
 log = logging.getLogger(__name__)
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
-_VERSION = 5
+_VERSION = 6
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
@@ -269,21 +269,23 @@ class Summarizer:
                 tell(list(answer.token_ids))
                 due = time.monotonic() + _DRAFT_SECONDS
         tell(tuple(answer.token_ids))
-        text, reason = answer.text, answer.finish_reason
-        if draft:
-            assert params.repetition_detection is not None
-            ids = [*draft, *answer.token_ids]
+        text, reason, ids = answer.text, answer.finish_reason, [*draft, *answer.token_ids]
+        detection = params.repetition_detection
+        assert detection is not None
+        if draft and (end := detection.first_loop(ids)) is not None:
             # The engine has looked for loops in the new tokens alone.
-            end = params.repetition_detection.first_loop(ids)
-            if end is not None:
-                ids, reason = ids[:end], "repetition"
+            ids, reason = ids[:end], "repetition"
+        if reason == "repetition":
+            ids = ids[: detection.once(ids)]
+        if draft or reason == "repetition":
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
             text = str(decode(ids, clean_up_tokenization_spaces=False))
         told = {"summary": text.strip(), "finish_reason": reason}
         if answer.sentences is None:
             return told
-        lead = len(text) - len(text.lstrip())
-        return told | {"sentences": as_told(answer.sentences, prompt.material, lead)}
+        lead, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        kept = [replace(s, end=min(s.end, end)) for s in answer.sentences if s.start < end]
+        return told | {"sentences": as_told(kept, prompt.material, lead)}
 
     @staticmethod
     def _traced(
@@ -371,20 +373,28 @@ class SummaryTask:
 def _counted(
     tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
 ) -> tuple[list[int], bool]:
-    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess."""
+    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess.
+
+    Why documents cannot be read is logged, one document for each reason: a missing package is said
+    before the model is loaded. Each error is reported when its document is summarised.
+    """
     end = time.monotonic() + _COUNTING_SECONDS
+    reasons: dict[str, str] = {}
 
     def count(source: Source) -> int | None:
         if time.monotonic() > end:
             return None
         try:
             text = source.read().text
-        except DocumentError:
-            return 0  # its error is reported when it is summarised
+        except DocumentError as error:
+            reasons.setdefault(str(error), source.path)
+            return 0
         return max(1, len(tokenizer(text, add_special_tokens=False).input_ids))
 
     with ThreadPoolExecutor(usable_cores()) as threads:
         found = list(threads.map(count, sources))
+    for reason, path in reasons.items():
+        log.warning("%s: %s", path, reason)
     pairs = [(n, source.size) for n, source in zip(found, sources, strict=True) if n]
     each = sum(n for n, _ in pairs) / sum(size for _, size in pairs) if pairs else 1 / 4
     guesses = [max(1, int(each * source.size)) for source in sources]

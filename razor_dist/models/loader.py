@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def load_model(
     # Typed as returning a model alone, which output_loading_info makes untrue.
     from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained
     try:
-        with no_progress_bars():
+        with quiet_transformers():
             model, report = from_pretrained(
                 path,
                 config=without_idle_window(config),
@@ -263,8 +264,15 @@ def _rope_fields(config: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Silence transformers' bars: eight ranks that load at once would draw over each other."""
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' bars, and what it says of a model's flags for its own ``generate``.
+
+    Eight ranks that load at once would draw over each other, and the flags are read by
+    `razor_dist.protocol.sampling_params.sampling_defaults` alone.
+    """
+    flags = logging.getLogger("transformers.generation.configuration_utils")
+    level = flags.level
+    flags.setLevel(logging.ERROR)
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     # It has a bar of tqdm's own, which this switch would not reach.
@@ -272,6 +280,7 @@ def no_progress_bars() -> Iterator[None]:
     try:
         yield
     finally:
+        flags.setLevel(level)
         if enabled:
             transformers_logging.enable_progress_bar()
 
@@ -281,7 +290,7 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> None:
     from razor_dist.parallel.zero import name_accelerator
 
     name_accelerator()
-    with no_progress_bars():
+    with quiet_transformers():
         model.save_pretrained(folder)
     # safetensors writes files that their owner alone may read, whatever the umask.
     for weights in Path(folder).glob("*.safetensors"):

@@ -109,9 +109,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
-    from razor_dist.models.loader import no_progress_bars, save_model
+    from razor_dist.models.loader import quiet_transformers, save_model
 
-    with no_progress_bars():
+    with quiet_transformers():
         loaded = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )

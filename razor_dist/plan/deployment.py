@@ -206,8 +206,7 @@ class Deployment:
     def _cache(
         self, config: EngineConfig, layout: HeadLayout, tokens: int, room: float
     ) -> CacheConfig:
-        dtypes = self.dtype, self.kv_dtype
-        return cache_config(config, self.shape, layout, tokens, self.world_size, *dtypes, room)
+        return cache_config(config, self.shape, layout, tokens, self.world_size, self.dtype, room)
 
     @property
     def tail(self) -> int:

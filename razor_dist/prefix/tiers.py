@@ -111,6 +111,15 @@ class Tiers:
         found: dict[str, Any] = {tier: self.nodes.stats(tier) for tier in self.nodes.room}
         return found | {"saving": len(self._queue) + (self.saving is not None)}
 
+    def held(self, namespace: Namespace, tokens: Tokens) -> dict[str, int]:
+        """Return the bytes of a text's beginning that are in each of these tiers."""
+        node = self.nodes.find(namespace, tokens, len(tokens)).entry
+        chain = [] if node is None else node.chain
+        return {
+            tier: sum(one.manifest.nbytes for one in chain if tier in one.where)
+            for tier in ("host", "disk")
+        }
+
     # -------------------------------------------------------------------------------- to load
 
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:

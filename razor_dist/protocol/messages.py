@@ -42,6 +42,8 @@ class Add(_Message, tag="add"):
     # Prefill only, and pin the caches until `Abort`; done when `Progress.processed` is the total.
     pin: bool = False
     prefix: str | None = None  # id of a pinned request that this prompt continues
+    # Of a pinned prefix: whose it is, and the bytes that all of this owner may take.
+    quota: tuple[str, int] | None = None
     cache_salt: str | None = None  # requests of another one share no caches with it
 
 
@@ -78,6 +80,9 @@ class EngineInfo(msgspec.Struct):
     source_heads: int = 0  # retrieval heads that are asked where answers come from
     kv_reserved_bytes_per_rank: int = 0
     saves_from_tokens: int | None = None  # contexts from which on the head split saves memory
+    prefix_folder: str | None = None  # of the prefix store, for what fits this engine
+    page_size: int = 0  # tokens
+    num_pages: int = 0  # of all ranks
 
     @property
     def fields(self) -> Fields:
@@ -104,6 +109,7 @@ class Progress(_Message, tag="progress"):
     prefix: int  # tokens of the pinned prefix
     cached: int  # tokens that were in the caches, of the prefix or not
     seconds: float  # since its first chunk began
+    nbytes: int = 0  # that a pinned prefix takes beside the one that it continues, on all ranks
 
 
 # Log-probability, place among all tokens (1 is the likeliest), and the likeliest with theirs.

@@ -70,6 +70,14 @@ class RepetitionDetectionParams:
         detector = RepetitionDetector(self)
         return next((at for at, token in enumerate(tokens, 1) if detector.push(token)), None)
 
+    def once(self, tokens: Sequence[int]) -> int:
+        """Tokens up to which a loop's pattern stands once; all of them if there is no loop."""
+        detector = RepetitionDetector(self)
+        for at, token in enumerate(tokens, 1):
+            if detector.push(token):
+                return at - detector.repeated
+        return len(tokens)
+
 
 # Found in answers of the embedded model were patterns of 1 to 90 tokens. What is lawful and repeats
 # (a line of a table, a chorus, a sentence that is asked for thirty times) is shorter than this.
@@ -104,4 +112,9 @@ class RepetitionDetector:
         self._runs *= last[::-1] == token
         self._tokens[self._end] = token
         self._end += 1
-        return bool((self._runs >= self._needed).any())
+        return self.repeated > 0
+
+    @property
+    def repeated(self) -> int:
+        """Tokens at the end of a loop that repeat those before them; 0 if there is no loop."""
+        return int(self._runs[self._runs >= self._needed].max(initial=0))

@@ -63,7 +63,7 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         app.add_middleware(
             CORSMiddleware,
             allow_origins=service.config.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("Retry-After", "X-Request-Id"),
         )
@@ -118,6 +118,19 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         if name != service.config.name:
             raise no_such_model(name, service.config.name)
         return service.model_card()
+
+    @app.get("/v1/contexts")
+    async def contexts() -> dict[str, Any]:
+        return {"object": "list", "data": await service.described_contexts()}
+
+    @app.get("/v1/contexts/{name}")
+    async def context(name: str) -> dict[str, Any]:
+        return (await service.described_contexts(name))[0]
+
+    @app.delete("/v1/contexts/{name}")
+    async def end_context(name: str) -> dict[str, Any]:
+        service.contexts.end(name, current_record().key)
+        return {"id": name, "object": "context", "deleted": True}
 
     @app.api_route("/ping", methods=["GET", "POST"])
     @app.api_route("/health", methods=["GET", "HEAD"])

@@ -56,6 +56,8 @@ P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
+# Seconds that a collector gets to take the last traces.
+_LAST_TRACES = 3
 # Connections that are accepted in one turn of the loop, and that wait for it. One that must make
 # way is closed a few turns later; few are accepted in each, so that `_OTHER_FILES` holds them.
 _ACCEPTED_AT_ONCE, _BACKLOG = 16, 1024
@@ -151,6 +153,10 @@ class Frontend:
                 await self._service.reader.process.aclose()
             if self.client.grammars is not None:
                 await self.client.grammars.aclose()
+            if self._service.traces is not None:
+                with contextlib.suppress(TimeoutError):
+                    closed = in_daemon_thread(self._service.traces.close)
+                    await asyncio.wait_for(closed, _LAST_TRACES)
             server.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()

@@ -1,5 +1,7 @@
-"""Prometheus metrics: vLLM's names under the prefix ``razor:``, and what only this engine has.
+"""Prometheus metrics: what vLLM has too, by its names, and what only this engine has.
 
+All have the prefix ``razor:``. With ``metrics_prefix: vllm`` those of vLLM have its prefix and its
+label ``engine``, so that gateways and dashboards made for it find them.
 Those of requests are kept here, from the messages that pass the frontend. Those of the ranks are
 asked of them at a scrape; while a chunk keeps rank 0 busy the last ones are repeated.
 """
@@ -7,7 +9,7 @@ asked of them at a scrape; while a chunk keeps rank 0 busy the last ones are rep
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,18 @@ from razor_dist.protocol.messages import AboutRequest, Failed, Fields, Progress,
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.request_log import RequestRecord, current_record
 
-PREFIX = "razor:"
+# Metrics of vLLM's, as docs.vllm.ai/en/stable/usage/metrics has them, without their suffixes.
+_VLLM = """
+    cache_config_info e2e_request_latency_seconds generation_tokens inter_token_latency_seconds
+    kv_cache_usage_perc num_requests_running num_requests_waiting prefix_cache_hits
+    prefix_cache_queries prompt_tokens request_decode_time_seconds request_generation_tokens
+    request_inference_time_seconds request_params_max_tokens request_params_n
+    request_prefill_time_seconds request_prompt_tokens request_queue_time_seconds request_success
+    request_time_per_output_token_seconds spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens_per_pos spec_decode_num_draft_tokens spec_decode_num_drafts
+    time_to_first_token_seconds
+"""
+VLLM = frozenset(_VLLM.split())
 
 # vLLM's buckets, so that its dashboards need no others.
 _SECONDS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920]
@@ -38,8 +51,21 @@ _NEXT += [20, 40, 80]
 _TOKENS = [float(digit * 10**power) for power in range(7) for digit in (1, 2, 5)]
 
 
+class Names:
+    """Full names of metrics, and the labels of all that are about the model."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self._prefix = prefix
+        self.labels = {"model_name": model_name}
+        if prefix == "vllm":
+            self.labels["engine"] = "0"
+
+    def __call__(self, name: str) -> str:
+        return f"{self._prefix if name in VLLM else 'razor'}:{name}"
+
+
 @dataclass
-class _Answer:
+class Answer:
     """One answer on its way, with the times of what has happened to it."""
 
     record: RequestRecord
@@ -49,6 +75,7 @@ class _Answer:
     prompt_tokens: int
     admitted: float | None = None
     read: int = 0  # tokens of the prompt
+    cached: int = 0  # of these
     first_token: float | None = None
     last_token: float = 0.0
     tokens: int = 0
@@ -57,12 +84,15 @@ class _Answer:
 class Metrics(Observer):
     """The server's metrics, those of requests from what an `EngineClient` tells its observer."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prefix: str = "razor") -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._model = {"model_name": model_name}
-        self._answers: dict[str, _Answer] = {}
-        self._ranks = RankMetrics(self._model)
+        self._names = Names(prefix, model_name)
+        self._model = self._names.labels
+        self._answers: dict[str, Answer] = {}
+        # Hears of each answer that ends, why, and when (monotonic seconds).
+        self.on_end: Callable[[Answer, str, float], None] | None = None
+        self._ranks = RankMetrics(self._names)
         self.registry.register(self._ranks)
         gauge, counter = self._gauge, self._counter
         gauge("num_requests_running", "Answers whose prompt is being read or that are written.", 0)
@@ -92,7 +122,7 @@ class Metrics(Observer):
         self._most = histogram("request_params_max_tokens", "Asked for.", _TOKENS)
         self._n = histogram("request_params_n", "Answers asked for.", [1, 2, 5, 10, 20])
         self.http_requests = Counter(
-            f"{PREFIX}http_requests",
+            self._names("http_requests"),
             "HTTP requests.",
             ["handler", "method", "status"],
             registry=self.registry,
@@ -100,7 +130,7 @@ class Metrics(Observer):
 
     def gauge(self, name: str, text: str, value: Any) -> None:
         """Add a gauge of the process, which ``value()`` returns at a scrape."""
-        Gauge(f"{PREFIX}{name}", text, registry=self.registry).set_function(value)
+        Gauge(self._names(name), text, registry=self.registry).set_function(value)
 
     def render(self, ready: bool, ranks: Fields | None) -> bytes:
         """Return the text of a scrape; ``ranks`` is the engine's description with its counters."""
@@ -119,7 +149,7 @@ class Metrics(Observer):
         if params.max_tokens is not None:
             self._most.observe(params.max_tokens)
         for id_ in ids:
-            self._answers[id_] = _Answer(record, params, now, id_ == ids[0], prompt_tokens)
+            self._answers[id_] = Answer(record, params, now, id_ == ids[0], prompt_tokens)
 
     def received(self, message: AboutRequest) -> None:
         answer, now = self._answers.get(message.id), time.monotonic()
@@ -137,17 +167,17 @@ class Metrics(Observer):
     def ended(self, request_id: str, reason: str) -> None:
         self._end(request_id, reason, time.monotonic())
 
-    def _progress(self, answer: _Answer, message: Progress, now: float) -> None:
+    def _progress(self, answer: Answer, message: Progress, now: float) -> None:
         if answer.admitted is None:
             answer.admitted = now
-            answer.read = message.cached
+            answer.read = answer.cached = message.cached
             self._queue.observe(now - answer.submitted)
             self._cache_queries.inc(message.total)
             self._cache_hits.inc(message.cached)
         self._prompt_tokens.inc(message.processed - answer.read)
         answer.read = message.processed
 
-    def _token(self, answer: _Answer, now: float) -> None:
+    def _token(self, answer: Answer, now: float) -> None:
         self._generation_tokens.inc()
         answer.record.completion_tokens += 1
         answer.tokens += 1
@@ -164,6 +194,8 @@ class Metrics(Observer):
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return
+        if self.on_end is not None:
+            self.on_end(answer, reason, now)
         self._success.labels(**self._model, finished_reason=reason).inc()
         self._whole.observe(now - answer.submitted)
         self._length.observe(answer.tokens)
@@ -183,7 +215,7 @@ class Metrics(Observer):
     # ------------------------------------------------------------------- how they are made
 
     def _gauge(self, name: str, text: str, which: int) -> None:
-        found = Gauge(f"{PREFIX}{name}", text, list(self._model), registry=self.registry)
+        found = Gauge(self._names(name), text, list(self._model), registry=self.registry)
 
         def value() -> float:
             waiting = self._waiting()
@@ -193,12 +225,12 @@ class Metrics(Observer):
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         names = [*self._model, *labels]
-        found = Counter(f"{PREFIX}{name}", text, names, registry=self.registry)
+        found = Counter(self._names(name), text, names, registry=self.registry)
         return found if labels else found.labels(**self._model)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         found = Histogram(
-            f"{PREFIX}{name}", text, list(self._model), buckets=buckets, registry=self.registry
+            self._names(name), text, list(self._model), buckets=buckets, registry=self.registry
         )
         return found.labels(**self._model)
 
@@ -206,8 +238,8 @@ class Metrics(Observer):
 class RankMetrics(Collector):
     """The ranks' counters as last reported (`EngineCore.stats`)."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
-        self._labels = labels
+    def __init__(self, names: Names) -> None:
+        self._names, self._labels = names, names.labels
         self.ready = False
         self.stats: Fields = {}
         self.reported: float | None = None
@@ -222,6 +254,7 @@ class RankMetrics(Collector):
         if reserved:
             used = max(held) / reserved
             yield self._one("kv_cache_usage_perc", "Of the room for KV, 1 is all of it.", used)
+        yield self._cache_config(stats)
         retrieval = stats.get("retrieval_kv_bytes_per_rank", [])
         kv = self._family(
             "kv_cache_bytes", "KV that sequences hold, by kind of head.", "rank heads"
@@ -242,7 +275,7 @@ class RankMetrics(Collector):
         yield from self._prefixes(stats.get("prefix_cache", {}))
         yield from self._drafts(stats.get("spec_decode", {}))
         steps = HistogramMetricFamily(
-            f"{PREFIX}step_seconds",
+            self._names("step_seconds"),
             "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
             labels=[*self._labels, "kind"],
         )
@@ -254,6 +287,18 @@ class RankMetrics(Collector):
             steps.add_metric([*self._labels.values(), kind], buckets, total)
         yield steps
 
+    def _cache_config(self, stats: Fields) -> GaugeMetricFamily:
+        """Return what routers that score prefixes want to know; its value says nothing."""
+        labels = {
+            "block_size": stats["page_size"],
+            "num_gpu_blocks": stats["num_pages"],
+            "cache_dtype": stats["kv_dtype"],
+            "enable_prefix_caching": bool(stats.get("prefix_cache")),
+        }
+        family = self._family("cache_config_info", "The paged KV caches.", " ".join(labels))
+        family.add_metric([*self._labels.values(), *map(str, labels.values())], 1)
+        return family
+
     def _drafts(self, reported: Fields) -> Iterator[Any]:
         """Stream what was drafted, and what of it came true; nothing for an engine without."""
         texts = {
@@ -262,7 +307,7 @@ class RankMetrics(Collector):
             "spec_decode_num_accepted_tokens": "Those that came true.",
         }
         for name, text in texts.items() if reported else ():
-            family = CounterMetricFamily(f"{PREFIX}{name}", text, labels=list(self._labels))
+            family = CounterMetricFamily(self._names(name), text, labels=list(self._labels))
             family.add_metric(
                 list(self._labels.values()), reported[name.removeprefix("spec_decode_")]
             )
@@ -302,7 +347,7 @@ class RankMetrics(Collector):
 
     def _family(self, name: str, text: str, labels: str = "") -> GaugeMetricFamily:
         names = [*self._labels, *labels.split()]
-        return GaugeMetricFamily(f"{PREFIX}{name}", text, labels=names)
+        return GaugeMetricFamily(self._names(name), text, labels=names)
 
     def _one(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = self._family(name, text)
@@ -317,7 +362,7 @@ class RankMetrics(Collector):
 
     def _counters(self, name: str, text: str, label: str, values: dict[Any, float]) -> Any:
         names = [*self._labels, label]
-        family = CounterMetricFamily(f"{PREFIX}{name}", text, labels=names)
+        family = CounterMetricFamily(self._names(name), text, labels=names)
         for key, value in values.items():
             family.add_metric([*self._labels.values(), str(key)], value)
         return family

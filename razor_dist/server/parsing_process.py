@@ -18,6 +18,9 @@ import logging
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
+import msgspec
+
+from razor_dist.api.contexts import KeptContext
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.tools import ToolUse
@@ -64,6 +67,7 @@ class ParsingProcess(ChildProcess):
         limits: Limits,
         key: Hashable = None,
         files: Sequence[Document] = (),
+        kept: KeptContext | None = None,
     ) -> ParsedRequest:
         """Parse as `razor_dist.api.parsing.parse_request`, one body after the other.
 
@@ -73,7 +77,7 @@ class ParsingProcess(ChildProcess):
         Raises `RequestError` if the request cannot be served, and `EngineError` if the process
         dies, is stuck (`patience`; the next body then gets a new one) or is closed.
         """
-        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits, files), key)
+        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits, files, kept), key)
         raise_failure(answer)
         return _parsed_of(answer)
 
@@ -83,9 +87,15 @@ class ParsingProcess(ChildProcess):
         raw: bytes | bytearray,
         limits: Limits,
         files: Sequence[Document],
+        kept: KeptContext | None,
     ) -> Fields:
         patience = self.patience + _PATIENCE_PER_MB * len(raw) / 2**20
-        head = encode({"endpoint": endpoint, "limits": limits, "files": files, "bytes": len(raw)})
+        head = encode(
+            {
+                **{"endpoint": endpoint, "limits": limits, "files": files, "kept": kept},
+                "bytes": len(raw),
+            }
+        )
         try:
             return await self.ask(patience, head, raw)
         except TimeoutError:
@@ -105,7 +115,8 @@ def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
     try:
         limits = Limits(*message["limits"])
         files = [Document(*file) for file in message["files"]]
-        parsed = parse_request(message["endpoint"], raw, encoder, limits, files)
+        kept = msgspec.convert(message["kept"], KeptContext | None)
+        parsed = parse_request(message["endpoint"], raw, encoder, limits, files, kept)
         return encode(_message_of(parsed))
     except RequestError as error:
         refusal: RazorError = error
@@ -137,7 +148,9 @@ def _parsed_of(answer: Fields) -> ParsedRequest:
     flags = answer["flags"]
     tools = flags["tools"] and ToolUse(*flags["tools"])
     described = json.loads(flags["described"])
-    return ParsedRequest(prompts, **flags | {"tools": tools, "described": described})
+    contexts = msgspec.convert(flags["contexts"], list[KeptContext])
+    own = {"tools": tools, "described": described, "contexts": contexts}
+    return ParsedRequest(prompts, **flags | own)
 
 
 def main() -> None:

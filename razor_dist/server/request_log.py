@@ -6,9 +6,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # Asked every few seconds by machines.
 _QUIET = frozenset({"/health", "/ping", "/metrics"})
 _ID = re.compile(r"[A-Za-z0-9._:=/+-]{1,128}")
+_OF_TRACES = ("traceparent", "tracestate")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -34,6 +35,8 @@ class RequestRecord:
     address: str | None = None  # the client's; it is not logged
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    operation: str = ""  # what is asked for, as OpenTelemetry names it
+    trace: Mapping[str, str] = field(default_factory=dict)  # headers of the caller's span
 
     @property
     def turn(self) -> str | None:
@@ -64,8 +67,10 @@ class RequestLog:
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id", "")
-        record = RequestRecord(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        given = Headers(scope=scope)
+        id_ = given.get("x-request-id", "")
+        record = RequestRecord(id_ if _ID.fullmatch(id_) else uuid.uuid4().hex)
+        record.trace = {name: given[name] for name in _OF_TRACES if name in given}
         record.address = (scope.get("client") or [None])[0]
         begun, status, complete = time.perf_counter(), 0, False
 

@@ -8,10 +8,12 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
 
+from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
 from razor_dist.api.fields import naming
 from razor_dist.api.openapi import openapi
@@ -29,11 +31,13 @@ from razor_dist.protocol.messages import EngineInfo, Fields
 from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
+from razor_dist.server.contexts import Context, Contexts, described
 from razor_dist.server.documents import DocumentReader
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
 from razor_dist.server.sse import EventStream, stream
+from razor_dist.server.tracing import Traces, exporting
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +75,15 @@ class Service:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
+        self.contexts = Contexts(client, config.pinned_gb * 2**30)
         self.documents = DocumentReader(int(config.max_body_mb * 2**20))
         self._asking: asyncio.Task[Fields] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
-        self.metrics = client.observer = Metrics(config.name)
+        self.metrics = client.observer = Metrics(config.name, config.metrics_prefix)
+        self.traces: Traces | None = None
+        if config.otlp_endpoint is not None:
+            self.traces = Traces(exporting(config.otlp_endpoint), config.name)
+            self.metrics.on_end = self.traces.ended
         self._heartbeat = heartbeat
         self._ignored: set[str] = set()  # fields that are logged already
         self._started = int(time.time())
@@ -116,13 +125,19 @@ class Service:
         Raises `RequestError` or `EngineError` if it cannot be served, or if its time is over or the
         engine fails before the response begins.
         """
-        seconds = self.config.request_timeout or math.inf
+        seconds, key = self.config.request_timeout or math.inf, current_record().key
+        context: Context | None = None
+        completes = endpoint == "completions"
+        current_record().operation = "text_completion" if completes else "chat"
         try:
             async with asyncio.timeout_at(arrived + seconds):
                 parsed = await self._parse(endpoint, raw)
-                if parsed.unread:
+                if parsed.unread or parsed.context:
+                    if parsed.context is not None:
+                        context = self.contexts.find(parsed.context, key)
                     files = await self._read_files(parsed.unread)
-                    parsed = await self._parse(endpoint, raw, files)
+                    kept = None if context is None else context.kept
+                    parsed = await self._parse(endpoint, raw, files, kept)
         except TimeoutError:
             raise _late(seconds) from None
         if parsed.answer is not None:
@@ -137,13 +152,24 @@ class Service:
         except TimeoutError:
             raise _late(seconds) from None
         tokenizer = reader.encoder.tokenizer
-        choices = LiveChoices(
-            self.client,
-            tokenizer,
-            prompts,
-            report_progress=parsed.return_progress,
-            cache_salt=self._salt(parsed.cache_salt),
-        )
+        salt = self._salt(parsed.cache_salt)
+        pinned = None
+        if found := self.contexts.use(context, parsed.contexts, key, salt):
+            pinned, used = found
+            parsed = replace(parsed, kept_as=[one.brief for one in used])
+        try:
+            choices = LiveChoices(
+                self.client,
+                tokenizer,
+                prompts,
+                report_progress=parsed.return_progress,
+                pinned=pinned,
+                cache_salt=salt,
+            )
+        except BaseException:
+            if pinned is not None:
+                pinned.close()
+            raise
         note_answers(choices.ids)
         choices.fail_at(arrived + seconds, _late(seconds))
         form = FORMATS[endpoint](parsed, self.config.name, choices.choices, tokenizer)
@@ -186,7 +212,11 @@ class Service:
         return found
 
     async def _parse(
-        self, endpoint: Endpoint, raw: bytes | bytearray, files: Sequence[Document] = ()
+        self,
+        endpoint: Endpoint,
+        raw: bytes | bytearray,
+        files: Sequence[Document] = (),
+        kept: KeptContext | None = None,
     ) -> ParsedRequest:
         """Read a request's body; the request counts for ``max_queue`` meanwhile."""
         info, reader = self._require_ready()
@@ -196,11 +226,11 @@ class Service:
             limits = self._limits(info, reader)._replace(room=room)
             if len(raw) >= _LONG:
                 key = current_record().turn
-                parsed = await reader.process.parse_request(endpoint, raw, limits, key, files)
+                parsed = await reader.process.parse_request(endpoint, raw, limits, key, files, kept)
             else:
                 encoder = reader.encoder
                 parsed = await asyncio.to_thread(
-                    parse_request, endpoint, raw, encoder, limits, files
+                    parse_request, endpoint, raw, encoder, limits, files, kept
                 )
         for name in map(repr, parsed.ignored):
             if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
@@ -227,6 +257,7 @@ class Service:
             info.vocab_size,
             reader.defaults,
             default_max_tokens=config.default_max_tokens,
+            pins=config.pinned_gb > 0,
             unknown_fields=config.unknown_fields,
         )
 
@@ -241,7 +272,18 @@ class Service:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
         counters = await self.counters()
-        return {**info.fields, **counters, "unfinished": self.client.unfinished}
+        about = {k: v for k, v in info.fields.items() if k != "prefix_folder"}
+        return {**about, **counters, "unfinished": self.client.unfinished}
+
+    async def described_contexts(self, id_: str | None = None) -> list[dict[str, Any]]:
+        """Return the contexts of the request's key, or the one of that id."""
+        key = current_record().key
+        found = self.contexts.of(key) if id_ is None else [self.contexts.find(id_, key)]
+        tiers = None
+        with contextlib.suppress(EngineError):
+            held = (await self.counters()).get("pinned", {}) if found else {}
+            tiers = lambda request: held.get(request, {"host": 0, "disk": 0})  # noqa: E731
+        return [described(context, tiers) for context in found]
 
     async def scrape(self) -> bytes:
         """Return the metrics as Prometheus' text, the ranks' as last reported if they are busy."""

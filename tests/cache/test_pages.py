@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from razor_dist.cache import pages
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.config.errors import EngineError
 from razor_dist.kernels.quantized import packed, unpacked
@@ -123,15 +122,17 @@ def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
         assert (store[:, b] != 0).all()
 
 
-def test_keys_of_8_bits_are_read_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_LONG_RUN", 2 * SIZE)
-    monkeypatch.setattr(pages, "_COPIED", 3)
-    pool = PagePool(ROWS, PAGES, SIZE, 8, dtype=torch.int8, device=torch.device("cpu"))
-    other = pool.allocate(SIZE)
-    table = pool.allocate(2 * SIZE)
-    pool.release(other)
-    table.pages += pool._take(1)  # two runs
-    table.tokens = 2 * SIZE + 1
+def test_keys_of_8_bits_are_read_as_they_were_written() -> None:
+    """A long run of pages is read as it lies, others are copied together, 4,096 tokens at most."""
+    long, single = 150, 1100  # pages
+    cpu = torch.device("cpu")
+    pool = PagePool(ROWS, 2 * single + long, SIZE, 8, dtype=torch.int8, device=cpu)
+    begin = pool.allocate(long * SIZE)
+    held = [pool.allocate(SIZE) for _ in range(2 * single)]
+    for table in (begin, *held[1::2]):
+        pool.release(table)
+    table = pool.allocate((long + single) * SIZE)
+    table.tokens = len(table.pages) * SIZE - 3
     new = torch.randn(2, ROWS, table.tokens, 8) * 10 ** torch.arange(-2.0, 6.0)
     new[0, 0, 1] = 0.0
     k, v = pool.stored(*new)
@@ -140,12 +141,13 @@ def test_keys_of_8_bits_are_read_as_they_were_written(monkeypatch: pytest.Monkey
     rows, last = slice(0, ROWS), table.tokens - 1
     pool.write(rows, pool.extents(table, 0, last), k[:, :-1], v[:, :-1])
     pool.put(rows, torch.tensor([pool.slot(table, last)]), k[:, -1:], v[:, -1:])
-    copy = pool.fork(table, last - 1, 3 * SIZE)
-    for held, tokens in ((table, last + 1), (copy, last - 1)):
-        segments = pool.segments(rows, pool.spans(held, 0, tokens))
-        assert len(segments) == (3 if held is copy else 2)
+    pool.release(held[0])
+    copy = pool.fork(table, last - 1, last - 1)
+    for of, tokens in ((table, last + 1), (copy, last - 1)):
+        segments = pool.segments(rows, pool.spans(of, 0, tokens))
+        assert len(segments) == 3
         parts = [torch.cat(list(map(packed, x)), 1) for x in zip(*segments, strict=True)]
-        for found in (parts, pool.read(held, 0, tokens)):
+        for found in (parts, pool.read(of, 0, tokens)):
             assert torch.equal(found[0], k[:, :tokens]) and torch.equal(found[1], v[:, :tokens])
     assert pool.page_bytes == 2 * ROWS * SIZE * (8 + 4)
 

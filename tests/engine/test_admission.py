@@ -22,6 +22,7 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.slots import Arena, StreamingSlot
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
@@ -74,7 +75,7 @@ class PagesOnly:
         self.slots: dict[int, list[StreamingSlot]] = {}
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
-        self.decode, self.sources = decode, {}
+        self.decode, self.sources, self.likeliest = decode, {}, None
         host = SimpleNamespace(broadcast=lambda *_: None)
         self.comm = SimpleNamespace(size=ranks, host=host)
         self.prompt_logprobs: dict = {}
@@ -197,12 +198,17 @@ def make_core(
     decode: str = "replicated",
 ) -> tuple[EngineCore, PagesOnly]:
     runner = PagesOnly(ranks, pages, slots, scratch, places, tail, decode)
+    config = EngineConfig(
+        prefix_cache=share,
+        scheduling_policy="priority" if by_priority else "time",
+        prefill="exact" if scratch else "local",
+        max_step_ms=1e9,
+    )
     core = EngineCore(
         cast("ModelRunner", runner),
+        config,
         chunked_prefill_size=CHUNK,
         eos_token_ids=(),
-        by_priority=by_priority,
-        prefix_cache=share,
         clock=itertools.count().__next__,  # repeatable: the order of prompts depends on times
     )
     return core, runner
@@ -530,9 +536,7 @@ class Engine(RuleBasedStateMachine):
         assert self.core.scheduler.idle and not self.core.scheduler.sequences
         assert set(self.runner.tables) == self.runner.cached
         assert all(pool.available_pages == pool.num_pages for pool in self.runner.pools)
-        if self.core.scheduler.room.prefix_cache is not None:
-            for plan in self.core.scheduler.room.shrink_to(0):
-                self.runner.execute(plan)
+        self.core.reset_prefix_cache()
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )

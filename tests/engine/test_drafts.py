@@ -19,6 +19,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Answer
+from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import follow
 from razor_dist.kernels import linear
 from razor_dist.kernels.compiled import operations
@@ -107,8 +108,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     stats = core.stats()  # compares the ranks' free pages and places with rank 0's
     assert sum(stats["kv_bytes_per_rank"]) == 0
     room = core.scheduler.room
-    if room.prefix_cache is not None:
-        core._run_all(room.shrink_to(0))
+    core.reset_prefix_cache()
     assert (room.accounts.free == room.accounts.sizes).all()
     assert not engine.runner.sequences
     core.stop()
@@ -261,6 +261,36 @@ def test_every_feature_in_company(
     assert {tokens[-1].finish for tokens in found.values()} >= {"stop", "length"}
 
 
+def without_logits(comm: Communicator, scene: Scene, truth: Truth) -> tuple[Answers, int]:
+    """`answered`, while steps of answers alone have logits that nothing can read; how many had."""
+    step, hidden = ModelRunner._step, []
+
+    def hide(runner: ModelRunner, entries: Sequence[BatchEntry]) -> Any:
+        logits = step(runner, entries)
+        if logits is None or runner.likeliest is None:
+            return logits
+        hidden.append(len(logits))
+        return logits.to("meta")
+
+    with mock.patch.object(ModelRunner, "_step", hide):
+        return answered(comm, scene, truth, 1), len(hidden)
+
+
+@pytest.mark.parametrize(("world", "decode"), [(1, "replicated"), (2, "replicated"), (2, "tensor")])
+def test_greedy_answers_need_no_logits(world: int, decode: str, ranks: Ranks, tiny: Tiny) -> None:
+    """The step has chosen, recorded or not; also after each token of a draft."""
+    greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    asks = tuple(Ask(f"{n}", tuple(prompt(n, n)), greedy) for n in (61, 20, 90))
+    scene = Scene(str(tiny("llama")), asks, {"decode": decode})
+    eager = replace(scene, changed={"decode": decode, "cuda_graphs": False})
+    want = ranks(world).run(answered, eager, None, 0)[0]
+    truth = {name: [token.token for token in tokens] for name, tokens in want.items()}
+    for drafts in (None, {name: tokens + prompt(9, 1) for name, tokens in truth.items()}):
+        found, hidden = ranks(world).run(without_logits, scene, drafts)[0]
+        assert {name: [t.token for t in tokens] for name, tokens in found.items()} == truth
+        assert hidden > 10
+
+
 def one_by_one(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
     return tuple(replace(ask, wait=True) for ask in asks)
 
@@ -284,7 +314,9 @@ def test_other_caches(
     path = copy_with_letters(tiny("llama"), tmp_path / "llama")
     asks = every_feature(40)
     scene = Scene(str(path), one_by_one(asks) if "kv_dtype" in changed else asks, changed)
-    assert_drafts_change_nothing(ranks, world, scene)
+    # A key that a run computes with another rounding may be rounded to the next of 127 numbers.
+    tolerance = 1e-3 if "kv_dtype" in changed else 1e-4
+    assert_drafts_change_nothing(ranks, world, scene, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])

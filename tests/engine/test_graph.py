@@ -34,7 +34,7 @@ from razor_dist.engine.graph import (
     recorder_of,
 )
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import Step, Tape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, answer, make_runner, prefill
@@ -253,9 +253,10 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
         batch = runner.prepare(plan.entries).passes[0].decode
         assert batch is not None
         recording.inputs.copy_(batch.inputs)
-        got = recording.replay()
+        got, tokens = recording.replay()
         want = both.eager.execute(plan)
         assert want is not None
+        assert tokens.tolist() == want.argmax(-1).tolist()
         assert (got - want).abs().max() / want.abs().max() <= 1e-5
         runner.execute(plan)
     assert both.tape.recorded == 1
@@ -367,24 +368,25 @@ def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
 
 
 class Broken(CountingTape):
-    """Fails on some ranks: when recording, or by giving wrong numbers, none, or always the same."""
+    """Fails on some ranks: as it records, or by giving wrong numbers, none, or always the same."""
 
     def __init__(self, comm: Communicator, how: str) -> None:
         super().__init__(comm)
         self.how = how
 
-    def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def record(self, step: Step) -> Step:
         if self.how == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
         replay = super().record(step)
         wrong = {"differs": 0.1, "nan": math.nan}.get(self.how, 0.0)
-        found: list[Tensor] = []
+        found: list[tuple[Tensor, ...]] = []
 
-        def broken() -> Tensor:
-            logits = replay() + wrong
+        def broken() -> tuple[Tensor, ...]:
+            logits, tokens = replay()
+            logits = logits + wrong
             if self.how == "rounds":  # to the next number
                 logits = logits.nextafter(torch.tensor(math.inf))
-            found.append(logits)
+            found.append((logits, tokens + (self.how == "chooses")))
             return found[0] if self.how == "frozen" else found[-1]
 
         return broken
@@ -422,6 +424,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
         (("rounds", ""), ["differ from", "another rank"]),
         (("nan",), ["differ from the eager step's by nan"]),
         (("frozen",), ["differ from the eager step's by"]),
+        (("chooses",), ["other tokens than the eager step"]),
         (("", "raises"), ["another rank", "RuntimeError: operation not permitted"]),
         (("differs", ""), ["differ from", "another rank"]),
     ],
@@ -448,7 +451,12 @@ def test_a_replay_may_differ_as_two_eager_steps_do(noise: float, enabled: bool, 
     assert graphs is not None
     # Eagerly when first seen; then eagerly, again, to warm up, and what is recorded.
     forward, added = graphs._forward, iter([0.0, 0.0, noise, 0.0, 0.01, 0.0])
-    graphs._forward = lambda *given: forward(*given) + next(added)
+
+    def noisy(*given: Any) -> tuple[Tensor, Tensor]:
+        logits, tokens = forward(*given)
+        return logits + next(added), tokens
+
+    graphs._forward = noisy
     prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
     for token in range(10, 14):
         runner.execute(answer((0, token)))
@@ -495,12 +503,12 @@ def test_the_tape_repeats_operations_of_every_kind() -> None:
     x, index, state = torch.arange(6.0), torch.tensor([4, 1]), torch.zeros(2)
     run = []
 
-    def step() -> Tensor:
+    def step() -> tuple[Tensor]:
         run.append(1)
         values, places = x.view(2, 3).max(1)  # no form of it writes to both
         picked = x[index]
         state.add_(picked)
-        return torch.cat([values * 2, places.float(), picked.reshape(-1), state, x[:1]])
+        return (torch.cat([values * 2, places.float(), picked.reshape(-1), state, x[:1]]),)
 
     def wanted() -> Tensor:
         values, places = x.view(2, 3).max(1)
@@ -514,7 +522,7 @@ def test_the_tape_repeats_operations_of_every_kind() -> None:
             x.copy_(torch.randn(6, generator=torch.Generator().manual_seed(number)))
             index.copy_(torch.tensor([number, 5 - number]))
             want = wanted()
-            torch.testing.assert_close(replay(), want, rtol=0, atol=0)
+            torch.testing.assert_close(replay()[0], want, rtol=0, atol=0)
     assert len(run) == 1
 
 

@@ -54,10 +54,12 @@ def test_every_period_up_to_200_is_found(period: int, before: int, seed: int) ->
     pattern = [seed % 1000 + n for n in range(period)]
     tokens = [*range(10_000, 10_000 + before), *pattern * (256 // period + 5)]
     assert LOOPS.first_loop(tokens) == before + max(4 * period, 256)
+    assert LOOPS.once(tokens) == before + period
 
 
 def test_a_period_of_201_is_none() -> None:
-    assert LOOPS.first_loop([*range(201)] * 20) is None
+    tokens = [*range(201)] * 20
+    assert LOOPS.first_loop(tokens) is None and LOOPS.once(tokens) == len(tokens)
 
 
 CHORUS = "Row, row, row your boat, gently down the stream.\nMerrily, merrily, merrily, merrily,\n"

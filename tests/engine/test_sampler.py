@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,26 +19,39 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.sampler import Adjusted, Sampled, sample
+from razor_dist.engine.sampler import Adjusted, Draw, Sampled, likeliest, sample
 from razor_dist.protocol.messages import HEADER_SIZE, decode_fields, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
 def draws(logits: list[float], count: int = 200, **settings: Any) -> Counter[int | None]:
     """Draw ``count`` times; count the tokens that were chosen."""
-    generators = [torch.Generator().manual_seed(0)] * count
-    found = sample(torch.tensor([logits] * count), [SamplingParams(**settings)] * count, generators)
+    drawn = [Draw(0, place) for place in range(count)]
+    found = sample(torch.tensor([logits] * count), [SamplingParams(**settings)] * count, drawn)
     return Counter(None if one is None else one.token for one in found)
 
 
 def seeded(logits: Tensor, params: Sequence[SamplingParams]) -> list[Sampled | None]:
     """Draw a token for each row with the seeds of ``params``."""
-    generators = [torch.Generator().manual_seed(p.seed or 0) for p in params]
-    return sample(logits, params, generators)
+    return sample(logits, params, [Draw(p.seed or 0, 7) for p in params])
 
 
-def outside(logits: list[float], params: SamplingParams, drawn: int) -> float:
-    """Return the distance of the request's random number from a token's share."""
+def numbers(seed: int, place: int, count: int) -> list[float]:
+    """Return the exponential numbers of a draw, by Python's integers."""
+    size = 2**64
+
+    def mixed(value: int) -> int:
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % size
+        value = (value ^ value >> 27) * 0x94D049BB133111EB % size
+        return value ^ value >> 31
+
+    key = mixed((mixed(seed % size) + place) % size)
+    hashed = [mixed((key + token * 0x9E3779B97F4A7C15) % size) for token in range(count)]
+    return [-math.log(((value >> 11) + 0.5) / 2**53) for value in hashed]
+
+
+def behind(logits: list[float], params: SamplingParams, drawn: int) -> float:
+    """Return by how much a drawn token's ratio exceeds the winner's, relatively, in float64."""
     p = np.exp(np.array(logits) / params.temperature - max(logits) / params.temperature)
     if 0 < params.top_k < len(p):
         p[p < sorted(p, reverse=True)[params.top_k - 1]] = 0
@@ -49,11 +63,8 @@ def outside(logits: list[float], params: SamplingParams, drawn: int) -> float:
             kept.append(token)
         mass += p[token]
     assert drawn in kept
-    p[[token for token in range(len(p)) if token not in kept]] = 0
-    ends = (p / p.sum()).cumsum()
-    generator = torch.Generator().manual_seed(params.seed or 0)
-    number = float(torch.rand((), dtype=torch.float64, generator=generator))
-    return max(ends[drawn] - p[drawn] / p.sum() - number, number - ends[drawn], 0.0)
+    race = numbers(params.seed or 0, 7, len(p))
+    return race[drawn] / p[drawn] / min(race[token] / p[token] for token in kept if p[token]) - 1
 
 
 # Apart from the borders of top_p that such few equal logits have.
@@ -93,7 +104,7 @@ def test_every_row_is_drawn_as_if_alone_and_literally(
         if own.temperature == 0:
             assert sampled.token == logits.index(max(logits))
         else:
-            assert outside(logits, own, sampled.token) < 1e-6
+            assert behind(logits, own, sampled.token) < 1e-5
         assert (sampled.logprob is None) == (own.logprobs is None)
         assert len(sampled.top) == (own.logprobs or 0)
 
@@ -125,6 +136,30 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         assert abs(counts[token] - 20_000 * p) <= 5 * (20_000 * p * (1 - p)) ** 0.5
 
 
+def test_places_and_seeds_draw_independently() -> None:
+    """Of 64 places or neighbouring seeds, among 50 equal tokens: no correlation, all tokens."""
+    size, kinds = 64, 50
+    flat, params = torch.zeros(size * size, kinds), [SamplingParams()] * size**2
+    pairs = [Draw(seed, place) for seed in range(size) for place in range(size)]
+    tokens = torch.tensor([one.token for one in sample(flat, params, pairs) if one is not None])
+    counts = tokens.bincount(minlength=kinds)
+    expected = size**2 / kinds
+    assert ((counts - expected) ** 2 / expected).sum() < 86  # chi-square of 49, 0.999
+    table = tokens.reshape(size, size)
+    for one, other in ((table[1:], table[:-1]), (table[:, 1:], table[:, :-1])):
+        alike = (one == other).float().mean().item()
+        assert abs(alike - 1 / kinds) < 5 * (1 / kinds / one.numel()) ** 0.5
+
+
+def test_logits_that_differ_by_rounding_draw_the_same_tokens() -> None:
+    """As those of other ranks do, and of tensor-parallel decode: 1e-5 of a flat distribution."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 49157, generator=generator)
+    others = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
+    params = [SamplingParams(seed=i) for i in range(500)]
+    assert seeded(others, params) == seeded(logits, params)
+
+
 def test_greedy_choices_are_all_that_leaves_the_device() -> None:
     """No operation yields as much as a row, so none is copied, whatever the device."""
 
@@ -140,11 +175,22 @@ def test_greedy_choices_are_all_that_leaves_the_device() -> None:
             return made
 
     logits = torch.randn(4, 1000)
-    for temperature, most in ((0.0, 8), (1.0, 4000)):
+    for temperature, most in ((0.0, 4), (1.0, 4000)):
         params = [SamplingParams(temperature=temperature)] * 4
         with Sizes() as sizes:
             seeded(logits, params)
         assert sizes.largest == most
+
+
+def test_what_a_step_chose_is_taken_without_its_logits() -> None:
+    rows = [[1.0, 3.0, 3.0], [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3]
+    rows.append([-math.inf, -1.0, -math.inf])
+    peaks = likeliest(torch.tensor(rows)).tolist()
+    assert peaks == [1, -1, -1, -1, 1]
+    params = [SamplingParams(temperature=0)] * 4
+    nowhere = torch.empty(5, 3, device="meta")
+    found = sample(nowhere, params, [Draw(0, 0)] * 4, rows=[4, 1, 0, 4], peaks=peaks)
+    assert found == [Sampled(1), None, Sampled(1), Sampled(1)]
 
 
 def test_adjusted_rows_are_drawn_from_and_the_others_are_left_as_they_were() -> None:
@@ -152,9 +198,9 @@ def test_adjusted_rows_are_drawn_from_and_the_others_are_left_as_they_were() -> 
     params = [
         SamplingParams(seed=i, logprobs=2, temperature=float(i % 3 > 0), top_k=9) for i in range(5)
     ]
-    generators = [torch.Generator().manual_seed(i) for i in range(5)]
+    drawn = [Draw(i, 7) for i in range(5)]
     own = torch.randn(3, 300)
-    found = sample(logits, params, generators, Adjusted([0, 1, 4], own))
+    found = sample(logits, params, drawn, Adjusted([0, 1, 4], own))
     plain, chosen = seeded(logits, params), seeded(own, [params[i] for i in (0, 1, 4)])
     assert found[2:4] == plain[2:4]
     logprobs = logits.log_softmax(-1)
@@ -165,7 +211,7 @@ def test_adjusted_rows_are_drawn_from_and_the_others_are_left_as_they_were() -> 
         assert found[i].logprob == logprobs[i, one.token].item()
         assert found[i].top == plain[i].top
     own[1] = -torch.inf
-    again = sample(logits, params, generators, Adjusted([0, 1, 4], own))
+    again = sample(logits, params, drawn, Adjusted([0, 1, 4], own))
     assert [one is None for one in again] == [False, True, False, False, False]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from razor_dist.evals.bench.drafts import TASKS, Timed, compared, prompts, run
+from razor_dist.evals.bench.drafts import TASKS, Timed, compared, copied, prompts, run
 from razor_dist.evals.bench.settings import DraftsBenchSettings
 from tests.tokenizer import smollm2_tokenizer
 
@@ -11,15 +11,16 @@ def test_speeds_are_held_against_their_bars() -> None:
     def timed(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), accepted: int = 0) -> Timed:
         return Timed([9.0, seconds, seconds], tokens, accepted=accepted, steps=2)
 
+    prompt = [9, 1, 2, 3, 4, 9]
     found = {"none": timed(3.0), "lookup": timed(1.5, accepted=3), "ngram": timed(6.0)}
-    figure, row = compared("repeat a passage", 1, 7, found)
+    figure, row = compared("repeat a passage", 1, prompt, found)
     assert figure["tokens_per_second"] == {"none": 1.0, "lookup": 2.0, "ngram": 0.5}
-    assert row[1:] == ["1.0", "2.00 x", "0.50 x", "1.50", "0.00", "≥ 2", "met"]
-    assert compared("repeat a passage", 8, 7, found)[1][-2:] == ["≥ 3", "missed"]
-    assert compared("free chat", 1, 7, found | {"lookup": timed(3.2)})[1][-1] == "missed"
-    assert compared("summary", 1, 7, found)[1][-2:] == ["", ""]
+    assert row[1:] == ["100%", "1.0", "2.00 x", "0.50 x", "1.50", "0.00", "≥ 2", "met"]
+    assert compared("repeat a passage", 8, prompt, found)[1][-2:] == ["≥ 3", "missed"]
+    assert compared("free chat", 1, prompt, found | {"lookup": timed(3.2)})[1][-1] == "missed"
+    assert compared("summary", 1, prompt, found)[1][-2:] == ["", ""]
     others = found | {"ngram": timed(1.0, (1, 2, 3, 5))}
-    figure, row = compared("repeat a passage", 1, 7, others)
+    figure, row = compared("repeat a passage", 1, prompt, others)
     assert not figure["same_tokens"] and row[-1] == "other tokens"
 
 
@@ -27,10 +28,22 @@ def test_prompts_have_the_document_and_its_passage() -> None:
     tokenizer = smollm2_tokenizer()
     found = dict(prompts(tokenizer, 900))
     assert found.keys() == TASKS.keys()
-    assert all(900 < len(ids) < 1300 for ids in found.values())
-    text = tokenizer.decode(found["repeat a passage"])
-    passage = text.split("word for word:")[1].strip()[:300]
-    assert text.count(passage) == 2
+    assert all(900 < len(ids) < 1500 for ids in found.values())
+    document, _, end = tokenizer.decode(found["repeat a passage"]).partition("word for word:")
+    passage, _, answer = end.strip().partition("<|im_end|>")
+    assert passage[:300] in document
+    assert passage.startswith(answer.split("assistant\n")[1])
+    corrected = tokenizer.decode(found["correct a word"]).split("assistant\n")[1]
+    assert "MODULE" in corrected and corrected.replace("MODULE", "module") in passage
+    listed = tokenizer.decode(found["extract a list"]).split("assistant\n")[1]
+    assert listed.startswith("- ") and listed[2:].split("\n")[0] in passage
+
+
+def test_only_rows_of_four_tokens_count_as_copied() -> None:
+    prompt = [1, 2, 3, 4, 5, 6]
+    assert copied(prompt, [9, 2, 3, 4, 5, 9, 4, 5, 6, 9]) == 0.4
+    assert copied(prompt, [1, 2, 3, 4, 5, 6]) == 1
+    assert copied(prompt, [1, 2, 3]) == 0
 
 
 def test_a_run_on_two_ranks() -> None:

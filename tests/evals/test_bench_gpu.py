@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from razor_dist.evals.bench import attention, gpu, gpu_parts, measure, process
-from razor_dist.evals.bench.gpu import Bench, Skipped
+from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import Ceilings, CeilingSizes
 from razor_dist.evals.bench.one_of_eight import RankAlone
 from razor_dist.evals.bench.settings import GpuBenchSettings
@@ -105,19 +105,22 @@ def test_parts_without_time_are_said_to_be_skipped(tmp_path: Path) -> None:
     assert {part["status"] for part in parts.values()} == {"skipped: no time was left"}
 
 
-def test_parts_run_on_cpu() -> None:
-    """All but the sweep, which is tested in a process that interprets Triton's kernels."""
-    bench = Bench(CPU, time.monotonic() + 300)
-    found: dict[str, dict[str, Any]] = {}
-    for name, (part, _) in gpu_parts.PARTS.items():
-        found[name] = {}
-        with suppress(Skipped):
-            for figures, tables in part(bench):
-                found[name] |= json.loads(json.dumps(figures))
-                assert all(str(table) for table in tables)
-                if name == "decode":
-                    break
-    assert not found["correct"] and not found["tests"]
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
+    """With `make gpu`'s own processes; the tests that it would run need a GPU."""
+    root = Path(__file__).parents[2]
+    variables = {"GPU_PYTHON": sys.executable, "GPU_OUT": tmp_path, "GPU_OPTIONS": "--device cpu"}
+    command = ["make", "gpu", *(f"{name}={value}" for name, value in variables.items())]
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=540)
+    assert not said.returncode, said.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
+    found: dict[str, dict[str, Any]] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    no_gpu = dict.fromkeys(("correct", "tests"), "skipped: needs a CUDA device")
+    if find_spec("triton") is None:
+        no_gpu["decode"] = "skipped: the sweep needs triton"
+    assert {name: part["status"] for name, part in found.items()} == {
+        name: no_gpu.get(name, "done") for name in gpu_parts.PARTS
+    }
     schema = found["versions"]["versions"]["_scaled_dot_product_cudnn_attention"]
     assert "compute_log_sumexp" in schema
     assert 0 < found["ceilings"]["seconds_per_kernel"]["eager"] < 1e-2

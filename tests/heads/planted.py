@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from razor_dist.documents.corpus import reference_paragraphs
 from razor_dist.identify.passkeys import Passkeys
+from razor_dist.identify.prose import Prose
 from razor_dist.identify.settings import PasskeySettings
 
 INDUCTION, ECHO = (1, 0), (2, 0)
@@ -142,4 +143,8 @@ def passkeys(seed: int = 0, max_tokens: int = 400) -> Passkeys:
     settings = PasskeySettings(
         passkeys=3, words=8, min_tokens=300, max_tokens=max_tokens, lengths=5, seed=seed
     )
-    return Passkeys(encode, reference_paragraphs(), settings, start=[BOS])
+    return Passkeys(prose(), settings, start=[BOS])
+
+
+def prose() -> Prose:
+    return Prose(encode, reference_paragraphs())

@@ -14,6 +14,7 @@ import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores
+from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo.attention import Ulysses
 from razor_dist.identify.duo.train import (
     GatedModel,
@@ -24,7 +25,6 @@ from razor_dist.identify.duo.train import (
     schedule,
     train,
 )
-from razor_dist.identify.passkeys import PasskeySample
 from razor_dist.identify.settings import DuoSettings
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
@@ -52,12 +52,12 @@ def pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-def _random_sample(index: int) -> PasskeySample:
+def _random_sample(index: int) -> Sample:
     """A text of an odd number of tokens, so that two ranks need one more."""
     generator = torch.Generator().manual_seed(index)
     mask = torch.zeros(161, dtype=torch.bool)
     mask[90::4] = True
-    return PasskeySample(torch.randint(4, 190, (161,), generator=generator), mask)
+    return Sample(torch.randint(4, 190, (161,), generator=generator), mask)
 
 
 def _train(
@@ -80,7 +80,7 @@ def _train(
     def on_step(report: Any) -> None:
         reports.append(report)
 
-    def until(index: int) -> PasskeySample:
+    def until(index: int) -> Sample:
         if index == last:
             raise KeyboardInterrupt
         return sample(index)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from razor_dist import cli
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.loader import model_fingerprint
+from tests.heads.test_criteria import SCORES, save_scores
 from tests.heads.test_duo_pattern import GATES, write
 
 SMOLLM2 = str(shipped_head_map("smollm2-14-1"))
@@ -50,6 +51,21 @@ def test_import_and_export(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert HeadMap.load(again).retrieval == found.retrieval
     assert run("export", SMOLLM2, tmp_path / "flags") == 0
     assert "1 for every KV head" in capsys.readouterr().out
+
+
+def test_import_of_kvzip_files(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, out = [tmp_path / f"{name}.pt" for name in ("qa", "code")], tmp_path / "a.json"
+    for file, scores in zip(files, (SCORES, [[0.5, 0], [0, 0.875], [0, 0]]), strict=True):
+        save_scores(file, scores)
+    assert run("import", *files, "--model", model, "--out", out) == 0
+    assert "sparsity 0.4: kept 4 of 6 KV heads" in capsys.readouterr().out
+    found = HeadMap.load(out)
+    assert found.method == "kvzip" and found.settings["files"] == ["qa.pt", "code.pt"]
+    assert found.retrieval == ((False, True), (True, True), (True, False))
+    assert run("import", tmp_path, *files, "--model", model, "--out", out) == 2
+    assert "one folder of a pattern, or .pt files" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line(

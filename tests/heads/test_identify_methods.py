@@ -48,6 +48,24 @@ def test_onthefly_writes_a_map_and_a_picture(letters: Path, tmp_path: Path) -> N
     assert HeadMap.load(tmp_path / "again.json") == found
 
 
+@pytest.mark.parametrize("method", ["kvzip", "reach"])
+def test_methods_that_read_text_write_a_map(method: str, letters: Path, tmp_path: Path) -> None:
+    out, again, other = (tmp_path / f"{name}.json" for name in ("map", "again", "other"))
+    options = ["--samples", "2", "--tokens", "300", "--sparsity", "0.6"]
+    text = _run(method, letters, out, *options)
+    found = HeadMap.load(out)
+    config = read_config(letters)
+    found.validate(ModelShape.from_config(config), model_fingerprint(config))
+    assert found.method == method and found.settings["tokens"] == 300
+    assert sum(map(sum, found.retrieval)) == 3  # ceil(0.6 x 7) of 8 are local
+    assert "2 samples; " in text and "kept 3 of 8 KV heads (37.5%)" in text
+    _run(method, letters, again, *options)
+    assert HeadMap.load(again) == found
+    (tmp_path / "prose.txt").write_text("A sentence that is not in any reference of Python. " * 9)
+    _run(method, letters, other, *options, "--haystack", str(tmp_path))
+    assert HeadMap.load(other).kv_scores != found.kv_scores
+
+
 @pytest.mark.slow
 def test_duo_trains_on_torchruns_ranks_and_resumes(letters: Path, tmp_path: Path) -> None:
     """In processes of its own: a process group lasts as long as its process."""
@@ -119,10 +137,11 @@ def test_only_duo_uses_several_ranks(
         _run("onthefly", letters, tmp_path / "map.json")
 
 
-def test_passkeys_need_a_tokenizer(tmp_path: Path) -> None:
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     bare = make_tiny("llama", tmp_path / "bare")
-    with pytest.raises(ModelError, match="has no tokenizer"):
-        _run("onthefly", bare, tmp_path / "map.json")
+    for method in ("onthefly", "kvzip", "reach"):
+        with pytest.raises(ModelError, match="has no tokenizer, and this method reads text"):
+            _run(method, bare, tmp_path / "map.json")
 
 
 COMMON = {
@@ -141,6 +160,8 @@ OPTIONS = {
         *("--checkpoint", "--checkpoint-every", "--resume"),
     },
     "onthefly": {*PASSKEYS, "--samples"},
+    "kvzip": {"--sparsity", "--samples", "--tokens", "--recent-tokens", "--verify-window"},
+    "reach": {"--sparsity", "--samples", "--tokens", "--length", "--verify-window"},
     "alibi": {"--epsilon", "--bound", "--context-tokens"},
 }
 

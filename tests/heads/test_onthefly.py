@@ -1,4 +1,4 @@
-"""The measurement without training, against its definition and on planted heads."""
+"""The measurement without training, against its definition."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.identify.onthefly import KIND, head_map, measure
-from razor_dist.identify.passkeys import PasskeySample
+from razor_dist.identify.criterion import Sample, score
+from razor_dist.identify.onthefly import Change
 from razor_dist.identify.settings import OnTheFlySettings
-from razor_dist.models.loader import load_model, model_fingerprint
+from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
-from tests.heads.planted import HEADS, RETRIEVAL, make_planted, passkeys
 from tests.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -29,9 +28,10 @@ def test_scores_are_those_of_attention_matrices(family: str, tmp_path: Path) -> 
     for tokens in (150, 90):
         mask = torch.zeros(tokens, dtype=torch.bool)
         mask[-40::3] = True
-        samples.append(PasskeySample(torch.randint(4, 190, (tokens,), generator=generator), mask))
+        samples.append(Sample(torch.randint(4, 190, (tokens,), generator=generator), mask))
     sinks, recent = 4, 16
-    scores = measure(model, samples.__getitem__, OnTheFlySettings(0.5, sinks, recent, 2))
+    settings = OnTheFlySettings(sinks=sinks, recent=recent)
+    scores = score(model, samples, Change(model, settings))
 
     stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     shape = ModelShape.from_config(stock.config)
@@ -66,19 +66,6 @@ def test_scores_are_those_of_attention_matrices(family: str, tmp_path: Path) -> 
             moved[layer] += by_group.square().sum((1, 2))
             whole[layer] += full.sum(0).square().sum()
     torch.testing.assert_close(torch.tensor(scores), (moved / whole).sqrt(), atol=1e-5, rtol=1e-3)
-
-
-def test_finds_the_planted_heads(tmp_path: Path) -> None:
-    model = load_model(make_planted(tmp_path), device=CPU, dtype=torch.float32)
-    samples = passkeys()
-    settings = OnTheFlySettings(sparsity=0.8, sinks=4, recent=24, samples=2)
-    scores = measure(model, samples.sample, settings)
-    others = [scores[layer][head] for layer, head in HEADS if (layer, head) not in RETRIEVAL]
-    assert min(scores[layer][head] for layer, head in RETRIEVAL) > 0.5 > 0.03 > max(others)
-    found = head_map("planted", model, scores, settings, samples.settings)
-    assert found.method == "onthefly" and found.kv_scores == {KIND: scores}
-    assert {(i, j) for i, j in HEADS if found.retrieval[i][j]} == RETRIEVAL
-    found.validate(ModelShape.from_config(model.config), model_fingerprint(model.config))
 
 
 def test_settings_are_checked() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.identify.passkeys import Passkeys, PasskeySample, open_passkeys
+from razor_dist.identify.criterion import Sample
+from razor_dist.identify.passkeys import Passkeys, open_passkeys
+from razor_dist.identify.prose import Prose
 from razor_dist.identify.settings import PasskeySettings
 from tests.heads.planted import encode, passkeys
 from tests.tokenizer import smollm2_tokenizer
@@ -21,7 +23,7 @@ def _runs(mask: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-def _found(sample: PasskeySample, start: int, end: int) -> list[int]:
+def _found(sample: Sample, start: int, end: int) -> list[int]:
     """Return the other places of the tokens from ``start`` to ``end``."""
     windows = sample.ids.unfold(0, end - start, 1)
     same = (windows == sample.ids[start:end]).all(1).nonzero()[:, 0].tolist()
@@ -67,15 +69,15 @@ def test_lengths_reach_from_what_fits_to_the_longest() -> None:
 
 def test_short_text_begins_again() -> None:
     settings = PasskeySettings(passkeys=1, words=2, min_tokens=1, max_tokens=200, lengths=1)
-    sample = Passkeys(encode, ["One two three. Four five six."], settings).sample(0)
+    sample = Passkeys(Prose(encode, ["One two three. Four five six."]), settings).sample(0)
     assert len(sample.ids) == 200 and sample.mask.sum() == 2
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_tokens is 300, but 10 passkeys of 32 words"):
-        Passkeys(encode, ["Some text."], PasskeySettings(max_tokens=300))
+        Passkeys(Prose(encode, ["Some text."]), PasskeySettings(max_tokens=300))
     with pytest.raises(ConfigError, match="there is no text"):
-        Passkeys(encode, [], PasskeySettings())
+        Prose(encode, [])
     with pytest.raises(ConfigError, match="passkeys must be from 1 to 10"):
         PasskeySettings(passkeys=11)
     with pytest.raises(ConfigError, match="words must be at least 1"):

@@ -82,7 +82,7 @@ def test_constructed_attention() -> None:
     context = ProbeContext(shape, n, repeats)
     out = context.attend(0, Query.grouped(q, 1.0, None, 2), k, k)
     torch.testing.assert_close(out[n, 0], torch.eye(total)[0])
-    result = context.scores()
+    result = context.by_query_head()
     one_of_r = (1 + 1 / 2 + 1 / 3) / 3  # one occurrence of r has all the weight, r = 1, 2, 3
     uniform = sum((i // n) / (i + 1) for i in range(n, total)) / (6 * n)
     assert result.scores["echo"][0] == pytest.approx((3 / 6, 0.0, 3 / 6, uniform), abs=1e-5)

@@ -124,13 +124,18 @@ def test_a_missing_reader_fails_its_documents_alone(
     folder: Path,
     opened: list[Quoter],
     capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    Path("in/other.pdf").write_bytes(Path("in/short.pdf").read_bytes())
     assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 3
     told = capfd.readouterr()
     assert "skipped in/short.pdf: pdf documents are read with pypdfium2, which is not" in told.err
-    assert "2 of 3 documents summarised" in told.out
+    assert "2 of 4 documents summarised" in told.out
+    # The reason is said once, before the model is loaded.
+    warnings = [of.message for of in caplog.records if of.levelname == "WARNING"]
+    assert ["are read with pypdfium2" in warning for warning in warnings] == [True]
 
 
 def test_a_template_and_a_folder_of_other_settings(

@@ -14,7 +14,6 @@ from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ANSWER_TOKEN, ItemSize, PartResult, TokensDone, Update
 from razor_dist.llm.llm import LLM
-from razor_dist.protocol.repetition import RepetitionDetector
 from tests.jobs.quoter import Quoter, plain_tokenizer
 from tests.tokenizer import smollm2_tokenizer
 
@@ -118,26 +117,29 @@ def test_stored_parts_are_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "loops"),
+    ("answer", "once"),
     [
-        ("it is said again, " * 12, True),
-        ("A sentence. " + "it is said again, " * 12 + "it is", True),
-        ("no " * 50, True),
-        ("no " * 40, False),
-        ("it is said again, " * 2 + "and that is all there is to be said of it here.", False),
+        (" it is said again," * 12, "it is said again,"),
+        ("A sentence. " + "it is said again, " * 12 + "it is", "A sentence. it is said again,"),
+        (" no" * 50, "no"),
+        ("no " * 40, None),
+        ("it is said again, " * 2 + "and that is all there is to be said of it here.", None),
     ],
 )
-def test_loops_are_ended_and_told(answer: str, loops: bool) -> None:
+def test_loops_are_ended_and_told_once(answer: str, once: str | None) -> None:
     class Parrot(Quoter):
         def generate(self, prompts: Any, params: Any) -> Any:
             [output] = super().generate(prompts, params)
-            detector = RepetitionDetector(params.repetition_detection)
-            found = map(detector.push, self._tokenizer(answer)["input_ids"])
-            output.outputs[0].finish_reason = "repetition" if any(found) else "stop"
+            ids = self._tokenizer(answer)["input_ids"]
+            end = params.repetition_detection.first_loop(ids)
+            [said] = output.outputs
+            said.token_ids, said.text = tuple(ids[:end]), self._tokenizer.decode(ids[:end])
+            said.finish_reason = "stop" if end is None else "repetition"
             return [output]
 
-    reason = summarize(Parrot(4096), "fact1")["finish_reason"]
-    assert reason == ("repetition" if loops else "stop")
+    result = summarize(Parrot(4096), "fact1")
+    assert result["finish_reason"] == ("stop" if once is None else "repetition")
+    assert result["summary"] == (answer.strip() if once is None else once)
 
 
 @pytest.mark.parametrize("context", [70, 130])

@@ -21,7 +21,7 @@ from transformers import (
 
 from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
-from razor_dist.models.loader import eos_token_ids, no_progress_bars
+from razor_dist.models.loader import eos_token_ids, quiet_transformers
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_weights_are_the_dequantised_ones(folder: Path) -> None:
 
 
 def test_converting_draws_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    with no_progress_bars():
+    with quiet_transformers():
         # The bar over the tensors of a GGUF file.
         bar = modeling_gguf_pytorch_utils.tqdm(["tensor"], desc="Converting")
         assert list(bar) == ["tensor"]

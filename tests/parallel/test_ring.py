@@ -164,24 +164,24 @@ def test_the_package_without_flash_attn_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("answers", "expected", "share"), [(0, 1, 0.75), (1, 0, 0.0)])
+@pytest.mark.parametrize(("answers", "share"), [(0, 0.7), (1, 0.6)])
 def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
-    answers: int, expected: int, share: float, monkeypatch: pytest.MonkeyPatch
+    answers: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On eight ranks, of two KV heads in groups of eight: the scheduler's chunks round the ring.
 
-    Beside an answer the chunks are so short that all of it is flash attention's.
+    The rest is flash attention's.
     """
     plans, products = set(), {"cuDNN": 0, "flash": 0}
 
     def attended(name, q, k):
-        products[name] += q.shape[1] * q.shape[2] * k.shape[2]
+        products[name] += q.shape[:3].numel() * k.shape[2]
         return torch.empty_like(q)
 
     def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
         plans.add(tuple((x.shape, x.stride()) for x in (q, k, v)))
         out = attended("cuDNN", q, k)
-        return out, out.new_empty(1, q.shape[1], q.shape[2], 1, dtype=torch.float32), None, None
+        return out, out.new_empty(*q.shape[:3], 1, dtype=torch.float32), None, None
 
     def flash(q, k, v, dropout, causal, debug, *, scale):
         out = attended("flash", q, k)
@@ -193,8 +193,8 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
     monkeypatch.setattr(torch_cuda, "supports", lambda *given: True)
     monkeypatch.setattr(kernels, "BACKENDS", ("torch_cuda",))
     world, of = 8, {"dtype": torch.bfloat16, "device": "meta"}
-    _, steps = on_eight_h200(1 << 20, answers, eager=0.05)
-    chunks = [Chunk(begin, end, world) for begin, end, sharded in steps if sharded]
+    steps = on_eight_h200(1 << 20, answers)
+    chunks = [Chunk(step.begin, step.end, world) for step in steps if step.sharded]
     assert len(chunks) > 4
     pool = torch.empty(2, 2, (1 << 20) // world + 64, 128, **of)
     for rank in (0, world - 1):
@@ -206,5 +206,5 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
             found = ring_attention(comm, chunk, Query(q, 0.1), k, v, Earlier(segments, [*stored]))
             assert found.shape == q.shape
             stored = [n + chunk.tokens(r) for r, n in enumerate(stored)]
-    assert len(plans) == expected
+    assert len(plans) == 1
     assert products["cuDNN"] >= share * (products["cuDNN"] + products["flash"])

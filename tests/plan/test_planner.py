@@ -21,6 +21,7 @@ from razor_dist.config.sizes import tokens
 from razor_dist.config.sources import load_config
 from razor_dist.plan.advice import remedies
 from razor_dist.plan.compute import (
+    KERNELS_OF_STEP,
     decode_reads,
     decode_time,
     operations,
@@ -411,3 +412,38 @@ def test_help_does_not_wait_for_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "collectives", "itemsize"),
+    [
+        ("vLLM TP8", 2, 2, 2),
+        ("vLLM TP8 + DCP2", 1, 4, 2),
+        ("… and keys and values of fp8", 1, 4, 1),
+    ],
+)
+def test_rows_of_vllm_are_by_the_same_rates(
+    name: str, copies: int, collectives: int, itemsize: int
+) -> None:
+    """Full attention whose 4 KV heads eight ranks hold in ``copies``; 15 kernels a layer."""
+    device, page = load_device("h200"), (DOCS / "benchmarks" / "gpu" / "model.md").read_text()
+    d = Deployment.of(settings(decode="tensor"), "cuda", 0.3)
+    shape, weights = d.shape, d.weights.step_bytes / 8
+    kv = copies * 2 * N * shape.layers * shape.kv_heads * shape.head_dim * itemsize / 8
+    assert 8 * kv == copies * 40 * 2**30 * itemsize
+
+    def milliseconds(sequences: int) -> str:
+        """From the best to the worst that the device's file expects."""
+        found = []
+        for end in (device.at("best"), device.at("worst")):
+            bandwidth = end.bandwidth(8) * end.efficiency.bandwidth
+            latencies = (collectives * shape.layers + 1) * end.link_latency_us
+            launches = (15 * shape.layers + KERNELS_OF_STEP) * end.kernel_us
+            rest = 1e-6 * (latencies + launches + end.host_us)
+            found.append(1e3 * ((weights + sequences * kv) / bandwidth + rest))
+        return "\N{EN DASH}".join(f"{value:.1f}" for value in found)
+
+    fits = 8 * kv + d.weights.nbytes < device.memory(8)
+    eight = milliseconds(8) if fits else "does not fit"
+    row = f"| {name} | {(weights + kv) / 1e9:.2f} | {milliseconds(1)} | {eight} |"
+    assert row in page, row

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
@@ -103,8 +101,7 @@ def serve(
     stats = core.stats()
     assert sum(stats["kv_bytes_per_rank"]) == 0
     room = core.scheduler.room
-    if room.prefix_cache is not None:
-        core._run_all(room.shrink_to(0))
+    core.reset_prefix_cache()
     assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
@@ -315,59 +312,3 @@ def test_what_a_pinned_prefix_has_is_not_counted_as_found(
     assert cached["b"] == 1100 + 20 and caplog.records == []
     found = stats["prefix_cache"]
     assert (found["query_tokens"], found["hit_tokens"]) == (1100 + 21 + 21, 20)
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> tuple[Ask, ...]:
-    """Requests that begin like others, in caches that are too small for all of them."""
-    asks, pinned = [], []
-    for index in range(draw(st.integers(3, 9))):
-        seeds = st.integers(0, 1)
-        parts = [(draw(seeds), draw(st.sampled_from([30, 70])))]
-        parts += [(draw(seeds) + 2, draw(st.integers(1, 40))), (index + 9, draw(st.integers(0, 9)))]
-        pin = draw(st.integers(0, 9)) == 0 and not pinned
-        gone = bool(pinned) and draw(st.booleans())
-        prefix = pinned[0] if pinned and not gone and draw(st.booleans()) else None
-        steps = draw(st.none() | st.none() | st.integers(0, 8))
-        asks.append(
-            Ask(
-                f"r{index}",
-                ids(*parts),
-                params=dataclasses.replace(GREEDY, max_tokens=draw(st.sampled_from([1, 6, 30]))),
-                steps=None if pin else steps,
-                pin=pin,
-                prefix=prefix,
-                release=pinned.pop() if gone else None,
-                wait=pin or draw(st.booleans()),
-            )
-        )
-        if pin:
-            pinned.append(f"r{index}")
-    return tuple(asks)
-
-
-@settings(
-    max_examples=8,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    asks=histories(),
-    kv_tokens=st.sampled_from([600, 900, 2000]),
-    tail=st.sampled_from([0, 8, 24]),
-    world=st.sampled_from([1, 2, 4]),
-    decode=st.sampled_from(["replicated", "tensor"]),
-)
-def test_any_history_is_answered_as_if_nothing_were_cached(
-    asks: tuple[Ask, ...],
-    kv_tokens: int,
-    tail: int,
-    world: int,
-    decode: str,
-    ranks: Ranks,
-    tiny: Tiny,
-) -> None:
-    path = tiny("llama")
-    changed = {"kv_tokens": kv_tokens, "prefix_tail_tokens": tail, "decode": decode}
-    answers, _, _ = ranks(world).run(serve, str(path), changed, asks)[0]
-    assert_alike(answers, alone(ranks, path, asks))

@@ -52,7 +52,7 @@ def begin(comm: Communicator, number: int, path: str, given: dict[str, Any]) -> 
     ]
     settings = SMALL | {"part_bytes": 2000, "source_heads": heads[:2]} | given
     engine = engine_of(comm, path, settings)
-    engine.core._max_step = 0.0  # one part a step
+    engine.core.max_step = 0.0  # one part a step
     ENGINES[number] = engine, {}
     logging.getLogger("razor_dist.prefix.transfer").addFilter(note)  # once, whatever is added
 
@@ -84,7 +84,9 @@ def act(
     stats = core.stats()["prefix_cache"]
     tiers = core.scheduler.room.tiers
     known = {n.manifest.node for n in tiers.nodes._nodes.values()} if tiers else set()
-    core._run(StepPlan(Op.STOP))  # the other ranks leave `follow`, and the engine stays
+    StepPlan(Op.STOP).send(
+        engine.runner.comm
+    )  # the other ranks leave `follow`, and the engine stays
     return ended, stats, known
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import admission, build
+from razor_dist.engine import build
 from razor_dist.engine.build import RankEngine, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
@@ -96,12 +95,12 @@ def life(
         return None
     core = engine.core
     if "part_bytes" in given:
-        core._max_step = 0.0  # one part a step
+        core.max_step = 0.0  # one part a step
     answers, cached = serve_all(core, asks)
     stats = core.stats()["prefix_cache"]
     room = core.scheduler.room
     assert room.prefix_cache is not None and room.tiers is not None
-    core._run_all(room.shrink_to(0))
+    core.reset_prefix_cache()
     assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
@@ -174,17 +173,17 @@ def half_read(comm: Communicator, path: str, given: dict[str, Any], ask: Ask) ->
         follow(engine)
         return 0
     core = engine.core
-    with mock.patch.object(admission, "_CHECKPOINT_SECONDS", 0.0):
-        core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
-        core.step()  # which admits it
-        [prefill] = core.scheduler.prefills.values()
-        while prefill.position < prefill.end * 3 // 4:
-            core.step()
-            time.sleep(0.05)  # for the disk
+    core.scheduler.admission.checkpoint_seconds = 0.0
+    core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
+    core.step()  # which admits it
+    [prefill] = core.scheduler.prefills.values()
+    while prefill.position < prefill.end * 3 // 4:
+        core.step()
+        time.sleep(0.05)  # for the disk
     tiers = core.scheduler.room.tiers
     assert tiers is not None and not prefill.done and tiers.nodes.entries("disk")
     tiers.close()  # the lock, which a kill gives back
-    core._run(StepPlan(Op.STOP))  # nothing is saved any more
+    StepPlan(Op.STOP).send(comm)  # nothing is saved any more
     return tiers.nodes.entries("disk")
 
 

@@ -19,7 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from razor_dist.config.logs import JsonFormatter, TextFormatter
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.stream import RequestStream
+from razor_dist.protocol.messages import Token
+from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
+from razor_dist.server.metrics import VLLM, Metrics
+from razor_dist.server.request_log import RequestRecord
 from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import ROOT, ServerProcess, fake_server, wait_until
@@ -120,6 +125,28 @@ def test_a_stop_string_is_no_abort(server: ServerProcess) -> None:
     assert ended() == {"stop": before["stop"] + 1, "abort": before["abort"]}
 
 
+@pytest.mark.parametrize("finish", [None, "length"])
+def test_what_a_draft_brings_behind_a_stop_string_is_not_counted(finish: str | None) -> None:
+    metrics, record = Metrics("m"), RequestRecord("a")
+
+    async def answer() -> None:
+        with mock.patch("razor_dist.server.metrics.current_record", return_value=record):
+            metrics.submitted(["a"], 3, SamplingParams())
+        stream = RequestStream("a", mock.Mock(), metrics)
+        for n in range(4):  # of one step
+            ends = finish if n == 3 else None
+            stream.put(Token("a", n, finish=ends), last=ends is not None)
+        assert [await anext(stream), await anext(stream)] == [Token("a", 0), Token("a", 1)]
+        stream.close("stop")
+
+    asyncio.run(answer())
+    lines = metrics.render(True, None).decode().splitlines()
+    assert 'razor:generation_tokens_total{model_name="m"} 2.0' in lines
+    assert 'razor:request_success_total{finished_reason="stop",model_name="m"} 1.0' in lines
+    assert 'razor:request_generation_tokens_sum{model_name="m"} 2.0' in lines
+    assert record.completion_tokens == 2
+
+
 def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
     with stream(server, [fake_engine.HANG]):
         assert wait_until(
@@ -141,6 +168,39 @@ def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
     assert buckets == [2, 3, 3]
     assert value("step_seconds_sum", kind="prefill") == 0.75
     assert 0 <= value("engine_stats_age_seconds") < 5
+
+
+# What llm-d's inference scheduler and the Gateway API inference extension scrape
+# (docs/proposals/003-model-server-protocol of the latter), with the labels that they read.
+GATEWAY = {
+    "vllm:num_requests_waiting": {},
+    "vllm:num_requests_running": {},
+    "vllm:kv_cache_usage_perc": {},
+    "vllm:cache_config_info": {"block_size": "64", "num_gpu_blocks": "50"},
+}
+
+
+def test_gateways_find_vllms_names() -> None:
+    with fake_server("--metrics-prefix", "vllm") as server:
+        body = {"model": "smollm2", "prompt": [5, 6, 7], "max_tokens": 2}
+        assert httpx.post(f"{server.url()}/v1/completions", json=body).status_code == 200
+        text = httpx.get(f"{server.url()}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, labels in GATEWAY.items():
+        [sample] = families[name].samples
+        assert families[name].type == "gauge"
+        assert labels.items() <= sample.labels.items()
+        assert {"model_name": "smollm2", "engine": "0"}.items() <= sample.labels.items()
+    info = families["vllm:cache_config_info"].samples[0]
+    assert info.value == 1 and info.labels["cache_dtype"] == "int8"
+    assert info.labels["enable_prefix_caching"] == "True"
+    named = {name for name in families if not name.endswith("_created")}
+    theirs = {name.removeprefix("vllm:") for name in named if name.startswith("vllm:")}
+    assert theirs <= VLLM and all("spec_decode" in name for name in VLLM - theirs)
+    assert families["vllm:prompt_tokens"].samples[0].value == 3
+    # What vLLM has not stays ours, and nothing is told twice.
+    ours = {name.removeprefix("razor:") for name in families if name.startswith("razor:")}
+    assert {"kv_cache_bytes", "http_requests", "engine_ready"} <= ours and not ours & VLLM
 
 
 def test_waiting_and_running_are_told_apart(server: ServerProcess) -> None:

@@ -29,6 +29,7 @@ INEXPRESSIBLE = {
     "text.format",
     "n",
     "logit_bias",
+    "context",  # which the key may not have
     # What other fields exclude, or contradict.
     *("n_predict", "repeat_penalty", "continue_final_message", "truncate_prompt_tokens"),
     "repetition_detection",  # the shortest pattern is at most the longest

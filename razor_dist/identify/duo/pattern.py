@@ -23,14 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from razor_dist.config.errors import HeadMapError
-from razor_dist.heads.decision import (
-    Scores,
-    by_sparsity,
-    by_threshold,
-    check_rule,
-    published_sparsity,
-    rounded,
-)
+from razor_dist.heads.decision import Scores, by_rule, by_sparsity, rounded
 from razor_dist.heads.head_map import HeadMap, first_fault
 
 if TYPE_CHECKING:
@@ -153,7 +146,6 @@ def head_map(
     from razor_dist.models.shape import ModelShape
 
     shape = ModelShape.from_config(config)
-    check_rule(sparsity, threshold)
     layers, heads = len(pattern.gates), len(pattern.gates[0])
     if layers != shape.layers:
         raise HeadMapError(
@@ -165,12 +157,9 @@ def head_map(
             f"{GATES_FILE} has {heads} gates a line, but {model!r} has {shape.kv_heads} KV heads "
             f"(and {shape.query_heads} query heads); it needs a gate per KV head"
         )
-    if threshold is not None:
-        rule, retrieval = {"threshold": threshold}, by_threshold(pattern.gates, threshold)
-    else:
-        given = (sparsity, pattern.config.get("sparsity"), published_sparsity(shape.group))
-        sparsity = next(value for value in given if value is not None)
-        rule, retrieval = {"sparsity": sparsity}, by_sparsity(pattern.gates, sparsity)
+    if sparsity is None and threshold is None:
+        sparsity = pattern.config.get("sparsity")
+    rule, retrieval = by_rule(pattern.gates, shape.group, sparsity=sparsity, threshold=threshold)
     used = (*_SIZES, "sparsity", "threshold")  # a rule becomes a setting, or is replaced
     training = {k: v for k, v in pattern.config.items() if k not in used and v is not None}
     sizes = {key: pattern.config[key] for key in _SIZES}

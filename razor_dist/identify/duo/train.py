@@ -41,9 +41,9 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.files import replacing
 from razor_dist.heads.decision import Scores, rounded
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo import pattern as duo_pattern
 from razor_dist.identify.duo.attention import GateContext, Ulysses
-from razor_dist.identify.passkeys import PasskeySample
 from razor_dist.identify.settings import DuoSettings, PasskeySettings
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import position_mark
@@ -96,7 +96,7 @@ class GatedModel(nn.Module):
             torch.ones(shape.layers, shape.kv_heads, device=device or model.device)
         )
 
-    def forward(self, sample: PasskeySample) -> tuple[Tensor, Tensor]:
+    def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Compute the loss and its first term, of this rank; the sample's are means over ranks."""
         extra = -len(sample.ids) % self._ranks
         part = (len(sample.ids) + extra) // self._ranks
@@ -214,7 +214,7 @@ def run_identity(
 
 def train(
     model: PreTrainedModel,
-    sample: Callable[[int], PasskeySample],
+    sample: Callable[[int], Sample],
     settings: DuoSettings,
     group: dist.ProcessGroup | None = None,
     *,

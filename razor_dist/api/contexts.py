@@ -1,0 +1,87 @@
+"""Contexts: beginnings of conversations that are kept, and requests that go on with one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from razor_dist.api.conversation import APART, CitedDocument, Mark, Segment
+from razor_dist.api.fields import ChatMessage
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.kept import Ints, KeptText, keep
+from razor_dist.frontend.prompts import PromptEncoder
+
+Json = dict[str, Any]
+
+# Marks of a request at most, as Anthropic has it; and tokens from which on a beginning is kept.
+MOST_MARKS, LEAST_TOKENS = 4, 64
+
+
+class KeptContext(msgspec.Struct, frozen=True):
+    """The beginning of a conversation, as far as requests need it that go on with it."""
+
+    text: KeptText
+    ttl: int  # seconds
+    messages: list[Json]  # as a chat has them; the last up to the mark
+    goes_on: bool = False
+    apart: bool = False
+    documents: list[CitedDocument] = []
+    segments: list[Segment] = []
+    cites: bool = False
+
+    def before(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the whole conversation of a request with these messages."""
+        kept = [ChatMessage(**message) for message in self.messages]
+        last, rest = kept[-1], list(messages)
+        if self.goes_on and rest and rest[0].role == last.role:
+            before = (last.content or "") + (APART if self.apart else "")
+            first = rest[0].model_copy(update={"content": before + (rest[0].content or "")})
+            first._marks = [(len(before) + at, control) for at, control in rest[0].marks]
+            kept[-1], rest[:1] = first, []
+        return kept + rest
+
+
+def contexts(
+    encoder: PromptEncoder,
+    marks: Sequence[Mark],
+    messages: Sequence[ChatMessage],
+    template: Json,
+    encoded: tuple[str, Ints, Ints],
+) -> list[KeptContext]:
+    """Return what is to be kept of a conversation, whose text, tokens and their ends are given.
+
+    Raises `RequestError` where it cannot be cut.
+    """
+    if len(marks) > MOST_MARKS:
+        raise RequestError(
+            f"at most {MOST_MARKS} blocks may have cache_control, got {len(marks)}",
+            param="messages",
+        )
+    found: list[KeptContext] = []
+    text = encoded[0]
+    for mark in sorted(marks, key=lambda mark: mark[:2]):
+        name = f"<mark-{uuid.uuid4().hex}>"
+        marked = [message.for_template() for message in messages]
+        content = marked[mark.message]["content"]
+        marked[mark.message]["content"] = content[: mark.at] + name + content[mark.at :]
+        begin, there, _ = encoder.chat_text(marked, **template).partition(name)
+        kept = None
+        if there and text.startswith(begin.rstrip()):
+            kept = keep(text, len(begin.rstrip()), *encoded[1:])
+        if kept is None:
+            raise RequestError(
+                f"messages[{mark.message}] cannot be kept up to its cache_control: the chat "
+                "template leaves it out or changes it later, or nothing in its last 65536 "
+                "characters is a space between words or a line break",
+                param="messages",
+            )
+        if len(kept.tokens) < LEAST_TOKENS:
+            continue
+        own = [message.for_context() for message in messages[: mark.message + 1]]
+        own[-1]["content"] = content[: mark.at]
+        cited = list(mark.documents), list(mark.segments), mark.cites
+        found.append(KeptContext(kept, mark.ttl, own, mark.goes_on, mark.apart, *cited))
+    return found

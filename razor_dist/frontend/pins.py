@@ -1,0 +1,104 @@
+"""Prefixes that an engine keeps for a client until they are closed."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.stream import RequestStream
+from razor_dist.protocol.messages import Progress, Tokens
+from razor_dist.protocol.sampling_params import SamplingParams
+
+
+class Pin:
+    """A pinned prefix, from its submission on; requests may continue it at once.
+
+    ``tokens`` are all of it; those that ``behind`` has are neither sent nor prefilled again. Raises
+    as `EngineClient.submit`; what the engine refuses is in ``error``.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokens: Tokens,
+        *,
+        behind: Pin | None = None,
+        quota: tuple[str, int] | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        base, before = (0, None) if behind is None else (behind.tokens, behind.stream)
+        self.stream: RequestStream
+        self.tokens: int = len(tokens)
+        self.nbytes = 0
+        [self.stream] = client.submit(
+            uuid.uuid4().hex,
+            tokens[base:],
+            SamplingParams(),
+            pin=True,
+            quota=quota,
+            prefix=before,
+            cache_salt=cache_salt,
+        )
+        self.cached: int | None = None  # tokens that were in the caches at its admission
+        self.is_whole = False
+        self.error: Exception | None = None
+        self.listeners: set[Callable[[Progress], None]] = set()
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def is_kept(self) -> bool:
+        """False once the engine has refused it, has died, or `close` was called."""
+        return not self.stream.ended
+
+    def close(self) -> None:
+        self._reading.cancel()
+        self.stream.close()
+
+    async def _read(self) -> None:
+        try:
+            async for message in self.stream:
+                if isinstance(message, Progress):
+                    if self.cached is None:
+                        self.cached = message.cached
+                    self.nbytes = message.nbytes
+                    self.is_whole = message.processed == message.total
+                    for listener in list(self.listeners):
+                        listener(message)
+        except Exception as error:
+            self.error = error
+
+
+class Pinned:
+    """The prefix that a request's prompts continue: the last of ``pins``, each behind another.
+
+    Those in ``new`` are prefilled for it. ``end`` is called once, when it has ended.
+    """
+
+    def __init__(self, pins: Sequence[Pin], new: Sequence[Pin], end: Callable[[], None]) -> None:
+        self._pins, self._new, self._end = pins, new, end
+        self.last = pins[-1]
+        self._closed = False
+
+    @property
+    def error(self) -> Exception | None:
+        """What kept one of the prefixes from being pinned."""
+        return next((pin.error for pin in self._pins if pin.error is not None), None)
+
+    def counts(self, cached: int) -> tuple[int, int]:
+        """Return the tokens that were in the caches, of ``cached`` now, and those pinned anew."""
+        begins = [pin.cached for pin in self._new if pin.cached is not None]
+        return (begins[0], self.last.tokens - begins[0]) if begins else (cached, 0)
+
+    def listen(self, listener: Callable[[Progress], None]) -> None:
+        """Have a function hear of what is prefilled for the request, before its own prompts."""
+        for pin in self._new:
+            pin.listeners.add(listener)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for pin in self._new:
+                pin.listeners.clear()
+            self._end()

@@ -1,0 +1,89 @@
+"""What the ways to find retrieval heads share: samples to run, a score of each KV head, a head map.
+
+A criterion is an `AttentionContext` of full attention that measures on the way. `score` runs a
+model over a batch of samples with it. DuoAttention's gates are trained (`duo.train`), on the same
+samples and to the same scores.
+
+Letters: H query heads, K key-value heads, G = H / K, T tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from razor_dist.heads.decision import Scores, by_rule, rounded
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.kernels.query import Query
+from razor_dist.models.bridge import run_body
+from razor_dist.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens, int64 ``[N]``, and the mask of those whose attention counts, bool ``[N]``."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+class Criterion(ABC):
+    """Scores the heads of a model by forward passes, one for each sample."""
+
+    sample: Sample  # whose pass it is
+
+    def begin(self, sample: Sample) -> None:
+        """Prepare for the pass over a sample."""
+        self.sample = sample
+
+    @abstractmethod
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        """Compute full attention as `AttentionContext` says, and measure."""
+
+    @abstractmethod
+    def scores(self) -> Tensor:
+        """Return the score of each KV head by all samples so far, float64 ``[layers, K]``."""
+
+
+def score(
+    model: PreTrainedModel,
+    batch: Iterable[Sample],
+    criterion: Criterion,
+    on_sample: Callable[[int], None] | None = None,
+) -> Scores:
+    """Score every KV head, ``[layers][KV heads]``; ``on_sample`` is told each sample's index."""
+    for index, sample in enumerate(batch):
+        criterion.begin(sample)
+        run_body(model, sample.ids, criterion)
+        if on_sample is not None:
+            on_sample(index)
+    return rounded(criterion.scores().tolist())
+
+
+def head_map(
+    name: str,
+    config: PretrainedConfig,
+    method: str,
+    kv_scores: Mapping[str, Scores],
+    settings: Mapping[str, Any],
+    *,
+    sparsity: float | None = None,
+    threshold: float | None = None,
+) -> HeadMap:
+    """Build the head map that one kind of KV heads' scores decides (see `by_rule`)."""
+    (scores,) = kv_scores.values()
+    group = ModelShape.from_config(config).group
+    rule, retrieval = by_rule(scores, group, sparsity=sparsity, threshold=threshold)
+    return HeadMap.of_model(
+        name,
+        config,
+        method=method,
+        settings={**settings, **rule},
+        retrieval=retrieval,
+        kv_scores=dict(kv_scores),
+    )

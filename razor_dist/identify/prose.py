@@ -1,0 +1,81 @@
+"""Tokens of ordinary text, and what a model's prompts begin with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs, sentences_of
+
+
+class Prose:
+    """Sentences of a text, as tokens; `ConfigError` if there are none.
+
+    ``encode`` gives the tokens of a text, without special ones. Sentences are encoded one by one,
+    so that what stands between two of them changes neither.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], paragraphs: Sequence[str]) -> None:
+        self.encode = encode
+        self._sentences = [
+            encode(("\n\n" if index == 0 else " ") + sentence)
+            for paragraph in paragraphs
+            for index, sentence in enumerate(sentences_of(paragraph))
+        ]
+        if not any(self._sentences):
+            raise ConfigError("there is no text to make samples of")
+
+    def take(self, tokens: int, draw: random.Random) -> list[list[int]]:
+        """Take consecutive sentences of ``tokens`` tokens in all, the last one cut.
+
+        They begin at a random one; text that is too short begins again.
+        """
+        first = draw.randrange(len(self._sentences))
+        text: list[list[int]] = []
+        while tokens > 0:
+            sentence = self._sentences[(first + len(text)) % len(self._sentences)][:tokens]
+            text.append(sentence)
+            tokens -= len(sentence)
+        return text
+
+
+def open_prose(tokenizer: PreTrainedTokenizerBase, haystack: Path | None = None) -> Prose:
+    """Encode a folder of ``.txt`` files or, by default, the prose of Python's language reference.
+
+    The reference has some 20,000 tokens. Raise `ConfigError` if the folder has no text.
+    """
+    try:
+        paragraphs = reference_paragraphs() if haystack is None else folder_paragraphs(haystack)
+    except ValueError as error:
+        raise ConfigError(f"haystack: {error}") from error
+    return Prose(partial(tokenizer.encode, add_special_tokens=False), paragraphs)
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return the special tokens that every prompt of a model begins with."""
+    if tokenizer is None:
+        return []
+    empty: list[int] = tokenizer.encode("")
+    # Some tokenizers end the text as well.
+    return empty[:-1] if len(empty) > 1 and empty[-1] == tokenizer.eos_token_id else empty
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a user's message, by the chat template.
+
+    Without a template: what every prompt begins with, and a line's end.
+    """
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    if tokenizer.chat_template is None:
+        return start_tokens(tokenizer), encode("\n")
+    mark = "the text of the message"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+    )
+    before, _, after = str(text).partition(mark)
+    return encode(before), encode(after)

@@ -1,0 +1,304 @@
+"""Contexts over HTTP: the same tokens and answers as with the text, for one key, for a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import anthropic
+import httpx
+import pytest
+
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.server import contexts as under_test
+from razor_dist.server.contexts import Contexts
+from tests.server.process import ServerProcess, wait_until
+from tests.tokenizer import smollm2_tokenizer
+
+ENCODER = PromptEncoder(smollm2_tokenizer())
+LIMITS = Limits("m", 8, 10_000, 49152, {}, pins=True)
+DOCUMENT = "The door of the house is red. The sky is blue.\n\n" * 12
+FACT = "The door of the house is red."
+MARK = {"type": "ephemeral", "ttl": "1h"}
+
+
+def parsed(endpoint: Endpoint, kept: Any = None, **body: Any) -> ParsedRequest:
+    raw = json.dumps({"model": "m", **body}).encode()
+    return parse_request(endpoint, raw, ENCODER, LIMITS, (), kept)
+
+
+def part(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **more}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": parts[0] if isinstance(parts[0], str) else list(parts)}
+
+
+HELLO = {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("question", ["What is red?", " \n\nWhat?", "s and more", "世界", "'s"])
+@pytest.mark.parametrize("ending", ["", " ", "\n\n", " The roo", "世"])
+def test_a_handle_stands_for_the_text(ending: str, question: str) -> None:
+    text = DOCUMENT + ending
+    marked = [SYSTEM, user(part(text, cache_control=MARK), part("Which?"))]
+    [kept] = parsed("chat", messages=marked).contexts
+    assert kept.ttl == 3600 and len(kept.text.tokens) > 150
+    for then in ([user(question)], [user(part(question)), HELLO, user("And?")], [HELLO, user("?")]):
+        joined = then[0]["role"] == "user"
+        whole = [SYSTEM, user(part(text), part(question) if joined else part("")), *then[joined:]]
+        want = parsed("chat", messages=whole, return_sources=2).prompts[0]
+        assert parsed("chat", messages=then, context="ctx_1").context == "ctx_1"
+        got = parsed("chat", kept, messages=then, context="ctx_1", return_sources=2).prompts[0]
+        assert got.tokens.tolist() == want.tokens.tolist()
+        assert got.text is not None and want.text is not None
+        assert got.text.to_wire() == want.text.to_wire()
+        told = [{"type": "message", **message} for message in then]
+        for item in told:
+            if isinstance(item["content"], list):
+                item["content"] = "".join(p["text"] for p in item["content"])
+        got = parsed("responses", kept, input=told, context="ctx_1").prompts[0]
+        assert got.tokens.tolist() == want.tokens.tolist()
+
+
+def test_documents_in_a_context_are_cited_as_if_they_were_sent() -> None:
+    def document(text: str, title: str, **more: Any) -> dict[str, Any]:
+        source = {"type": "text", "media_type": "text/plain", "data": text}
+        on = {"citations": {"enabled": True}, "title": title}
+        return {"type": "document", "source": source, **on, **more}
+
+    first, other = document(f" {DOCUMENT}", "a.txt"), document("The roof is green.", "b.txt")
+    ask: dict[str, Any] = {"max_tokens": 9, "system": "Be brief."}
+    marked = parsed(
+        "messages", messages=[user(first | {"cache_control": MARK}, part("Why?"))], **ask
+    )
+    [kept] = marked.contexts
+    del ask["system"]
+    for blocks in ([part("What is red?")], [other, part("What is green?")]):
+        want = parsed("messages", messages=[user(first, *blocks)], system="Be brief.", **ask)
+        got = parsed("messages", kept, messages=[user(*blocks)], context="c", **ask)
+        assert got.prompts[0].tokens.tolist() == want.prompts[0].tokens.tolist()
+        assert got.described == want.described
+        assert got.prompts[0].text is not None and want.prompts[0].text is not None
+        assert got.prompts[0].text.to_wire() == want.prompts[0].text.to_wire()
+        counted = parsed("count_tokens", kept, messages=[user(*blocks)], context="c").answer
+        assert json.loads(counted or b"") == {"input_tokens": len(want.prompts[0].tokens)}
+    with pytest.raises(RequestError, match="system is not allowed with a context") as error:
+        parsed("messages", kept, messages=[user("?")], context="c", system="Else.", **ask)
+    assert error.value.param == "system"
+
+
+def test_what_does_not_fit_a_context_is_refused() -> None:
+    marked = [user(part(DOCUMENT, cache_control=MARK))]
+    [kept] = parsed("chat", messages=marked).contexts
+    for field, value in (
+        ("cache_salt", "a"),
+        ("truncate_prompt_tokens", 9),
+        ("cache_prompt", False),
+    ):
+        with pytest.raises(RequestError, match="is not allowed with context") as error:
+            parsed("chat", kept, messages=[user("?")], context="c", **{field: value})
+        assert error.value.param == field
+    with pytest.raises(RequestError, match="at most 4 blocks may have cache_control, got 5"):
+        parsed("chat", messages=[user(*[part(DOCUMENT, cache_control=MARK)] * 5)])
+    assert parsed("chat", messages=[user(part("Too short.", cache_control=MARK))]).contexts == []
+    [closed] = parsed("chat", messages=[user(DOCUMENT) | {"cache_control": MARK}]).contexts
+    two = parsed("chat", closed, messages=[user("What?")], context="c").prompts[0]
+    want = parsed("chat", messages=[user(DOCUMENT), user("What?")]).prompts[0]
+    assert two.tokens.tolist() == want.tokens.tolist()
+    prompt = parsed("completions", kept, prompt=" What?", context="c").prompts[0]
+    assert smollm2_tokenizer().decode(prompt.tokens).endswith(f"{DOCUMENT.rstrip()} What?")
+
+
+KEYS = {"a": "key-a", "b": "key-b"}
+
+
+@contextmanager
+def serving(world_size: int, *more: str) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", str(world_size)]
+    command += ["--max-model-len", "2048", "--api-key", ",".join(KEYS.values())]
+    command += ["--pinned-gb", "0.04", "--max-num-seqs", "8", "--threads", "1", *more]
+    with ServerProcess(*command) as server:
+        url = server.url(timeout=180)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 180)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving(2) as server:
+        yield server
+
+
+def call(
+    server: ServerProcess, path: str, body: Any = None, key: str = "a", method: str = ""
+) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEYS[key]}"}
+    method = method or ("GET" if body is None else "POST")
+    return httpx.request(method, server.url() + path, json=body, headers=headers, timeout=120)
+
+
+def chat(server: ServerProcess, key: str = "a", **body: Any) -> Any:
+    own = {"model": "smollm2", "temperature": 0, "max_tokens": 8, **body}
+    answer = call(server, "/v1/chat/completions", own, key)
+    return answer.json() if answer.status_code == 200 else answer
+
+
+def said(answer: Any) -> list[str]:
+    return [choice["message"]["content"] for choice in answer["choices"]]
+
+
+def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) -> None:
+    ask = part("\n\nWhat colour is the door?")
+    text = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(20)) + FACT
+    plain = chat(server, messages=[user(part(text), ask)], cache_salt="b", return_sources=1)
+    first = chat(server, messages=[user(part(text, cache_control=MARK), ask)])
+    [context] = first["contexts"]
+    assert said(first) == said(plain) and "red" in said(plain)[0]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
+    by_handle = {"messages": [user(ask)], "context": context["id"]}
+    again = chat(server, **by_handle, return_sources=1)
+    assert said(again) == said(plain) and again["contexts"][0]["id"] == context["id"]
+    total, cached = plain["usage"]["prompt_tokens"], context["tokens"]
+    assert again["usage"]["prompt_tokens"] == total > cached > 150
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
+    [source] = again["choices"][0]["sources"]
+    assert source["text"] == FACT and text[source["start"] : source["end"]] == FACT
+    assert source["message"] == plain["choices"][0]["sources"][0]["message"] == 0
+    assert said(chat(server, **by_handle, n=2)) == said(plain) * 2
+    [listed] = call(server, "/v1/contexts").json()["data"]
+    assert listed["id"] == context["id"] and listed["ttl"] == 3600
+    assert listed["bytes"]["device"] > 0 == listed["bytes"]["disk"]
+    assert listed["expires_at"] == pytest.approx(listed["last_used_at"] + 3600, abs=1)
+    assert call(server, "/v1/contexts", key="b").json()["data"] == []
+    for foreign in (
+        chat(server, "b", **by_handle),
+        call(server, f"/v1/contexts/{context['id']}", key="b"),
+        call(server, f"/v1/contexts/{context['id']}", key="b", method="DELETE"),
+    ):
+        assert foreign.status_code == 404
+        error = foreign.json()["error"]
+        assert error["code"] == "context_not_found" and "expired" not in error["message"]
+    assert call(server, f"/v1/contexts/{context['id']}", method="DELETE").json()["deleted"]
+    gone = chat(server, **by_handle)
+    assert gone.status_code == 404 and "it was deleted" in gone.text
+
+
+def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
+    store = "--prefix-store", str(tmp_path)
+    text = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(40)) + FACT
+    ask = part("\n\nWhat colour is the door?")
+    with serving(2, *store) as server:
+        first = chat(server, messages=[user(part(text, cache_control=MARK), ask)])
+        [context] = first["contexts"]
+        by_handle = {"messages": [user(ask)], "context": context["id"], "return_sources": 1}
+        assert wait_until(lambda: any(tmp_path.glob("*/ctx_*.context")), 10)
+        saving = lambda: call(server, "/stats").json()["prefix_cache"]["saving"]  # noqa: E731
+        assert wait_until(lambda: not saving(), 20)
+        [listed] = call(server, "/v1/contexts").json()["data"]
+        assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
+    for world_size in (2, 1):
+        with serving(world_size, *store) as server:
+            [listed] = call(server, "/v1/contexts").json()["data"]
+            assert listed["id"] == context["id"] and listed["tokens"] == context["tokens"]
+            assert listed["bytes"] == {"device": 0, "host": None, "disk": None}
+            assert chat(server, "b", **by_handle).status_code == 404
+            again = chat(server, **by_handle)
+            assert said(again) == said(first)
+            assert again["choices"][0]["sources"][0]["text"] == FACT
+            # The last token that is kept is read again, at most.
+            cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= context["tokens"] - 1
+            [listed] = call(server, "/v1/contexts").json()["data"]
+            assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
+            if world_size == 1:
+                gone = call(server, f"/v1/contexts/{context['id']}", method="DELETE")
+                assert gone.json()["deleted"] and not list(tmp_path.glob("*/ctx_*"))
+
+
+def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: ServerProcess) -> None:
+    ours = anthropic.Anthropic(base_url=server.url(), api_key=KEYS["b"], max_retries=0)
+    text: Any = part(DOCUMENT.replace("red", "green"), cache_control=MARK)
+    asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 4}
+
+    def usage(*blocks: Any, **more: Any) -> tuple[int, int, int]:
+        message = ours.messages.create(**asked, messages=[user(*blocks)], **more)
+        found = message.usage
+        created, read = found.cache_creation_input_tokens, found.cache_read_input_tokens
+        return created or 0, read or 0, found.input_tokens
+
+    created, read, rest = usage(text, part("What?"))
+    assert created > 150 and read < 16 and 0 < rest < 40
+    total = created + read + rest
+    created, read, rest = usage(text, part("What?"))
+    assert created == 0 and read > 150 and read + rest == total
+    [context] = call(server, "/v1/contexts", key="b").json()["data"]
+    handle = {"extra_body": {"context": context["id"]}}
+    created, read, rest = usage(part("What?"), **handle)
+    assert created == 0 and read + rest == total
+    # Another place behind the same context: pages are shared.
+    created, read, rest = usage(part(DOCUMENT, cache_control=MARK), part("Why?"), **handle)
+    assert created > 150 and read >= context["tokens"]
+    longer = part(DOCUMENT * 7, cache_control=MARK)
+    with pytest.raises(anthropic.BadRequestError, match=r"hold \d+ of the 42949672 that") as error:
+        usage(longer, part("What?"))
+    assert error.value.body["error"]["code"] == "pinned_contexts_full"  # type: ignore[index]
+    for one in call(server, "/v1/contexts", key="b").json()["data"]:
+        call(server, f"/v1/contexts/{one['id']}", key="b", method="DELETE")
+
+
+@pytest.mark.parametrize("requests", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_nothing_is_left_of_contexts(server: ServerProcess, requests: int) -> None:
+    def stats() -> Any:
+        return call(server, "/stats").json()
+
+    for number in range(requests):
+        begin = f"Number {number}. " + "A red door is here. " * 14
+        texts = [part(begin if not n else f" It is {n}.", cache_control=MARK) for n in range(4)]
+        answer = chat(server, messages=[user(*texts, part("What?"))], max_tokens=1)
+        assert len(answer["contexts"]) == 4
+        for context in answer["contexts"]:
+            gone = call(server, f"/v1/contexts/{context['id']}", method="DELETE")
+            assert gone.json()["deleted"]
+    assert call(server, "/v1/contexts").json()["data"] == []
+    assert wait_until(lambda: not sum(stats()["kv_bytes_per_rank"]), 10)  # compares all accounts
+    found = stats()
+    assert found["running"] == found["unfinished"] == 0
+    assert found["prefix_cache"]["entries"] <= 4 * 8
+
+
+def test_a_context_expires_when_it_was_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    [kept] = parsed("chat", messages=[user(part(DOCUMENT, cache_control=MARK))]).contexts
+    pin = mock.Mock(is_kept=True, is_whole=True, error=None, tokens=len(kept.text.tokens))
+    monkeypatch.setattr(under_test, "Pin", lambda *_, **__: pin)
+
+    async def wait() -> None:
+        contexts = Contexts(mock.Mock(info=None), 1e9)
+        found = contexts.use(None, [kept], "a", None)
+        assert found is not None
+        pinned, [context] = found
+        context.ttl = 0
+        contexts._touch(context)
+        await asyncio.sleep(0.05)
+        assert contexts.find(context.id, "a") is context  # its request has not ended
+        pinned.close()
+        await asyncio.sleep(0.05)
+        assert contexts.of("a") == [] and pin.close.called
+        with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
+            contexts.find(context.id, "a")
+        with pytest.raises(RequestError) as error:
+            contexts.find(context.id, "b")
+        assert "expired" not in str(error.value)
+
+    asyncio.run(wait())
