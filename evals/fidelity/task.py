@@ -93,7 +93,8 @@ class FidelityTask:
         encoder = PromptEncoder(Prompter.of(config).tokenizer)
         texts = []
         for name, text in found.items():
-            ids, copies = encoder.text(text)[: tokens or most], []
+            ids = encoder.text(text)[: tokens or most]
+            copies: list[range] = []
             wanted, prompt = tokens or (config.prompt_tokens or 1) + 2, config.prompt_tokens
             if config.repeat_at:
                 # Nothing is chosen before this; and a passage must not stand in what all read.

@@ -18,7 +18,7 @@ from razor_dist.evals.needle.config import (
     GridConfig,
     HeadsConfig,
     NeedleConfig,
-    PlacesConfig,
+    NeedleGridConfig,
 )
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
@@ -150,9 +150,9 @@ def report(
 
 
 @eval.command("grid")
-@with_config_flags(PlacesConfig, leave_out=_NOT_GRID - {"weight_dtype"})
+@with_config_flags(NeedleGridConfig, leave_out=_NOT_GRID - {"weight_dtype"})
 def grid(
-    config: PlacesConfig,
+    config: NeedleGridConfig,
     out: Out,
     methods: Annotated[
         str,

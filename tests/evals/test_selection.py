@@ -22,7 +22,7 @@ from razor_dist.evals.fidelity.report import write_report
 from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.grid import GridTask
 from razor_dist.evals.methods import Method, methods_of, named_method, selection_of
-from razor_dist.evals.needle.config import PlacesConfig
+from razor_dist.evals.needle.config import NeedleGridConfig
 from razor_dist.evals.needle.model import build_needle_model
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.one_rank import ReplayConfig, ReplayModel
@@ -315,7 +315,7 @@ def test_repeated_passages_that_are_refused(letters: Path, tmp_path: Path) -> No
 
 def test_the_needle_model_finds_its_needle_by_chosen_blocks(tmp_path: Path) -> None:
     folder = str(build_needle_model(tmp_path / "needle"))
-    config = PlacesConfig(
+    config = NeedleGridConfig(
         model=folder, lengths=(3000,), depths=(30,), needles=1, preset="words", threads=1
     )
     [found] = [named_method("full/32", folder)]
