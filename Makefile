@@ -10,6 +10,7 @@ KVPRESS := kvpress==0.5.5
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PYTHON_VERSION ?= 3.12
 GPU_OUT ?= docs/benchmarks/gpu
+GPU_UNPACKED ?= $(CURDIR)/build/gpu
 GPU_NEEDS := pydantic pyyaml msgspec typer rich tqdm filelock psutil pytest pytest-timeout hypothesis
 
 .PHONY: help install demo serve test lint docs gpu gpu-wheels baselines clean
@@ -63,8 +64,8 @@ docs: .venv/installed-dev
 
 # Of this machine are torch, triton and transformers; what else is missing comes from gpu-wheels.
 gpu:
-	@$(GPU_PYTHON) evals/bench/wheels.py gpu-wheels build/gpu
-	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(GPU_PYTHON) -m razor_dist bench gpu --out $(GPU_OUT) $(GPU_OPTIONS)
+	@$(GPU_PYTHON) evals/bench/wheels.py gpu-wheels $(GPU_UNPACKED)
+	PYTHONPATH=$(CURDIR):$(GPU_UNPACKED) $(GPU_PYTHON) -m razor_dist bench gpu --out $(GPU_OUT) $(GPU_OPTIONS)
 
 # Where there is a network, for a machine without one.
 gpu-wheels:

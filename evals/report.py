@@ -11,18 +11,19 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import matplotlib as mpl
 import psutil
 import torch
-from matplotlib.figure import Figure
 
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
 from razor_dist.jobs.results import read_job
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the first to the right
@@ -98,6 +99,8 @@ def failures(failed: Mapping[str, str]) -> str:
 def save_picture(figure: Figure, path: Path | BytesIO, form: Literal["png", "svg"] = "png") -> None:
     """Write a figure, without dates and with fixed identifiers: equal results, equal files."""
     missing = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
+    import matplotlib as mpl  # `make gpu` runs without it
+
     with mpl.rc_context({"svg.hashsalt": "razor_dist", "svg.fonttype": "none"}):
         figure.savefig(path, format=form, metadata=missing)
 

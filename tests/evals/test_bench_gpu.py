@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from razor_dist.evals.bench import attention, gpu, gpu_parts, measure, process
 from razor_dist.evals.bench.gpu import Bench
@@ -109,12 +111,18 @@ def test_parts_without_time_are_said_to_be_skipped(tmp_path: Path) -> None:
 def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     """With `make gpu`'s own processes; the tests that it would run need a GPU."""
     root = Path(__file__).parents[2]
-    variables = {"GPU_PYTHON": sys.executable, "GPU_OUT": tmp_path, "GPU_OPTIONS": "--device cpu"}
+    out = tmp_path / "out"
+    variables = {
+        "GPU_PYTHON": sys.executable,
+        "GPU_OUT": out,
+        "GPU_UNPACKED": tmp_path / "unpacked",
+        "GPU_OPTIONS": "--device cpu",
+    }
     command = ["make", "gpu", *(f"{name}={value}" for name, value in variables.items())]
     said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=540)
     assert not said.returncode, said.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
-    found: dict[str, dict[str, Any]] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
+    found: dict[str, dict[str, Any]] = json.loads((out / "gpu.json").read_text())["parts"]
     no_gpu = dict.fromkeys(("correct", "tests"), "skipped: needs a CUDA device")
     if find_spec("triton") is None:
         no_gpu["decode"] = "skipped: the sweep needs triton"
@@ -136,6 +144,22 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     assert found["shape"]["in_graphs"] and found["shape"]["replay_differs_by"] < 1e-6
     assert found["shape"]["profile"]["launches"] > 10
     assert len(found["sampler"]["seconds"]) == 6
+
+
+def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    [needs] = re.findall(r"^GPU_NEEDS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    # What transformers brings, and what the machine has.
+    there = {*needs.split(), "torch", "transformers", "numpy", "safetensors", "tokenizers"}
+    there |= {"httpx", "huggingface-hub"}
+    others = {Requirement(one).name for one in project["dependencies"]} - there
+    assert {"matplotlib", "fastapi", "uvicorn"} <= others
+    absent = dict.fromkeys(name.replace("-", "_") for name in others)
+    code = f"import sys; sys.modules |= {absent}; import razor_dist.evals.bench.gpu_parts, "
+    code += "razor_dist.cli, razor_dist.commands.bench"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert not said.returncode, said.stderr
 
 
 def _counted(counts: Counter[str], name: str, call: Callable[..., Any], *given: Any) -> Any:
