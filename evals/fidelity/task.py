@@ -47,8 +47,8 @@ class Text:
     def parts(self, count: int) -> list[tuple[int, int, bool]]:
         """Return begin and end of the positions to report on, and whether they copy.
 
-        Text and copies, without where one goes over into the other, which nobody could foresee; or
-        ``count`` ranges of text.
+        Text and copies, without the tokens between them, which cannot be foreseen; or ``count``
+        ranges of text.
         """
         end = self.scored.positions.stop
         edges = [self.prompt + (end - self.prompt) * part // count for part in range(count + 1)]
