@@ -20,7 +20,7 @@ from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.methods import FULL, FULL_METHOD, Method, shape_of
 from razor_dist.evals.needle.config import GridConfig, Place
 from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot
-from razor_dist.evals.needle.presets import PRESETS
+from razor_dist.evals.needle.presets import PRESETS, Preset
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here
 from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel, dropped_tokens
@@ -47,11 +47,17 @@ def place_seed(place: Place, seed: int) -> int:
     return ((seed * 100_003 + length) * 101 + depth) * 2 + which + (pair << 64)
 
 
-def grid_reading(prompter: Prompter, haystack: Haystack, place: Place, seed: int) -> Reading:
+def grid_reading(
+    prompter: Prompter,
+    haystack: Haystack | None,
+    place: Place,
+    seed: int,
+    preset: Preset = PRESET,
+) -> Reading:
     """Make the document at a place, and its question; the same for every method."""
     length, depth, needle = place
     spots, own = [Spot(depth, needle)], place_seed(place, seed)
-    test = NeedleTest(PRESET, "after", prompter, haystack)
+    test = NeedleTest(preset, "after", prompter, haystack)
     [made] = test.readings(length, spots, own, document_alone=True)
     return made
 
@@ -67,24 +73,32 @@ class GridTask:
     config: ReplayConfig  # shared by all methods; one rank
     grid: GridConfig
     methods: tuple[Method, ...]
-    haystack: tuple[str, str]  # name and fingerprint
+    haystack: tuple[str, str] | None  # name and fingerprint; None where the preset makes the text
+    preset: Preset = PRESET
 
     @classmethod
     def plan(
-        cls, grid: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap] = ()
+        cls,
+        grid: GridConfig,
+        methods: Sequence[Method],
+        head_maps: Sequence[HeadMap] = (),
+        preset: Preset = PRESET,
     ) -> GridTask:
         """Settle the haystack by what is installed, and see that head maps fit the model."""
         shape_of(grid, *head_maps)
-        name, paragraphs = haystack_paragraphs(grid.haystack)
+        haystack = None
+        if preset.haystack:
+            name, paragraphs = haystack_paragraphs(grid.haystack)
+            haystack = (name, fingerprint(paragraphs))
         own = grid.model_dump(include=set(EngineConfig.model_fields))
         # Attention is the methods', and so are the windows.
         own |= {name: EngineConfig.model_fields[name].default for name in STREAMING_SETTINGS}
         shared = ReplayConfig(**own | {"attention": "full", "head_map": None, "seed": None})
-        return cls(shared, grid, tuple(methods), (name, fingerprint(paragraphs)))
+        return cls(shared, grid, tuple(methods), haystack, preset)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        name, text = self.haystack
+        name, text = self.haystack or (None, None)
         return {
             "kind": KIND,
             "model": display_name(self.config.model),
@@ -116,11 +130,13 @@ class GridTask:
         """Read a document by a method's settings, and ask a `ReplayModel` for its needle."""
         model: ReplayModel = llm
         method, place = self.methods[item.data["method"]], item.data["place"]
-        prompter = model.prompter
-        haystack = same_haystack(*self.haystack, prompter.tokenizer)
-        reading = grid_reading(prompter, haystack, place, self.grid.seed)
-        tokens = len(reading.prefix) + len(reading.questions[0].ids) + PRESET.answer_tokens
-        result = ask(cast("LLM", MethodEngine(model, method, tokens)), PRESET, [reading])
+        prompter, preset = model.prompter, self.preset
+        haystack = None
+        if self.haystack is not None:
+            haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        reading = grid_reading(prompter, haystack, place, self.grid.seed, preset)
+        tokens = len(reading.prefix) + len(reading.questions[0].ids) + preset.answer_tokens
+        result = ask(cast("LLM", MethodEngine(model, method, tokens)), preset, [reading])
         return {"method": method.name, "length": place[0], "repeat": 0, **result}
 
     def run_in(self, folder: Path) -> NeedleResults:
@@ -211,6 +227,7 @@ class Check:
         found = NeedleResults(results)
         of_full, of_map = found.summary(FULL), found.summary(own.name)
         right = [cell.method for cell in found.cells if cell.score == 1]
+        assert task.haystack is not None, "numbers are hidden in prose"
         name, text = task.haystack
         begin, _ = model.prompter.around("", "", chat=False)
         haystack = same_haystack(name, text, model.prompter.tokenizer)

@@ -6,12 +6,19 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.settings import METHOD_SETTINGS, STREAMING_SETTINGS, streaming_settings
+from razor_dist.evals.selection import SELECTORS, Selection
+from razor_dist.evals.settings import (
+    METHOD_SETTINGS,
+    SELECTION,
+    STREAMING_SETTINGS,
+    streaming_settings,
+)
 from razor_dist.heads.decision import Flags, Windows
 from razor_dist.heads.head_map import (
     HeadMap,
@@ -58,34 +65,50 @@ class Method:
     settings: Mapping[str, Any]  # a ``head_map`` among them is a name for people
     retrieval: Flags | None = None  # None where ``attention`` is full or streaming, which says it
     windows: Windows | None = None  # of streaming heads that have their own
+    selection: Selection | None = None  # of blocks, where not all are read
 
     @property
     def is_full(self) -> bool:
-        return self.settings.get("attention") == "full" and "kv_dtype" not in self.settings
+        changes = "kv_dtype" in self.settings or self.selection is not None
+        return self.settings.get("attention") == "full" and not changes
 
     @property
     def shares_prefill(self) -> bool:
         """True where a document's keys and values are those of full attention."""
-        exact = self.settings.get("prefill") == "exact" and "kv_dtype" not in self.settings
-        return self.is_full or exact
+        changes = "kv_dtype" in self.settings or self.selection is not None
+        return self.is_full or (self.settings.get("prefill") == "exact" and not changes)
 
     @property
     def fingerprint(self) -> str:
-        about = [dict(self.settings), self.retrieval, self.windows]
+        about: list[Any] = [dict(self.settings), self.retrieval, self.windows]
+        if self.selection is not None:
+            about.append(self.selection.heads)
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
 
 FULL_METHOD = Method(FULL, {"attention": "full"})
 
 
-def named_method(name: str) -> Method:
-    """Return one of `METHODS`, with its head map's decision."""
-    if name not in METHODS:
+def named_method(name: str, model: str) -> Method:
+    """Return one of `METHODS`, with its head map's decision.
+
+    ``NAME/N`` is the method whose retrieval heads read the blocks that the slower dimensions give
+    at least 1/N of a query's mass (`razor_dist.evals.selection`); beside full attention, these are
+    the heads of the model's own map.
+    """
+    base, _, parts = name.partition("/")
+    if base not in METHODS:
         raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
-    own = METHODS[name]
-    if "head_map" not in own:
-        return Method(name, own)
-    return Method(name, own, HeadMap.load(shipped_head_map(own["head_map"])).retrieval)
+    own = METHODS[base]
+    retrieval = None
+    if "head_map" in own:
+        retrieval = HeadMap.load(shipped_head_map(own["head_map"])).retrieval
+    if not parts:
+        return Method(name, own, retrieval)
+    heads = retrieval or HeadMap.load(default_head_map(model)).retrieval
+    selection = selection_of(f"1/{parts}", "slower", heads)
+    shown = {**own, "retrieval_share": f"1/{parts}", "selector": "slower"}
+    return Method(name, shown, retrieval, selection=selection)
 
 
 def beside_full(
@@ -127,30 +150,57 @@ def methods_of(config: EngineConfig, settings: Mapping[str, Mapping[str, Any]]) 
 
 
 def _method(config: EngineConfig, name: str, own: Mapping[str, Any]) -> Method:
-    known = (_PERCENT, *METHOD_SETTINGS)
-    percent = own.get(_PERCENT)
+    known = (_PERCENT, *METHOD_SETTINGS, *SELECTION)
     if unknown := own.keys() - set(known):
         raise ConfigError(f"{min(unknown)} is no setting of a method; those are {', '.join(known)}")
     shared = config.model_dump(include=set(METHOD_SETTINGS) - {"attention"})
     engine = EngineConfig(
-        model=config.model, **shared | {key: own[key] for key in own if key != _PERCENT}
+        model=config.model, **shared | {key: own[key] for key in own if key in METHOD_SETTINGS}
     )
     shown: dict[str, Any] = {"attention": engine.attention}
     if engine.kv_dtype != "auto":
         shown["kv_dtype"] = engine.kv_dtype
     if engine.attention != "full":
         shown |= {key: getattr(engine, key) for key in ("prefill", *STREAMING_SETTINGS)}
-    if engine.attention != "razor":
-        if useless := own.keys() & {"head_map", _PERCENT}:
+    selects = own.keys() & set(SELECTION)
+    if engine.attention == "streaming" or (engine.attention == "full" and not selects):
+        if useless := own.keys() & {"head_map", _PERCENT, *SELECTION}:
             raise ConfigError(f"{min(useless)} is of no use with attention: {engine.attention}")
         return Method(name, shown)
     path = Path(engine.head_map or default_head_map(config.model))
     head_map = HeadMap.load(path)
     shape_of(config, head_map)
-    if percent is None:
-        shown["head_map"] = path.name
-        return Method(name, shown, head_map.retrieval, head_map.windows)
-    if isinstance(percent, bool) or not isinstance(percent, int | float):
-        raise ConfigError(f"{_PERCENT} must be a number, got {percent!r}")
-    shown["head_map"] = f"{path.name}, {percent:g} %"
-    return Method(name, shown, choose(head_map, kv_budget(head_map, percent)).retrieval)
+    retrieval, windows = head_map.retrieval, head_map.windows
+    percent, shown["head_map"] = own.get(_PERCENT), path.name
+    if percent is not None:
+        if isinstance(percent, bool) or not isinstance(percent, int | float):
+            raise ConfigError(f"{_PERCENT} must be a number, got {percent!r}")
+        shown["head_map"] = f"{path.name}, {percent:g} %"
+        retrieval, windows = choose(head_map, kv_budget(head_map, percent)).retrieval, None
+    if not selects:
+        return Method(name, shown, retrieval, windows)
+    if engine.kv_dtype != "auto":
+        raise ConfigError(
+            f"retrieval_share reads keys of the model's own dtype, but kv_dtype is "
+            f"{engine.kv_dtype}; leave it out"
+        )
+    selection = selection_of(own.get("retrieval_share"), own.get("selector", "slower"), retrieval)
+    shown |= {"retrieval_share": str(own["retrieval_share"]), "selector": selection.selector}
+    if engine.attention == "full":  # the map says which heads select
+        return Method(name, shown, selection=selection)
+    return Method(name, shown, retrieval, windows, selection)
+
+
+def selection_of(share: Any, selector: Any, heads: Flags) -> Selection:
+    """Return a rule; ``share`` is a number below 1 or a fraction such as ``1/32``."""
+    try:
+        found = 0.0 if isinstance(share, bool) else float(Fraction(str(share)))
+    except (ValueError, ZeroDivisionError):
+        found = 0.0
+    if not 0 < found < 1:
+        raise ConfigError(
+            f"retrieval_share must be a number between 0 and 1, such as 1/32, got {share!r}"
+        )
+    if selector not in SELECTORS:
+        raise ConfigError(f"selector must be of {', '.join(SELECTORS)}, got {selector!r}")
+    return Selection(found, selector, heads)

@@ -34,6 +34,8 @@ from razor_dist.engine.device import torch_device as torch_device
 from razor_dist.engine.device import torch_dtype as torch_dtype
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.evals.methods import FULL_METHOD, Method
+from razor_dist.evals.selection import SelectedHeads, SelectingContext, slower_half
+from razor_dist.evals.settings import METHOD_SETTINGS
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.head_map import head_map_of
@@ -65,6 +67,7 @@ class Replay:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.observer: Observer | None = None  # of every forward pass, if there is one
+        self.selected: SelectedHeads | None = None  # whose results replace the engine's own
         self._shape = ModelShape.from_config(model.config)
         self._layers: Layers | None = None
 
@@ -84,6 +87,9 @@ class Replay:
         """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
         positions = plain_positions(inputs["position_ids"][0])
         if self._layers is None:
+            if self.selected is not None:
+                context = inputs["attention_context"]
+                inputs["attention_context"] = SelectingContext(context, self.selected, positions)
             output = self.model(**inputs)
             if self.observer is not None:
                 keep = inputs["logits_to_keep"]
@@ -172,7 +178,8 @@ class ReplayModel(InProcess):
         self._read = None
 
     def engine(self, method: Method, tokens: int) -> RankEngine:
-        own = {name: value for name, value in method.settings.items() if name != "head_map"}
+        known = set(METHOD_SETTINGS) - {"head_map"}
+        own = {name: value for name, value in method.settings.items() if name in known}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
         shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
         shared |= {"prefix_cache": False}  # of another method's, or a replay's, keys
@@ -194,6 +201,7 @@ class ReplayModel(InProcess):
     def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
         """Return an engine of a method that has read a document; see the module."""
         given: AbstractContextManager[None] = nullcontext()
+        self.replay.selected = None
         if method.shares_prefill:
             if self._read is None or self._read[0] != document:
                 self._read = None  # frees its caches before there are others
@@ -204,6 +212,9 @@ class ReplayModel(InProcess):
                 return self._read[1]
             given = self.replay.giving(kept_layers(self._read[1].runner))
         engine = self.engine(method, tokens)
+        if method.selection is not None:
+            slow = slower_half(self.replay.model, self.shape.head_dim)
+            self.replay.selected = SelectedHeads(method.selection, slow, tokens)
         with given:
             prefill(engine.core, document)
         return engine

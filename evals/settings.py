@@ -16,6 +16,8 @@ from razor_dist.config.validation import SettingError
 # What decides what a streaming head keeps.
 WINDOW = ("window_min", "window_ratio", "window_max", "sink_tokens", "block")
 STREAMING_SETTINGS = (*WINDOW, "compensation")
+# Of an evaluation alone, whose retrieval heads read blocks that are chosen: `evals.selection`.
+SELECTION = ("retrieval_share", "selector")
 # In which a method may differ from the others: what a head sees, and in which dtype it is kept.
 METHOD_SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
 

@@ -84,6 +84,37 @@ class Haystack:
         return filler
 
 
+def repeat_passages(
+    ids: Sequence[int], ends: Sequence[int], count: int, first: int, away: int
+) -> tuple[list[int], list[range]]:
+    """Put passages of a text again before the lengths ``ends``; return the ids and where.
+
+    Passages have ``count`` tokens and follow each other from the token ``first`` on, copies left
+    out. Raises `ConfigError` where one begins fewer than ``away`` tokens before its copy, or the
+    text is too short.
+    """
+    made: list[int] = []
+    copies: list[range] = []
+    rest, source = iter(ids), first
+    for end in ends:
+        begin = end - count
+        for copy in copies:
+            if source < copy.stop and copy.start < source + count:
+                source = copy.stop
+        if begin < max(len(made), source + away):
+            raise ConfigError(
+                f"repeat_at: {end} tokens are too few for a passage of {count} that is repeated: "
+                f"give {max(len(made), source + away) + count} or more"
+            )
+        made += itertools.islice(rest, begin - len(made))
+        if len(made) < begin:
+            raise ConfigError(f"the text has too few tokens to repeat passages up to {ends[-1]}")
+        made += made[source : source + count]
+        copies.append(range(begin, end))
+        source += count
+    return made, copies
+
+
 class Prompter:
     """Splits a prompt where its document ends.
 

@@ -52,13 +52,13 @@ def row_bytes(dim: int, dtype: torch.dtype) -> int:
     return dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
-def quantize(x: Tensor) -> Codes:
-    """Round ``x`` ``[..., D]``.
+def quantize(x: Tensor, largest: int = _LARGEST) -> Codes:
+    """Round ``x`` ``[..., D]`` to whole numbers from ``-largest`` to ``largest``.
 
     Where it is not finite, the scale is not either, so that what is read back is NaN.
     """
     x = x.float()
-    scale = x.abs().amax(-1) / _LARGEST
+    scale = x.abs().amax(-1) / largest
     codes = torch.round(x / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))
     return Codes(codes.to(torch.int8), scale)
 

@@ -126,7 +126,7 @@ EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
     "report": {"--out"},
     "grid": {
-        *(GRID_OPTIONS - {"--prefill"} | {"--methods", "--weight-dtype"}),
+        *(GRID_OPTIONS - {"--prefill"} | {"--methods", "--preset", "--weight-dtype"}),
         *MODEL_OPTIONS.split(),
     },
     "sources": {
@@ -143,6 +143,7 @@ EVAL_OPTIONS = {
     },
     "fidelity": {
         *("--out", "--config", "--methods", "--tokens", "--prompt-tokens", "--ranges", "--steps"),
+        *("--repeat-at", "--repeat-tokens"),
         *("--head-map", "--compensation", "--prefill", *ENGINE_OPTIONS.split()),
         *("--" + name.replace("_", "-") for name in JobConfig.__annotations__ if name != "group"),
     },

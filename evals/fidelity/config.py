@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.settings import METHOD_SETTINGS, Methods, refuse_attention, settings_by_name
+from razor_dist.evals.settings import (
+    LISTED,
+    METHOD_SETTINGS,
+    Methods,
+    refuse_attention,
+    settings_by_name,
+)
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -51,6 +57,12 @@ class FidelityConfig(JobConfig):
         description="Of these, read before the first that is compared; none: half.",
     )
     ranges: int = Field(default=6, ge=1, description="Ranges of positions in the report.")
+    repeat_at: Annotated[tuple[Size, ...] | None, LISTED] = Field(
+        default=None,
+        description="Before each of these lengths a passage from far before stands again, so that "
+        "copying is measured beside the text; the report's ranges are then text and copies.",
+    )
+    repeat_tokens: Size = Field(default=256, ge=2, description="Of each passage that is repeated.")
     steps: Literal["prefill", "decode"] = Field(
         default="prefill",
         description="What is compared is read in chunks (prefill), or one token at a time, as "
@@ -71,6 +83,11 @@ class FidelityConfig(JobConfig):
                 "must follow the prompt"
             )
 
+        if self.repeat_at:
+            if list(self.repeat_at) != sorted(self.repeat_at):
+                raise ConfigError(f"repeat_at must be ascending, got {list(self.repeat_at)}")
+            if self.tokens is not None:
+                raise ConfigError("tokens is the last of repeat_at; leave it out")
         _ = self.method_settings
 
     @property

@@ -48,7 +48,10 @@ class Figures:
 
     def __init__(self, count: int) -> None:
         self.loss_full, self.loss, self.kl = (torch.full((count,), torch.nan) for _ in range(3))
-        self.same = torch.zeros(count, dtype=torch.bool)
+        # The likeliest token is full attention's; it is the text's, for full attention and here.
+        self.same, self.right_full, self.right = torch.zeros(3, count, dtype=torch.bool)
+        # Of blocks that retrieval heads choose from, the share that queries and their tiles read.
+        self.blocks: tuple[Tensor, Tensor] | None = None
 
     def note(self, at: Tensor, full: Tensor, own: Tensor, following: Tensor) -> None:
         """Compare log-probabilities ``[n, V]`` at the indices ``at`` [n]."""
@@ -57,7 +60,10 @@ class Figures:
         self.loss[at] = -own.gather(-1, chosen).squeeze(-1).cpu()
         found = kl_div(own, full, reduction="none", log_target=True).sum(-1)
         self.kl[at] = found.clamp(min=0).cpu()  # below 0 is rounding
-        self.same[at] = (full.argmax(-1) == own.argmax(-1)).cpu()
+        likeliest_full, likeliest = full.argmax(-1), own.argmax(-1)
+        self.same[at] = (likeliest_full == likeliest).cpu()
+        self.right_full[at] = (likeliest_full == following).cpu()
+        self.right[at] = (likeliest == following).cpu()
 
     def summary(self, begin: int = 0, end: int | None = None) -> dict[str, Any]:
         """Return the means of a range of indices, and how sure the change of the loss is.
@@ -65,12 +71,17 @@ class Figures:
         ``loss`` and ``loss_full`` are nats per token, ``loss_change_error`` is the standard error
         of the mean of their difference, ``kl`` the mean KL divergence from full attention's
         distribution in nats, ``kl_99`` what 99 % of the tokens do not exceed, and ``same`` how
-        often the likeliest token is the same.
+        often the likeliest token is the same. ``right`` is how often it is the text's, and
+        ``blocks`` and ``tiles``, if blocks are chosen, the mean share of them that is read.
         """
         of = slice(begin, end)
         change = (self.loss[of] - self.loss_full[of]).double()
         count = len(change)
         error = change.std().item() / count**0.5 if count > 1 else 0.0
+        read = {}
+        if self.blocks is not None:
+            names = zip(("blocks", "tiles"), self.blocks, strict=True)
+            read = {name: found[of].mean().item() for name, found in names}
         return {
             "tokens": count,
             "loss_full": self.loss_full[of].double().mean().item(),
@@ -79,6 +90,9 @@ class Figures:
             "kl": self.kl[of].double().mean().item(),
             "kl_99": torch.quantile(self.kl[of].double(), 0.99).item() if count else 0.0,
             "same": self.same[of].double().mean().item(),
+            "right_full": self.right_full[of].double().mean().item(),
+            "right": self.right[of].double().mean().item(),
+            **read,
         }
 
 
@@ -124,6 +138,8 @@ class FidelityModel(ReplayModel):
         kv_bytes = self._read_on(method, text, compare, one_by_one=one_by_one)
         if figures.kl.isnan().any():
             raise EngineError(f"{self.config.model} computes logits that are not finite")
+        if self.replay.selected is not None:
+            figures.blocks = self.replay.selected.blocks_read(text.positions)
         seconds = time.perf_counter() - began
         return figures, {"kv_bytes": kv_bytes, "kv_bytes_full": kv_bytes_full, "seconds": seconds}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from razor_dist.evals.fidelity.task import KIND
+from razor_dist.evals.fidelity.task import GROUP, KIND
 from razor_dist.evals.report import (
     Run,
     failures,
@@ -47,6 +48,18 @@ _COLUMNS = {
     "KL, 99 %": "{kl_99:.3f}",
     "same": "{same:.2%}",
 }
+_COPIED = {
+    "method": "{method}",
+    "read, text": "{text_blocks}",
+    "by 16": "{text_tiles}",
+    "read, copy": "{copy_blocks}",
+    "by 16 ": "{copy_tiles}",
+    "copy: right": "{right}",
+    "full": "{right_full}",
+    "copy: loss": "{loss}",
+    "text: KL": "{kl}",
+    "text: same": "{same}",
+}
 _MEANS = {
     **_HEADS,
     "KV of full": "{part:.1%}",
@@ -54,6 +67,13 @@ _MEANS = {
     "KL": "{kl:.4f}",
     "same": "{same:.2%}",
 }
+_COPYING = (
+    "Copying, and the blocks that are chosen for it, in the last {tokens} tokens, which repeat a "
+    "passage. Right is how often the likeliest token is the text's, with the interval that holds "
+    "95 % of 2,000 resamplings of runs of {group} tokens; loss is above full attention's. Read "
+    "is the share of blocks of 128 keys before a query that it reads, and that the union of 16 "
+    "queries reads, means over retrieval heads. KL and same are of all text that is no copy."
+)
 
 
 def write_report(folder: Path) -> str:
@@ -71,6 +91,7 @@ def write_report(folder: Path) -> str:
         f"# Fidelity: {run.settings['model']}",
         _NOTE + f" What is compared is read {_STEPS[run.settings['steps']]}.",
         _means(texts) if len(texts) > 1 else "",
+        *_copying(texts),
         picture,
         *(page for text, own in texts.items() for page in _pages(text, own)),
         failures(run.failed),
@@ -112,6 +133,62 @@ def _means(texts: Mapping[str, Sequence[Result]]) -> str:
     ]
     rows.sort(key=lambda row: row["kl"])
     return f"Means over {len(texts)} texts:\n\n{table(_MEANS, rows, 'numbers')}"
+
+
+def _copying(texts: Mapping[str, Sequence[Result]]) -> Iterator[str]:
+    """Yield tables of copies beside text: means over those that have copies at the same places."""
+    every: dict[tuple[str, tuple[int, ...]], list[Result]] = {}
+    for result in itertools.chain.from_iterable(texts.values()):
+        if any("copied" in part for part in result["ranges"]):
+            ends = tuple(part["end"] for part in result["ranges"])
+            every.setdefault((result["method"], ends), []).append(result)
+    for ends in dict.fromkeys(ends for _, ends in every):
+        own = {name: results for (name, at), results in every.items() if at == ends}
+        first = next(iter(own.values()))[0]["ranges"]
+        yield _COPYING.format(tokens=ends[-1] - first[-1]["begin"] + 1, group=GROUP)
+        rows = [_copying_row(name, results) for name, results in own.items()]
+        yield table(_COPIED, rows, "numbers")
+        yield "By length: of text the share of blocks read and KL, of copies the share and right."
+        kinds = ("copy" if "copied" in part else "text" for part in first)
+        head = ["method", *(f"{kind} to {end}" for kind, end in zip(kinds, ends, strict=True))]
+        yield markdown([head, *(_by_length(*item) for item in own.items())], "numbers")
+
+
+def _copying_row(name: str, results: Sequence[Result]) -> dict[str, str]:
+    copies = [result["ranges"][-1] for result in results]
+    text = [part for r in results for part in r["ranges"] if "copied" not in part]
+    low, high = _interval([group for copy in copies for group in copy["copied"]])
+    weights = [part["tokens"] for part in text]
+    ends = {"text": [r["ranges"][-2] for r in results], "copy": copies}
+    read = {
+        f"{kind}_{what}": f"{fmean(p[what] for p in parts):.1%}" if what in parts[0] else "-"
+        for kind, parts in ends.items()
+        for what in ("blocks", "tiles")
+    }
+    return read | {
+        "method": name,
+        "right": f"{fmean(c['right'] for c in copies):.3f} ({low:.3f}-{high:.3f})",
+        "right_full": f"{fmean(c['right_full'] for c in copies):.3f}",
+        "loss": f"{fmean(c['loss'] - c['loss_full'] for c in copies):+.3f}",
+        "kl": f"{fmean((part['kl'] for part in text), weights):.4f}",
+        "same": f"{fmean((part['same'] for part in text), weights):.3f}",
+    }
+
+
+def _by_length(name: str, results: Sequence[Result]) -> list[str]:
+    cells = [name]
+    for parts in zip(*(result["ranges"] for result in results), strict=True):
+        read = f"{fmean(p['blocks'] for p in parts):.1%}" if "blocks" in parts[0] else "-"
+        key, form = ("right", ".3f") if "copied" in parts[0] else ("kl", ".4f")
+        cells.append(f"{read}, {fmean(p[key] for p in parts):{form}}")
+    return cells
+
+
+def _interval(groups: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean, by resampling."""
+    draw = random.Random(0)
+    means = sorted(fmean(draw.choices(groups, k=len(groups))) for _ in range(2000))
+    return means[50], means[-51]
 
 
 def _pages(text: str, results: Sequence[Result]) -> Iterator[str]:

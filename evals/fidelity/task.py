@@ -16,14 +16,16 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import haystack_paragraphs
 from razor_dist.documents.read import kind_of, read_document
 from razor_dist.evals.fidelity.config import FidelityConfig
-from razor_dist.evals.fidelity.model import FidelityModel, Scored
+from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.methods import Method, methods_of, shape_of
-from razor_dist.evals.texts import Prompter
+from razor_dist.evals.selection import BLOCK, RECENT
+from razor_dist.evals.texts import Prompter, repeat_passages
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
 from razor_dist.models.registry import display_name
 
 KIND = "fidelity"  # of task, in a folder's settings
+GROUP = 32  # tokens of a copy that are counted together: those side by side are not independent
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Text:
     name: str
     ids: bytes  # int32 token ids
     prompt: int  # tokens that are read before the first that is compared
+    copies: tuple[range, ...] = ()  # tokens that stand in the text before
 
     @property
     def digest(self) -> str:
@@ -40,6 +43,22 @@ class Text:
     @property
     def scored(self) -> Scored:
         return Scored(tuple(np.frombuffer(self.ids, "<i4").tolist()), self.prompt)
+
+    def parts(self, count: int) -> list[tuple[int, int, bool]]:
+        """Return begin and end of the positions to report on, and whether they copy.
+
+        Text and copies, without the tokens between them, which cannot be foreseen; or ``count``
+        ranges of text.
+        """
+        end = self.scored.positions.stop
+        edges = [self.prompt + (end - self.prompt) * part // count for part in range(count + 1)]
+        parts = [(*pair, False) for pair in itertools.pairwise(edges)]
+        if self.copies:
+            starts = [self.prompt, *(copy.stop for copy in self.copies)]
+            parts = []
+            for start, copy in zip(starts, self.copies, strict=False):
+                parts += [(start, copy.start - 1, False), (copy.start, copy.stop - 1, True)]
+        return [part for part in parts if self.prompt <= part[0] < part[1]]
 
 
 @dataclass(frozen=True)
@@ -60,9 +79,12 @@ class FidelityTask:
         methods = tuple(methods_of(config, config.method_settings))
         context = shape_of(config).max_positions
         most = min(config.max_model_len or context, context) - 1  # one is generated
-        if config.tokens is not None and config.tokens > most:
+        name, tokens = "tokens", config.tokens
+        if config.repeat_at:
+            name, tokens = "repeat_at", config.repeat_at[-1]
+        if tokens is not None and tokens > most:
             raise ConfigError(
-                f"tokens is {config.tokens}, but {config.model} holds {most} and one that follows"
+                f"{name} is {tokens}, but {config.model} holds {most} and one that follows"
             )
         names = [file.name for file in files]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -71,12 +93,22 @@ class FidelityTask:
         encoder = PromptEncoder(Prompter.of(config).tokenizer)
         texts = []
         for name, text in found.items():
-            ids = encoder.text(text)[: config.tokens or most]
-            wanted = config.tokens or (config.prompt_tokens or 1) + 2
+            ids = encoder.text(text)[: tokens or most]
+            copies: list[range] = []
+            wanted, prompt = tokens or (config.prompt_tokens or 1) + 2, config.prompt_tokens
+            if config.repeat_at:
+                # Nothing is chosen before this; and a passage must not stand in what all read.
+                prompt, away = prompt or RECENT + BLOCK, RECENT + BLOCK
+                try:
+                    ids, copies = repeat_passages(
+                        ids, config.repeat_at, config.repeat_tokens, BLOCK, away
+                    )
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}") from None
             if len(ids) < wanted:
                 raise ConfigError(f"{name} has {len(ids)} tokens, fewer than the {wanted} wanted")
-            prompt = config.prompt_tokens or len(ids) // 2
-            texts.append(Text(name, np.array(ids, "<i4").tobytes(), prompt))
+            packed = np.array(ids, "<i4").tobytes()
+            texts.append(Text(name, packed, prompt or len(ids) // 2, tuple(copies)))
         return cls(config, tuple(texts), methods)
 
     @property
@@ -87,6 +119,7 @@ class FidelityTask:
             "model": display_name(config.model),
             "ranges": config.ranges,
             "steps": config.steps,
+            **({} if config.repeat_at is None else {"repeat_at": list(config.repeat_at)}),
         }
 
     @property
@@ -112,8 +145,6 @@ class FidelityTask:
         text, method = self.texts[item.data["text"]], self.methods[item.data["method"]]
         one_by_one = self.config.steps == "decode"
         figures, cost = model.measure(method, text.scored, one_by_one=one_by_one)
-        count = len(text.scored.positions)
-        edges = [count * part // self.config.ranges for part in range(self.config.ranges + 1)]
         return {
             "text": text.name,
             "tokens": len(text.ids) // 4,
@@ -127,14 +158,17 @@ class FidelityTask:
             "kv_bytes": cost["kv_bytes"],
             "kv_bytes_full": cost["kv_bytes_full"],
             "all": figures.summary(),
-            "ranges": [
-                {"begin": text.prompt + begin, "end": text.prompt + end}
-                | figures.summary(begin, end)
-                for begin, end in itertools.pairwise(edges)
-                if end > begin
-            ],
+            "ranges": [_about(figures, text, *part) for part in text.parts(self.config.ranges)],
             "timing": {"seconds": round(cost["seconds"], 3)},
         }
+
+
+def _about(figures: Figures, text: Text, begin: int, end: int, copies: bool) -> dict[str, Any]:
+    found = figures.summary(begin - text.prompt, end - text.prompt)
+    if copies:
+        groups = figures.right[begin - text.prompt : end - text.prompt].double().split(GROUP)
+        found["copied"] = [group.mean().item() for group in groups]
+    return {"begin": begin, "end": end, **found}
 
 
 def _haystack() -> dict[str, str]:

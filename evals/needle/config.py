@@ -197,11 +197,19 @@ class GridConfig(EngineConfig):
 
 
 class PlacesConfig(GridConfig):
-    """Settings of ``eval grid``: a grid of 50 places; frozen."""
+    """Settings of a grid of 50 places; frozen."""
 
     lengths: Lengths = (1500, 2500, 4000, 5000, 7000)
     depths: Depths = (0, 25, 50, 75, 100)
     haystack: Prose = "essays"
+
+
+class NeedleGridConfig(PlacesConfig):
+    """Settings of ``eval grid``; frozen."""
+
+    preset: Literal["number", "words"] = Field(
+        default="number", description="What is hidden; words: the needle model's, in its own text."
+    )
 
 
 class HeadsConfig(GridConfig):

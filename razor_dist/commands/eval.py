@@ -18,7 +18,7 @@ from razor_dist.evals.needle.config import (
     GridConfig,
     HeadsConfig,
     NeedleConfig,
-    PlacesConfig,
+    NeedleGridConfig,
 )
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
@@ -150,19 +150,24 @@ def report(
 
 
 @eval.command("grid")
-@with_config_flags(PlacesConfig, leave_out=_NOT_GRID - {"weight_dtype"})
+@with_config_flags(NeedleGridConfig, leave_out=_NOT_GRID - {"weight_dtype"})
 def grid(
-    config: PlacesConfig,
+    config: NeedleGridConfig,
     out: Out,
     methods: Annotated[
-        str, typer.Option(help="Settings of the embedded model to try, by name; or all.")
+        str,
+        typer.Option(
+            help="Settings to try, or all; NAME/32: with blocks chosen from 1/32 of the mass on."
+        ),
     ] = "all",
 ) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
     from razor_dist.evals.methods import METHODS, named_method
+    from razor_dist.evals.needle.presets import PRESETS
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
-    results = _run_grid(config, list(map(named_method, names)), (), out)
+    own = [named_method(name, config.model) for name in names]
+    results = _run_grid(config, own, (), out, preset=PRESETS[config.preset])
     _write_page(out / "report.md", results.table(names))
 
 
@@ -217,12 +222,16 @@ def ablations(
 
 
 def _run_grid(
-    config: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap], out: Path
+    config: GridConfig,
+    methods: Sequence[Method],
+    head_maps: Sequence[HeadMap],
+    out: Path,
+    **about: Any,
 ) -> NeedleResults:
     from razor_dist.evals.grid import GridTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    return GridTask.plan(config, methods, head_maps).run_in(out)
+    return GridTask.plan(config, methods, head_maps, **about).run_in(out)
 
 
 def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, path: Path) -> None:

@@ -208,12 +208,39 @@ def test_a_run_goes_on_with_other_methods_and_texts(
             {"methods": {"a": {"attention": "full", "percent": 5}}},
             "methods: a: percent is of no use with attention: full",
         ),
+        (
+            {"methods": {"a": {"selector": "mass"}}, "head_map": "MAP"},
+            "methods: a: retrieval_share must be a number between 0 and 1, such as 1/32, got None",
+        ),
+        (
+            {"methods": {"a": {"retrieval_share": "1/0"}}, "head_map": "MAP"},
+            "methods: a: retrieval_share must be a number between 0 and 1, such as 1/32, got '1/0'",
+        ),
+        (
+            {"methods": {"a": {"retrieval_share": 0.1, "selector": "mas"}}, "head_map": "MAP"},
+            "methods: a: selector must be of slower, keys-4bit, slower-4bit, slower-unrounded, ",
+        ),
+        (
+            {"methods": {"a": {"retrieval_share": 0.1, "kv_dtype": "int8"}}, "head_map": "MAP"},
+            "methods: a: retrieval_share reads keys of the model's own dtype, but kv_dtype is int8",
+        ),
+        (
+            {"methods": {"a": {"attention": "streaming", "retrieval_share": 0.1}}},
+            "methods: a: retrieval_share is of no use with attention: streaming",
+        ),
         ({"methods": ("/no/map.json",)}, "methods: map: cannot read the head map /no/map.json"),
         ({"methods": ("razor",)}, "methods: razor: no head map is shipped for the model"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value)),
 )
-def test_settings_that_are_refused(letters: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_are_refused(
+    letters: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    if settings.get("head_map") == "MAP":
+        config = AutoConfig.from_pretrained(letters)
+        found = HeadMap.of_model("tiny", config, method="razor", settings={}, retrieval=HEADS)
+        found.save(tmp_path / "map.json")
+        settings = settings | {"head_map": str(tmp_path / "map.json")}
     with pytest.raises((ConfigError, HeadMapError)) as error:
         _methods(FidelityConfig(model=str(letters), **settings))
     assert str(error.value).startswith(message)

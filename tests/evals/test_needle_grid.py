@@ -111,7 +111,7 @@ def test_methods_are_engine_settings() -> None:
     kept = {"smollm2-14-1": 22, "smollm2": 39}
     for name, settings in METHODS.items():
         EngineConfig(**{key: value for key, value in settings.items() if key != "head_map"})
-        found = named_method(name)
+        found = named_method(name, "smollm2")
         assert found.settings == settings
         if "head_map" in settings:
             assert found.retrieval is not None
