@@ -36,7 +36,7 @@ SERVE_OPTIONS = """
     --heartbeat-timeout --host --kv-dtype --kv-tokens --log-format --log-level --max-body-mb
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --metrics-prefix --model
-    --no-compensation --otlp-endpoint
+    --no-compensation --otlp-endpoint --pinned-gb
     --no-cuda-graphs --no-prefix-cache --no-shared-memory --no-trust-remote-code --page-size --port
     --prefill --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --share-prefixes --no-share-prefixes
