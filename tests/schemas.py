@@ -17,7 +17,7 @@ import jsonschema
 import torch
 
 from razor_dist.engine.logits import LogitsProcessors
-from razor_dist.engine.sampler import Adjusted, sample
+from razor_dist.engine.sampler import Adjusted, Draw, sample
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import GrammarCompiler, StructuredOutputsParams
 from tests.tokenizer import smollm2_tokenizer
@@ -112,7 +112,6 @@ def answers(
     for key, schema in enumerate(schemas):
         grammar = grammars.compile(StructuredOutputsParams(json=schema)).result()
         processors.add(key, params, [], grammar)
-    generators = [torch.Generator().manual_seed(seed + key) for key in range(len(schemas))]
     tokens: list[list[int]] = [[] for _ in schemas]
     seconds: list[float] = []
     open_ = list(range(len(schemas)))
@@ -121,7 +120,7 @@ def answers(
         begin = time.perf_counter()
         adjusted = Adjusted(range(len(open_)), processors.apply(open_, logits.clone()))
         seconds.append((time.perf_counter() - begin) / len(open_))
-        own = [generators[key] for key in open_]
+        own = [Draw(seed + key, len(tokens[key])) for key in open_]
         found = sample(logits, [params] * len(open_), own, adjusted)
         for key, one in zip(open_, found, strict=True):
             assert one is not None

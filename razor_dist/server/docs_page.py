@@ -39,9 +39,10 @@ def docs_page(document: dict[str, Any], url: str) -> str:
         f"<nav aria-label=Paths>{_links(document['paths'])}</nav>",
     ]
     for path, operations in document["paths"].items():
-        for method, operation in operations.items():
+        for i, (method, operation) in enumerate(operations.items()):
+            name = "" if i else f" id='{escape(path)}'"  # the path's link leads to its first method
             parts += [
-                f"<h2 id='{escape(path)}'><code>{method.upper()} {escape(path)}</code></h2>",
+                f"<h2{name}><code>{method.upper()} {escape(path)}</code></h2>",
                 f"<p>{_prose(operation['summary'])}</p>",
             ]
             body = operation.get("requestBody")
