@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ class Context:
     def is_pinned(self) -> bool:
         return self.pin is not None and self.pin.is_kept
 
-    @property
+    @cached_property
     def name(self) -> bytes:
-        """What another request's context has if it is the same."""
+        """A hash of all that makes a context, equal for two requests that keep the same one."""
         about = f"{self.owner}\n{self.salt}\n{self.kept.goes_on}\n".encode()
         return hashlib.sha256(about + self.kept.text.digest + self.kept.text.token_bytes).digest()
 
@@ -54,7 +55,7 @@ class Context:
 
     @property
     def brief(self) -> Fields:
-        """What an answer tells of it."""
+        """The context as an answer names it."""
         tokens = len(self.kept.text.tokens)
         return {"id": self.id, "tokens": tokens, "expires_at": int(self.expires)}
 
