@@ -278,14 +278,14 @@ class Summarizer:
         if reason == "repetition":
             ids = ids[: detection.once(ids)]
         if draft or reason == "repetition":
-            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            text = str(decode(ids, clean_up_tokenization_spaces=False))
-        told = {"summary": text.strip(), "finish_reason": reason}
+            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            text = str(self._tokenizer.decode(ids, **how))
+        summary = {"summary": text.strip(), "finish_reason": reason}
         if answer.sentences is None:
-            return told
+            return summary
         lead, end = len(text) - len(text.lstrip()), len(text.rstrip())
         kept = [replace(s, end=min(s.end, end)) for s in answer.sentences if s.start < end]
-        return told | {"sentences": as_told(kept, prompt.material, lead)}
+        return summary | {"sentences": as_told(kept, prompt.material, lead)}
 
     @staticmethod
     def _traced(
@@ -294,8 +294,8 @@ class Summarizer:
         """Finish an answer's sources; it was made of ``summaries`` or, without any, the text."""
         if "sentences" not in answer:
             return answer
-        told = answer["sentences"]
-        found = traced_back(told, summaries) if summaries else placed(told, document, places)
+        own = answer["sentences"]
+        found = traced_back(own, summaries) if summaries else placed(own, document, places)
         return {**answer, "sentences": found}
 
 
