@@ -37,7 +37,7 @@ _COPIED = 4
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked after the document.
+    """A question after the document, and how its answer begins.
 
     In ``question`` and ``begin``, the answer's first words, stand fields of `_fields`. ``bars`` are
     the least speeds with drafts, relative to that without, on one rank and on several.

@@ -191,7 +191,7 @@ def decode(
 def prefill(
     bench: Bench, folder: str, context: int, tokens: Sequence[int], few: int
 ) -> Iterator[tuple[dict[str, Any], Table]]:
-    """Time a prompt's last chunk, of so many tokens on this rank; the first time and again.
+    """Time a prompt's last chunk, of each number of ``tokens`` on this rank, first and again.
 
     Then a slightly shorter one, for a backend that makes a plan for every length and stride. Layers
     are alike, and ``few`` of them are run.

@@ -91,7 +91,7 @@ class Format(ABC):
     def usage(self, completion: int | None = None) -> Json:
         """Return the token counts, of the whole answers or of their first ``completion`` tokens.
 
-        What became of drafts is told of whole answers.
+        Accepted and rejected tokens of drafts are those of the whole answers.
         """
         # One prompt's choices read it once.
         prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
@@ -117,7 +117,7 @@ class Format(ABC):
 
     @property
     def _contexts(self) -> Json:
-        """What answers tell of the contexts that the request has made or named."""
+        """The field ``contexts`` of an answer: those that the request has made or named."""
         return {"contexts": list(self._request.kept_as)} if self._request.kept_as else {}
 
     def _parser(self) -> ToolParser | None:

@@ -309,7 +309,7 @@ class ChatBody(GenerateBody):
 
     @property
     def marks(self) -> list[Mark]:
-        """Where the conversation is to be kept up to."""
+        """The places up to which the conversation is to be kept."""
         found = []
         for index, message in enumerate(self.messages):
             found += [Mark(index, at, control.seconds, True) for at, control in message.marks]

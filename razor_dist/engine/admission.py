@@ -38,7 +38,7 @@ class Opened(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a prompt may begin from."""
+    """A sequence whose tokens a prompt may begin with."""
 
     key: int | None  # the sequence; None for an empty one
     begin: int  # its tokens that are taken

@@ -52,7 +52,7 @@ _ACTIVATIONS = 16
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an engine has room for."""
+    """The sizes of an engine: lengths, chunks and caches."""
 
     max_model_len: int  # tokens of prompt and answer together
     chunked_prefill_size: int  # the most tokens that all ranks prefill in one chunk

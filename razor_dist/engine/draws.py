@@ -17,7 +17,7 @@ from razor_dist.protocol.messages import AboutRequest, Failed, Token
 
 @dataclass
 class Run:
-    """What a step computed of one answer: logits after its last token, and after its draft's."""
+    """The rows of a step's logits for one answer: after its last token, and after its draft's."""
 
     answer: Answer
     row: int  # of the step's logits, after the last token

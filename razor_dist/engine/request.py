@@ -1,4 +1,4 @@
-"""What rank 0 knows of a request: its prompt, its prefill, and its answers, each while it lasts.
+"""A request on rank 0: its prompt, its prefill, and its answers, each while it lasts.
 
 `Request` is the prompt and what was asked of it, and is there in every phase. `Prefill` exists from
 admission until the prompt is in the caches, and `Answer` from the beginning until its last token.
@@ -23,7 +23,7 @@ from razor_dist.protocol.structured_outputs import Grammar
 
 
 class Phase(Enum):
-    """How far a request has come; it never goes back."""
+    """The phases of a request, in their order; it never goes back."""
 
     WAITING = auto()  # queued: no rank knows of it
     PREFILL = auto()  # admitted: its sequence is open, and `Prefill` says how far its prompt is

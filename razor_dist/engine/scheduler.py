@@ -17,7 +17,7 @@ from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 
 
 class Computed(NamedTuple):
-    """What a step has computed of one sequence."""
+    """The part of a step that was one sequence's."""
 
     of: Prefill | Answer
     tokens: int  # of the prompt; 0 for an answer
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def free_on_ranks(self) -> Ints:
-        """What the ranks have free, like `CacheAccounts.free`.
+        """Free pages and slots of the ranks, like `CacheAccounts.free`.
 
         Answers that fork when their prompt is prefilled have their room, and no rank knows of them.
         """

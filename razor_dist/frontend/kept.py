@@ -43,7 +43,7 @@ class KeptText(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> Ints:
-        """Where each token ends, in characters."""
+        """The end of each token, in characters of the text."""
         return np.frombuffer(self.end_bytes, np.int32)
 
 

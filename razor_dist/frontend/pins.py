@@ -83,7 +83,7 @@ class Pinned:
 
     @property
     def error(self) -> Exception | None:
-        """What kept one of the prefixes from being pinned."""
+        """The first error for which a prefix is not pinned; None if there is none."""
         return next((pin.error for pin in self._pins if pin.error is not None), None)
 
     def counts(self, cached: int) -> tuple[int, int]:

@@ -156,7 +156,7 @@ class Checked(NamedTuple):
 
 
 class PromptLimits(NamedTuple):
-    """What bounds a prompt and its answer: the engine's sizes, and the settings' default."""
+    """The bounds of a prompt and its answer: the engine's sizes, and the settings' default."""
 
     max_model_len: int
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What the ways to find retrieval heads share: samples to run, a score of each KV head, a head map.
+"""The common part of all criteria of retrieval heads: samples, a score of each KV head, a head map.
 
 A criterion is an `AttentionContext` of full attention that measures on the way. `score` runs a
 model over a batch of samples with it. DuoAttention's gates are trained (`duo.train`), on the same
@@ -56,7 +56,7 @@ def score(
     criterion: Criterion,
     on_sample: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score every KV head, ``[layers][KV heads]``; ``on_sample`` is told each sample's index."""
+    """Score every KV head, ``[layers][KV heads]``; ``on_sample`` gets the index of each sample."""
     for index, sample in enumerate(batch):
         criterion.begin(sample)
         run_body(model, sample.ids, criterion)
