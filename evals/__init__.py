@@ -1,6 +1,6 @@
 """Evaluations and benches, on `razor_dist.llm`, servers, the planner and jobs.
 
-- ``needle``, ``ruler``, ``fidelity``, ``sources``: a job each, with its settings and report;
+- ``needle``, ``suites``, ``fidelity``, ``sources``: a job each, with its settings and report;
 - ``grid``: many methods at the same documents, which also verifies head maps;
 - ``baselines``: kvpress's methods;
 - ``methods``: what is compared, as data; ``settings``, ``texts``, ``report``: what others share;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
@@ -94,6 +96,13 @@ def failures(failed: Mapping[str, str]) -> str:
         reasons.setdefault(" ".join(why.split()), []).append(f"`{name}`")
     lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
     return "\n\n".join(["## Failed", "\n".join(lines)]) if lines else ""
+
+
+def interval(numbers: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean, by resampling."""
+    draw = random.Random(0)
+    means = sorted(fmean(draw.choices(numbers, k=len(numbers))) for _ in range(2000))
+    return means[50], means[-51]
 
 
 def save_picture(figure: Figure, path: Path | BytesIO, form: Literal["png", "svg"] = "png") -> None:

@@ -146,11 +146,18 @@ class Prompter:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def whole(self, text: str, cue: str) -> list[int]:
-        """Return the ids of a prompt; the ``cue`` begins the answer, as in RULER's own code."""
+    def whole(self, text: str, cue: str, earlier: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Return the ids of a prompt; the ``cue`` begins the answer, as in RULER's own code.
+
+        ``earlier`` are the questions and answers of the conversation before it.
+        """
         if not self.is_chat:
-            return self._encoder.text(f"{text} {cue}")
-        return self.encode(self._encoder.chat_text([{"role": "user", "content": text}]) + cue)
+            before = "".join(f"{asked} {answer}\n\n" for asked, answer in earlier)
+            return self._encoder.text(f"{before}{text} {cue}")
+        turns = [*(part for turn in earlier for part in turn), text]
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": role, "content": part} for role, part in zip(roles, turns)]  # noqa: B905
+        return self.encode(self._encoder.chat_text(messages) + cue)
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True

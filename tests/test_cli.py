@@ -122,6 +122,11 @@ NEEDLE_OPTIONS = """
     --trust-remote-code --weight-dtype
     --weight-dtype --weights --window-max --window-min --window-ratio --world-size
 """
+SUITE_OPTIONS = {
+    *("--out", "--config", "--tasks", "--lengths", "--samples", "--methods", "--haystack"),
+    "--kv-budget",
+    *("--" + name.replace("_", "-") for name in JobConfig.model_fields if name != "attention"),
+}
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
     "report": {"--out"},
@@ -136,11 +141,9 @@ EVAL_OPTIONS = {
         *("--tasks", "--samples", "--squad", "--hotpotqa"),
     },
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
-    "ruler": {
-        *("--out", "--config", "--tasks", "--lengths", "--samples", "--methods", "--haystack"),
-        *("--squad", "--hotpotqa", "--kv-budget"),
-        *("--" + name.replace("_", "-") for name in JobConfig.model_fields if name != "attention"),
-    },
+    "ruler": {*SUITE_OPTIONS, "--squad", "--hotpotqa"},
+    "shared": {*SUITE_OPTIONS, "--ask"},
+    **dict.fromkeys(("nonliteral", "graph", "world", "nth"), SUITE_OPTIONS),
     "fidelity": {
         *("--out", "--config", "--methods", "--tokens", "--prompt-tokens", "--ranges", "--steps"),
         *("--repeat-at", "--repeat-tokens"),

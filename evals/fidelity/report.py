@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +15,7 @@ from razor_dist.evals.fidelity.task import GROUP, KIND
 from razor_dist.evals.report import (
     Run,
     failures,
+    interval,
     markdown,
     save_picture,
     table,
@@ -157,7 +157,7 @@ def _copying(texts: Mapping[str, Sequence[Result]]) -> Iterator[str]:
 def _copying_row(name: str, results: Sequence[Result]) -> dict[str, str]:
     copies = [result["ranges"][-1] for result in results]
     text = [part for r in results for part in r["ranges"] if "copied" not in part]
-    low, high = _interval([group for copy in copies for group in copy["copied"]])
+    low, high = interval([group for copy in copies for group in copy["copied"]])
     weights = [part["tokens"] for part in text]
     ends = {"text": [r["ranges"][-2] for r in results], "copy": copies}
     read = {
@@ -182,13 +182,6 @@ def _by_length(name: str, results: Sequence[Result]) -> list[str]:
         key, form = ("right", ".3f") if "copied" in parts[0] else ("kl", ".4f")
         cells.append(f"{read}, {fmean(p[key] for p in parts):{form}}")
     return cells
-
-
-def _interval(groups: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean, by resampling."""
-    draw = random.Random(0)
-    means = sorted(fmean(draw.choices(groups, k=len(groups))) for _ in range(2000))
-    return means[50], means[-51]
 
 
 def _pages(text: str, results: Sequence[Result]) -> Iterator[str]:

@@ -9,14 +9,15 @@ from pydantic import Field
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
 from razor_dist.evals.needle.config import PlacesConfig
-from razor_dist.evals.ruler.config import check_data
-from razor_dist.evals.ruler.tasks import NEEDLES, QUESTION_TASKS
 from razor_dist.evals.settings import LISTED, HotpotQA, Squad
+from razor_dist.evals.suites.config import check_data, data_paths
+from razor_dist.evals.suites.qa import QA
+from razor_dist.evals.suites.ruler import NEEDLES
 
 GRID, RULER = "grid", "ruler"
 # RULER's tasks of which it is known where the answers stand; of those that count words it is not.
 _SYNTHETIC = (*NEEDLES, "vt")
-PLACED = (*_SYNTHETIC, *QUESTION_TASKS)
+PLACED = (*_SYNTHETIC, *QA)
 
 
 class SourcesConfig(PlacesConfig):
@@ -50,3 +51,8 @@ class SourcesConfig(PlacesConfig):
         """The tasks, the grid first and RULER's in the order of the paper's."""
         named = {*self.tasks, *(_SYNTHETIC if RULER in self.tasks else ())}
         return tuple(name for name in (GRID, *PLACED) if name in named)
+
+    @property
+    def data(self) -> dict[str, str]:
+        """Paths of the question tasks' files, by the task."""
+        return data_paths(self.squad, self.hotpotqa)

@@ -16,9 +16,9 @@ import torch
 
 from razor_dist.evals.one_rank import TOP, Sources
 from razor_dist.evals.report import join, markdown
-from razor_dist.evals.ruler.tasks import QUESTION_TASKS
 from razor_dist.evals.sources.config import GRID, PLACED
 from razor_dist.evals.sources.task import Document, SourcesTask, scored
+from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import FOUND, PromptText, Trace, sentences
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
     @property
     def said(self) -> list[bool]:
         """True for each place whose content the answer gives; a right answer to a question: all."""
-        if self.task in QUESTION_TASKS:
+        if self.task in QA:
             return [self.right] * len(self.document.places)
         wanted = self.document.answers
         return [scored(self.task, self.result["answer"], [one]) == 1 for one in wanted]

@@ -25,10 +25,10 @@ from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.task import run_here
 from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
-from razor_dist.evals.ruler.job import data_fingerprints, material_of
-from razor_dist.evals.ruler.synthetic import Sample, Span
-from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, make_sample, score
 from razor_dist.evals.sources.config import GRID, PLACED, SourcesConfig
+from razor_dist.evals.suites.job import data_fingerprints, material_of
+from razor_dist.evals.suites.ruler import RULER
+from razor_dist.evals.suites.sample import Sample, Span
 from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import Item
@@ -63,7 +63,7 @@ def document_at(
 def scored(kind: str, answer: str, wanted: Sequence[str]) -> float:
     """Return the part of the wanted strings that an answer gives, as the kind is scored."""
     if kind in PLACED:
-        return score(kind, answer, wanted)
+        return RULER.tasks[kind].score(answer, wanted)
     [expected] = wanted
     return PRESET.score(answer, expected)
 
@@ -83,7 +83,7 @@ class SourcesTask:
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
         traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
-        data = data_fingerprints(config.squad, config.hotpotqa)
+        data = data_fingerprints(config.data)
         return cls(config, traced, (name, fingerprint(paragraphs)), data)
 
     @property
@@ -120,23 +120,27 @@ class SourcesTask:
         return document_at(prompter, haystack, place, self.config.seed, absent=absent)
 
     def _sample(self, prompter: Prompter, task: str, length: int, number: int) -> Document:
-        material = material_of(self.haystack, self.config.squad, self.config.hotpotqa)
+        material = material_of(self.haystack, self.config.data)
 
         def tokens(sample: Sample) -> int:
-            return len(prompter.whole(sample.text, sample.cue))
+            [asked] = sample.questions
+            return len(prompter.whole(sample.message(asked), asked.cue))
 
-        made = make_sample(task, length, number, self.config.seed, material, tokens)
-        if not made.places:
+        made = RULER.sample(task, length, number, self.config.seed, material, tokens)
+        [asked] = made.questions
+        if not asked.places:
             raise ConfigError(f"the data of {task} do not tell where its answer stands")
-        question = made.text[question_begin(made.text) :]
-        return Document(made.text, question, made.answers, made.places, made.cue)
+        content = made.message(asked)
+        question = content[question_begin(content) :]
+        return Document(content, question, asked.answers, asked.places, asked.cue)
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
         model: TracedModel = llm
         kind, place = item.data["at"]
         document = self.document(model.prompter, item)
         ids = model.prompter.whole(document.content, document.cue)
-        tokens, traced_now = model.answer(ids, ANSWER_TOKENS.get(kind, PRESET.answer_tokens))
+        most = RULER.tasks[kind].answer_tokens if kind in PLACED else PRESET.answer_tokens
+        tokens, traced_now = model.answer(ids, most)
         answer = model.prompter.decode(tokens)
         shape = (len(traced_now), -1, TOP)
         positions = np.array([t.positions.numpy() for t in traced_now], "<i4").reshape(shape)

@@ -20,9 +20,18 @@ from razor_dist.evals.needle.config import (
     NeedleConfig,
     NeedleGridConfig,
 )
-from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
 from razor_dist.evals.sources.config import SourcesConfig
+from razor_dist.evals.suites.config import (
+    SUITES,
+    GraphConfig,
+    NonliteralConfig,
+    NthConfig,
+    RulerConfig,
+    SharedConfig,
+    SuiteConfig,
+    WorldConfig,
+)
 
 if TYPE_CHECKING:
     from razor_dist.evals.methods import Method
@@ -69,9 +78,51 @@ def needle(config: NeedleConfig, out: Out) -> None:
 @with_config_flags(RulerConfig, leave_out=_ATTENTION)
 def ruler(config: RulerConfig, out: Out) -> None:
     """Ask RULER's questions about long texts, and see how each method answers them."""
-    from razor_dist.evals.ruler.job import RulerTask, write_report
+    _run_suite(config, out)
 
-    _run_job(RulerTask.plan(config), config, out, write_report)
+
+@eval.command("shared")
+@with_config_flags(SharedConfig, leave_out=_ATTENTION)
+def shared(config: SharedConfig, out: Out) -> None:
+    """Ask five questions about each document, which the prefix cache has after the first."""
+    _run_suite(config, out)
+
+
+@eval.command("nonliteral")
+@with_config_flags(NonliteralConfig, leave_out=_ATTENTION)
+def nonliteral(config: NonliteralConfig, out: Out) -> None:
+    """Ask for people by what the text says of them in other words than the question."""
+    _run_suite(config, out)
+
+
+@eval.command("graph")
+@with_config_flags(GraphConfig, leave_out=_ATTENTION)
+def graph(config: GraphConfig, out: Out) -> None:
+    """Ask for children, grandchildren and parents of a node in a long list of edges."""
+    _run_suite(config, out)
+
+
+@eval.command("world")
+@with_config_flags(WorldConfig, leave_out=_ATTENTION)
+def world(config: WorldConfig, out: Out) -> None:
+    """Ask where people and things are in the end of a story told between other prose."""
+    _run_suite(config, out)
+
+
+@eval.command("nth")
+@with_config_flags(NthConfig, leave_out=_ATTENTION)
+def nth(config: NthConfig, out: Out) -> None:
+    """Ask for the n-th answer to the same request in a long conversation, word for word."""
+    _run_suite(config, out)
+
+
+def _run_suite(config: SuiteConfig, out: Path) -> None:
+    from razor_dist.evals.suites.job import SuiteTask
+    from razor_dist.evals.suites.report import write_report
+
+    suite = config.suite
+    write = partial(write_report, kind=suite.name, title=suite.title)
+    _run_job(SuiteTask.plan(config), config, out, write)
 
 
 @eval.command("fidelity")
@@ -119,8 +170,7 @@ def report(
     from razor_dist.evals.fidelity.task import KIND as FIDELITY
     from razor_dist.evals.needle import report as needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
-    from razor_dist.evals.ruler import job as ruler
-    from razor_dist.evals.ruler.job import KIND as RULER
+    from razor_dist.evals.suites.report import write_report
     from razor_dist.jobs.results import read_job
 
     if len(folders) > 1 and out is None:
@@ -131,14 +181,14 @@ def report(
         )
     writers = {
         NEEDLE: needle.write_report,
-        RULER: ruler.write_report,
         FIDELITY: fidelity.write_report,
+        **{own.name: partial(write_report, kind=own.name, title=own.title) for own in SUITES},
     }
     kinds = {folder: read_job(folder).settings["task"].get("kind") for folder in folders}
     for folder, kind in kinds.items():
         if kind not in writers:
             raise ConfigError(
-                f"{folder} holds results of another job than eval needle, ruler or fidelity"
+                f"{folder} holds results of another job than eval {', '.join(writers)}"
             )
         if out is not None and kind != NEEDLE:
             raise ConfigError(

@@ -12,13 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.job import report
-from razor_dist.evals.ruler.tasks import (
-    ANSWER_TOKENS,
-    read_squad,
-    score,
-)
+from razor_dist.evals.suites.config import RulerConfig
+from razor_dist.evals.suites.qa import read_squad
+from razor_dist.evals.suites.report import report
+from razor_dist.evals.suites.ruler import RULER
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.jobs.results import read_job
 from razor_dist.models.tokenizer import load_tokenizer
@@ -95,19 +92,21 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
     ]
     why = "ConfigError: cwe cannot be made"
     lost = {f"full/cwe/200/{n}": why for n in range(2)}
-    page = report(about, results, lost, {"full": {"attention": "full"}})
-    assert "| vt | 75.0 | 100.0 | 87.5 |" in page
-    assert "| cwe | 12.5 | - | - |" in page
+    page = report("RULER", about, results, lost, {"full": {"attention": "full"}})
+    assert "| vt | 75.0 (50-100) | 100.0 (100-100) | 87.5 |" in page
+    assert "| cwe | 12.5 (0-25) | - | - |" in page
     assert "| **average** | 43.8 | - | - |" in page
     assert "2 of 8 samples failed" in page and "not been asked" not in page
     assert "kvpress" not in page
-    page_of_press = report(about, results, {}, {"full": {"press": "tova", "kv_budget": 0.25}})
+    page_of_press = report(
+        "RULER", about, results, {}, {"full": {"press": "tova", "kv_budget": 0.25}}
+    )
     assert (
         "full: kvpress 0.5.5. Every head reads in full; then 0.25 of all is kept" in page_of_press
     )
     assert "## Failed\n\n- `full/cwe/200/0`, `full/cwe/200/1`: ConfigError: cwe cannot" in page
     assert "1 of 8 samples have not been asked yet" in report(
-        about, results, {"full/cwe/200/0": why}, {}
+        "RULER", about, results, {"full/cwe/200/0": why}, {}
     )
 
 
@@ -131,12 +130,13 @@ def test_a_run_on_a_tiny_model(
     results = [record["result"] for record in records]
     # Every letter is a token, so a line of noise is about 90 of them, and a coded word 7.
     for result in results:
-        used = result["prompt_tokens"] + ANSWER_TOKENS[result["task"]]
-        assert 1200 - 100 <= used <= 1200
-        assert result["score"] == score(result["task"], result["answer"], result["wanted"])
-        assert result["answer"]
-    assert results[0]["wanted"] == results[2]["wanted"], "methods answer the same questions"
-    assert results[0]["answer"] != results[2]["answer"]
+        task, [given] = RULER.tasks[result["task"]], result["answers"]
+        assert 1200 - 100 <= given["prompt_tokens"] + task.answer_tokens <= 1200
+        assert result["score"] == task.score(given["answer"], given["wanted"])
+        assert given["answer"]
+    [[full], _, [streaming], _] = (result["answers"] for result in results)
+    assert full["wanted"] == streaming["wanted"], "methods answer the same questions"
+    assert full["answer"] != streaming["answer"]
     assert (out / "report.md").read_text().strip() in shown
     before = (out / "results.jsonl").read_bytes()
     assert cli.main(command) == 0

@@ -8,31 +8,41 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import reference_paragraphs, sentences_of
-from razor_dist.evals.ruler.synthetic import Sample, Units, fit
-from razor_dist.evals.ruler.tasks import (
-    ANSWER_TOKENS,
-    NEEDLES,
-    TASKS,
-    Material,
-    make_sample,
-    read_hotpotqa,
-    read_squad,
-    score,
-)
+from razor_dist.evals.suites.qa import read_hotpotqa, read_squad
+from razor_dist.evals.suites.ruler import NEEDLES, RULER
+from razor_dist.evals.suites.sample import Question, Sample, Span, Units, fit
+from razor_dist.evals.suites.tasks import Material
 
 NEEDLE = re.compile(r"The special magic (number|uuid) of (\S+) is (\S+)\.")
-QA = {"qa_1": "any", "qa_2": "any"}
+QA = ("qa_1", "qa_2")
+TASKS = tuple(RULER.tasks)
+ANSWER_TOKENS = {name: task.answer_tokens for name, task in RULER.tasks.items()}
 
 
-def words(sample: Sample) -> int:
+class Made(NamedTuple):
+    """A sample's one question, and the message that asks it."""
+
+    text: str
+    cue: str
+    answers: tuple[str, ...]
+    places: tuple[Span, ...]
+
+
+def asked(sample: Sample) -> Made:
+    [question] = sample.questions
+    return Made(sample.message(question), question.cue, question.answers, question.places)
+
+
+def words(sample: Sample | Made) -> int:
     """Tokens of a prompt, a word or a mark being one."""
-    return len(re.findall(r"\w+|[^\w\s]", f"{sample.text} {sample.cue}"))
+    made = sample if isinstance(sample, Made) else asked(sample)
+    return len(re.findall(r"\w+|[^\w\s]", f"{made.text} {made.cue}"))
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +91,8 @@ def material(data: dict[str, Path]) -> Material:
     return Material(essay, questions)
 
 
-def make(task: str, material: Material, length: int = 4096, number: int = 0) -> Sample:
-    return make_sample(task, length, number, 0, material, words)
+def make(task: str, material: Material, length: int = 4096, number: int = 0, seed: int = 0) -> Made:
+    return asked(RULER.sample(task, length, number, seed, material, words))
 
 
 @pytest.mark.parametrize("length", [2000, 4096, 9000])
@@ -101,7 +111,7 @@ def test_samples_are_the_seeds(task: str, material: Material) -> None:
     assert make(task, material, 2000) == first
     other = make(task, material, 2000, number=1)
     assert other.text != first.text and other.answers != first.answers
-    assert make_sample(task, 2000, 0, 1, material, words) != first
+    assert make(task, material, 2000, seed=1) != first
 
 
 @pytest.mark.parametrize("task", NEEDLES)
@@ -268,7 +278,7 @@ def test_a_question_without_an_answer_is_left_out(data: dict[str, Path]) -> None
     ],
 )
 def test_scores(task: str, answer: str, wanted: list[str], expected: float) -> None:
-    assert score(task, answer, wanted) == pytest.approx(expected)
+    assert RULER.tasks[task].score(answer, wanted) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -279,7 +289,7 @@ def test_a_length_too_short_is_told_the_least(task: str, material: Material) -> 
     assert least is not None
     enough = int(least[1]) + ANSWER_TOKENS[task]
     if enough < 4096:  # from there on common words are more frequent, and the least is another
-        assert words(make_sample(task, enough, 0, 0, material, words)) <= int(least[1]) + 40
+        assert words(make(task, material, enough)) <= int(least[1]) + 40
 
 
 def test_data_too_few_for_the_length(material: Material) -> None:
@@ -297,10 +307,10 @@ def test_fit_finds_the_largest_that_fits(least: int) -> None:
 
     def build(count: int) -> Sample:
         asked.append(count)
-        return Sample(str(count), "", ())
+        return Sample(str(count), (Question("", "", ()),))
 
     for room in (sizes[3], 1000, 1001, 20_000):
         asked.clear()
-        found = int(fit(Units(build, least), lambda s: sizes[int(s.text)], room).text)
+        found = int(fit(Units(build, least), lambda s: sizes[int(s.document)], room).document)
         assert sizes[found] <= room < sizes[found + 1]
         assert len(asked) < 40

@@ -17,8 +17,8 @@ from razor_dist.evals.baselines.presses import KVPRESS, PRESSES, BaselineConfig,
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import Question, Reading, Spot, with_questions
 from razor_dist.evals.needle.task import NeedleTask
-from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.job import RulerTask
+from razor_dist.evals.suites.config import RulerConfig
+from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.jobs.host_engine import settings_of
 from tests.tiny_models import make_tiny
 
@@ -128,7 +128,7 @@ def test_a_model_that_kvpress_does_not_know(
     monkeypatch.setattr(presses, "check_installed", lambda methods: None)
     model = str(make_tiny("glm", tmp_path / "glm"))
     own = {"methods": "full,tova", "kv_budget": 0.5, "model": model}
-    for plan, config in ((NeedleTask.plan, NeedleConfig), (RulerTask.plan, RulerConfig)):
+    for plan, config in ((NeedleTask.plan, NeedleConfig), (SuiteTask.plan, RulerConfig)):
         with pytest.raises(ModelError, match=r"tova is kvpress's, which knows .* is of type 'glm'"):
             plan(config(**own))
 

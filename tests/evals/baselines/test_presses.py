@@ -125,5 +125,5 @@ def test_rulers_questions_are_answered_by_theirs(settings: dict[str, Any], tmp_p
     own |= {"tasks": "niah_single_1", "lengths": 900, "samples": 2, "out": out}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     assert cli.main(["eval", "ruler", "--no-ray", *flags]) == 0
-    answers = [record["result"]["answer"] for record in read_job(out).records]
+    answers = [record["result"]["answers"] for record in read_job(out).records]
     assert len(answers) == 4 and all(answers) and answers[:2] == answers[2:]

@@ -6,18 +6,23 @@ import itertools
 import math
 import random
 import string
-import sys
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
-from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import NOISE
-
-# Guesses by interpolation at a sample's length, before the search only halves.
-_INTERPOLATIONS = 8
+from razor_dist.evals.suites.qa import QA
+from razor_dist.evals.suites.sample import (
+    Sample,
+    Units,
+    never_twice,
+    numbers,
+    places_of,
+    single_words,
+    uuids,
+    word_pairs,
+)
+from razor_dist.evals.suites.tasks import Material, Suite, Task
 
 # Evenly spaced places from prose's beginning to its end, of which needles take some.
 _DEPTHS = 40
@@ -37,63 +42,6 @@ _CODED_LETTERS = 6
 _MARK = "..."
 
 
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Sample:
-    text: str  # the user's message: instruction, haystack, question
-    cue: str  # the answer's beginning, which the model goes on from
-    answers: tuple[str, ...]  # all of them are wanted, or for a `qa` task one
-    # Characters of the text where each answer is stated; of a `qa` task where its data say, of one
-    # that counts words none.
-    places: tuple[Span, ...] = ()
-
-
-@dataclass(frozen=True)
-class Units:
-    """A sample that can be made at any size."""
-
-    build: Callable[[int], Sample]  # from a number of haystack units, always the same for the same
-    least: int = 0  # the fewest units that make the task
-    most: int = sys.maxsize
-
-
-def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
-    """Return the longest sample of at most ``room`` tokens, as ``tokens`` counts its prompt's.
-
-    The search takes tokens to grow with the units. Where they do not quite, the sample is a little
-    shorter than it might be; it is never longer. Raises `ConfigError` if the smallest sample has
-    more, naming its tokens, or if there are no units left before the room is filled.
-    """
-    made: dict[int, Sample] = {}
-
-    def used(count: int) -> int:
-        made.clear()  # at a million tokens samples are large: only the last is kept
-        made[count] = units.build(count)
-        return tokens(made[count])
-
-    low, below = units.least, used(units.least)
-    if below > room:
-        raise ConfigError(f"it takes at least {below} tokens of prompt, {room} are left")
-    step, tries = 1, 0
-    while (above := used(high := min(low + step, units.most))) <= room:
-        if high == units.most:
-            raise ConfigError(f"its data fill {above} tokens of prompt, not {room}")
-        low, below, step = high, above, 2 * step
-    while high - low > 1:
-        guess = (low + high) // 2
-        if tries < _INTERPOLATIONS:  # nearly linear, so this is nearly the answer
-            guess = low + (room - below) * (high - low) // (above - below)
-            guess = min(max(guess, low + 1), high - 1)
-        tries += 1
-        if (found := used(guess)) > room:
-            high, above = guess, found
-        else:
-            low, below = guess, found
-    return made[low] if low in made else units.build(low)
-
-
 @dataclass(frozen=True)
 class RulerNeedles:
     """One of the eight needle tasks (section 3.1): single, multi-key, -value or -query."""
@@ -106,10 +54,11 @@ class RulerNeedles:
     num_values: int = 1  # of each key
     num_queries: int = 1  # of the keys
 
-    def units(self, draw: random.Random, essay: Sequence[str]) -> Units:
+    def units(self, draw: random.Random, _: int, material: Material) -> Units:
         """Return the task, a unit being a sentence of prose, a line of noise or another needle."""
-        keys = _word_pairs(draw) if self.keys == "words" else _uuids(draw)
-        values = _numbers(draw, _NUMBER_DIGITS) if self.values == "numbers" else _uuids(draw)
+        essay = material.essay
+        keys = word_pairs(draw) if self.keys == "words" else uuids(draw)
+        values = numbers(draw, _NUMBER_DIGITS) if self.values == "numbers" else uuids(draw)
         hidden = [
             (key, [next(values) for _ in range(self.num_values)])
             for key in itertools.islice(keys, self.num_keys)
@@ -162,49 +111,14 @@ class RulerNeedles:
             f"{subject}?"
         )
         cue = f"Answer: According to the text, {what} of {subject} {'is' if one else 'are'}"
-        return Sample(text, cue, tuple(answers), _places(text, answers))
+        return Sample.asking(text, cue, list(answers), places_of(text, answers))
 
 
-def _places(text: str, statements: Mapping[str, str]) -> tuple[Span, ...]:
-    """Return where answers stand, each in its statement, which is in the text once."""
-    begins = [text.index(said) + said.index(answer) for answer, said in statements.items()]
-    return tuple((begin, begin + len(own)) for begin, own in zip(begins, statements, strict=True))
-
-
-@lru_cache(maxsize=1)
-def _single_words() -> tuple[str, ...]:
-    from razor_dist.evals.needle.model import needle_words  # imports transformers
-
-    return tuple(sorted(set(needle_words())))
-
-
-def _word_pairs(draw: random.Random) -> Iterator[str]:
-    """Yield two words with a hyphen, never the same pair twice: keys that name nothing."""
-    return _never_twice(lambda: "-".join(draw.sample(_single_words(), 2)))
-
-
-def _numbers(draw: random.Random, digits: int) -> Iterator[str]:
-    return _never_twice(lambda: str(draw.randrange(10 ** (digits - 1), 10**digits)))
-
-
-def _uuids(draw: random.Random) -> Iterator[str]:
-    return _never_twice(lambda: str(uuid.UUID(int=draw.getrandbits(128), version=4)))
-
-
-def _never_twice(make: Callable[[], str]) -> Iterator[str]:
-    seen = set()
-    while True:
-        text = make()
-        if text not in seen:
-            seen.add(text)
-            yield text
-
-
-def variable_tracking(draw: random.Random) -> Units:
+def variable_tracking(draw: random.Random, *_: object) -> Units:
     """Return a chain of variables (section 3.2), after an example; a unit is a line of noise."""
     example = _names(draw, _EXAMPLE_LETTERS)
     names = _names(draw, _NAME_LETTERS)
-    values = _numbers(draw, _VALUE_DIGITS)
+    values = numbers(draw, _VALUE_DIGITS)
     example_value, value = next(values), next(values)
     places = sorted(draw.random() for _ in range(_VARIABLES))
     worked = (
@@ -215,13 +129,13 @@ def variable_tracking(draw: random.Random) -> Units:
     def build(count: int) -> Sample:
         text = f"{worked}\n\n{_chain(names, value, count, places)}"
         stated = dict(zip(names, _statements(names, value), strict=True))
-        return Sample(text, _chain_cue(value), tuple(names), _places(text, stated))
+        return Sample.asking(text, _chain_cue(value), names, places_of(text, stated))
 
     return Units(build)
 
 
 def _names(draw: random.Random, letters: int) -> list[str]:
-    names = _never_twice(lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)))
+    names = never_twice(lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)))
     return list(itertools.islice(names, _VARIABLES))
 
 
@@ -250,7 +164,7 @@ def _chain_cue(value: str) -> str:
     )
 
 
-def common_words(draw: random.Random, length: int) -> Units:
+def common_words(draw: random.Random, length: int, _: Material) -> Units:
     """Return a numbered list with ten words more frequent than all others (section 3.3).
 
     A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
@@ -259,11 +173,11 @@ def common_words(draw: random.Random, length: int) -> Units:
     short = length < _SHORT
     often, seldom = (6, 1) if short else (30, 3)
     example_words, example_often, example_seldom = (20, 3, 1) if short else (40, 10, 3)
-    singles = draw.sample(_single_words(), len(_single_words()))
+    singles = draw.sample(single_words(), len(single_words()))
     shown, rest = singles[:example_words], singles[example_words:]
     seed = draw.getrandbits(64)
     pairs: list[str] = []
-    more = _word_pairs(draw)
+    more = word_pairs(draw)
     example = _word_list(shown, example_often, example_seldom, random.Random(seed))
     answer = _numbered(shown[:_COMMON_WORDS])
     worked = f"{_common_question(example)}\n{_COMMON_CUE} {answer}"
@@ -276,7 +190,7 @@ def common_words(draw: random.Random, length: int) -> Units:
             words = pairs
         listing = _word_list(words[:wanted], often, seldom, random.Random(seed))
         text = f"{worked}\n\n{_common_question(listing)}"
-        return Sample(text, _COMMON_CUE, tuple(words[:_COMMON_WORDS]))
+        return Sample.asking(text, _COMMON_CUE, words[:_COMMON_WORDS])
 
     return Units(build, least=1)
 
@@ -298,13 +212,13 @@ def _common_question(listing: str) -> str:
     )
 
 
-def frequent_words(draw: random.Random) -> Units:
+def frequent_words(draw: random.Random, *_: object) -> Units:
     """Return a text of invented words whose frequencies fall as a zeta distribution's with alpha 2.
 
     The word of rank k occurs ``floor(n / (zeta(2) k^2))`` times. That of rank 1 is noise, three
     dots; ranks 2 to 4 are asked for. A unit is a word of n.
     """
-    coded = _never_twice(lambda: "".join(draw.choices(string.ascii_lowercase, k=_CODED_LETTERS)))
+    coded = never_twice(lambda: "".join(draw.choices(string.ascii_lowercase, k=_CODED_LETTERS)))
     vocabulary: list[str] = [_MARK]
     seed = draw.getrandbits(64)
 
@@ -320,7 +234,7 @@ def frequent_words(draw: random.Random) -> Units:
             "the dots left out?"
         )
         cue = f"Answer: The {_FREQUENT_WORDS} words that occur most often in the coded text are:"
-        return Sample(text, cue, tuple(vocabulary[1 : 1 + _FREQUENT_WORDS]))
+        return Sample.asking(text, cue, vocabulary[1 : 1 + _FREQUENT_WORDS])
 
     return Units(build, least=_least_frequent())
 
@@ -336,3 +250,27 @@ def _least_frequent() -> int:
     last = 1 + _FREQUENT_WORDS
     every = ((count, rank_counts(count)) for count in itertools.count(1))
     return next(n for n, times in every if len(times) > last and times[last - 1] > times[last])
+
+
+NEEDLES = {
+    "niah_single_1": RulerNeedles(haystack="noise"),
+    "niah_single_2": RulerNeedles(),
+    "niah_single_3": RulerNeedles(values="uuids"),
+    "niah_multikey_1": RulerNeedles(num_keys=4),
+    "niah_multikey_2": RulerNeedles(haystack="needles"),
+    "niah_multikey_3": RulerNeedles(haystack="needles", keys="uuids", values="uuids"),
+    "niah_multivalue": RulerNeedles(num_values=4),
+    "niah_multiquery": RulerNeedles(num_keys=4, num_queries=4),
+}
+RULER = Suite(
+    "ruler",
+    "RULER",
+    {name: Task(needles.units, 128) for name, needles in NEEDLES.items()}
+    | {
+        "vt": Task(variable_tracking, 30),
+        "cwe": Task(common_words, 120),
+        "fwe": Task(frequent_words, 50),
+    }
+    | QA,
+    version=2,
+)

@@ -1,48 +1,17 @@
-"""RULER's thirteen tasks by name: their samples, the length of their answers, their scores.
-
-Eleven are `synthetic`; the other two are question answering (section 3.4): a question's own
-paragraphs among those of others.
-"""
+"""RULER's question answering (section 3.4): a question's own paragraphs among those of others."""
 
 from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.ruler.synthetic import (
-    RulerNeedles,
-    Sample,
-    Units,
-    common_words,
-    fit,
-    frequent_words,
-    variable_tracking,
-)
-
-NEEDLES = {
-    "niah_single_1": RulerNeedles(haystack="noise"),
-    "niah_single_2": RulerNeedles(),
-    "niah_single_3": RulerNeedles(values="uuids"),
-    "niah_multikey_1": RulerNeedles(num_keys=4),
-    "niah_multikey_2": RulerNeedles(haystack="needles"),
-    "niah_multikey_3": RulerNeedles(haystack="needles", keys="uuids", values="uuids"),
-    "niah_multivalue": RulerNeedles(num_values=4),
-    "niah_multiquery": RulerNeedles(num_keys=4, num_queries=4),
-}
-_OTHERS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
-ANSWER_TOKENS = dict.fromkeys(NEEDLES, 128) | _OTHERS
-"""Tokens to generate; they count as part of a sample's length."""
-
-TASKS = tuple(ANSWER_TOKENS)
-QUESTION_TASKS = ("qa_1", "qa_2")  # on SQuAD and on HotpotQA
-
-_UNPRINTABLE = re.compile(r"[\x00-\x1f]")
+from razor_dist.evals.suites.sample import Sample, Units
+from razor_dist.evals.suites.tasks import Material, Task, any_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class QAData:
                 heading = f"Document {chosen.index(index) + 1}:\n"
                 at = text.index(heading + self.documents[index]) + len(heading)
                 places.append((at + begin, at + end))
-            return Sample(text, "Answer:", question.answers, tuple(places))
+            return Sample.asking(text, "Answer:", question.answers, places)
 
         return Units(build, most=len(others))
 
@@ -151,53 +120,12 @@ def _read(
     return QAData(tuple(documents), questions)
 
 
-@dataclass(frozen=True)
-class Material:
-    """Sentences of prose, and the data of those of `QUESTION_TASKS` that are run."""
-
-    essay: Sequence[str]
-    questions: dict[str, QAData]
-
-
-def make_sample(
-    task: str,
-    length: int,
-    number: int,
-    seed: int,
-    material: Material,
-    tokens: Callable[[Sample], int],
-) -> Sample:
-    """Make a task's sample of a number; the same number and seed give the same sample.
-
-    ``length`` is of the prompt, whose tokens ``tokens`` counts, and the longest answer together.
-    Raises `ConfigError` as `fit`.
-    """
-    draw = random.Random(f"{seed}:{task}:{length}:{number}")
-    try:
-        return fit(_units(task, length, draw, material), tokens, length - ANSWER_TOKENS[task])
-    except ConfigError as error:
-        raise ConfigError(
-            f"{task} cannot be made at length {length}: {error} "
-            f"({ANSWER_TOKENS[task]} more are for the answer)"
-        ) from None
-
-
-def _units(task: str, length: int, draw: random.Random, material: Material) -> Units:
-    if task in NEEDLES:
-        return NEEDLES[task].units(draw, material.essay)
-    if task in QUESTION_TASKS:
+def _asked(task: str) -> Task:
+    def units(draw: random.Random, _: int, material: Material) -> Units:
         return material.questions[task].units(draw)
-    if task == "vt":
-        return variable_tracking(draw)
-    return common_words(draw, length) if task == "cwe" else frequent_words(draw)
+
+    return Task(units, 32, any_of)
 
 
-def score(task: str, answer: str, wanted: Sequence[str]) -> float:
-    """Return the part of the wanted strings that an answer contains; or 1 if it has any.
-
-    RULER's ``string_match_all``, and for `QUESTION_TASKS` its ``string_match_part``: case does not
-    count, control characters are line breaks, and a string may stand anywhere in the answer.
-    """
-    said = _UNPRINTABLE.sub("\n", answer).lower()
-    found = [text.lower() in said for text in wanted]
-    return float(any(found)) if task in QUESTION_TASKS else sum(found) / len(found)
+READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
+QA = {task: _asked(task) for task in READERS}

@@ -1,0 +1,204 @@
+"""Settings of the suites: one class, and what a suite adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import Size
+from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
+from razor_dist.evals.settings import (
+    LISTED,
+    HotpotQA,
+    Methods,
+    Prose,
+    Squad,
+    settings_by_name,
+)
+from razor_dist.evals.suites.graph import GRAPH
+from razor_dist.evals.suites.nonliteral import NONLITERAL
+from razor_dist.evals.suites.nth import NTH
+from razor_dist.evals.suites.qa import QA
+from razor_dist.evals.suites.ruler import RULER
+from razor_dist.evals.suites.shared import SHARED
+from razor_dist.evals.suites.tasks import Suite
+from razor_dist.evals.suites.world import WORLD
+
+_BUILT_IN = ("full", "razor", "streaming")
+# A suite's question is a part of its prompt, so every press sees it: one SnapKV is enough.
+_PRESSES = tuple(name for name, press in PRESSES.items() if not press.with_question)
+_KNOWN = {name: {"attention": name} for name in _BUILT_IN}
+_KNOWN |= {name: {"press": name} for name in _PRESSES}
+
+
+def check_data(tasks: Collection[str], squad: str | None, hotpotqa: str | None) -> None:
+    """Refuse a question task without its data's path, and a path without its task."""
+    given = zip(QA, ("squad", "hotpotqa"), (squad, hotpotqa), strict=True)
+    for name, data, path in given:
+        if (name in tasks) != (path is not None):
+            raise ConfigError(
+                f"task {name} needs {data}, the path of its data"
+                if name in tasks
+                else f"{data} is for task {name}, which is not among the tasks"
+            )
+
+
+def data_paths(squad: str | None, hotpotqa: str | None) -> dict[str, str]:
+    given = zip(QA, (squad, hotpotqa), strict=True)
+    return {task: path for task, path in given if path is not None}
+
+
+class SuiteConfig(ComparingConfig):
+    """Settings of a suite, the job's and the engines'; frozen."""
+
+    suite: ClassVar[Suite]
+    # Names of several tasks at once; a suite has at least `all`.
+    several: ClassVar[Mapping[str, Sequence[str]]]
+
+    tasks: Annotated[tuple[str, ...], LISTED] = Field(
+        default=("all",), description="Tasks of the suite, with commas; all: every one."
+    )
+    lengths: Annotated[tuple[Size, ...], LISTED] = Field(
+        default=(4096,), description="Tokens of prompt and answer, such as 4096,8192."
+    )
+    samples: int = Field(default=50, ge=1, description="Samples of each task and length.")
+    methods: Methods = Field(
+        default=_BUILT_IN,
+        description="What to compare: full, razor, streaming; by kvpress: h2o, snapkv, tova, "
+        "pyramidkv, expected-attention; in YAML a mapping of names to engine settings.",
+    )
+    haystack: Prose = "auto"
+
+    def __init_subclass__(cls, **about: Any) -> None:
+        super().__init_subclass__(**about)
+        cls.several = {"all": tuple(cls.suite.tasks)} | dict(cls.__dict__.get("several", {}))
+
+    def _check(self) -> None:
+        for name in self.task_names:
+            if name not in self.suite.tasks:
+                raise ConfigError(
+                    f"tasks: unknown task {name!r}; tasks are {', '.join(self.suite.tasks)}, or "
+                    f"alone {' or '.join(self.several)}"
+                )
+        if min(self.lengths) < 1:
+            raise ConfigError(f"lengths must be at least 1 each, got {list(self.lengths)}")
+        for name in self.method_settings:
+            self.engine(name)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, in the order of the suite's."""
+        if len(self.tasks) == 1 and self.tasks[0] in self.several:
+            return tuple(self.several[self.tasks[0]])
+        order = list(self.suite.tasks)
+        return tuple(sorted(self.tasks, key=lambda t: order.index(t) if t in order else -1))
+
+    @property
+    def data(self) -> dict[str, str]:
+        """Paths of the files that tasks read, by the task."""
+        return {}
+
+    @property
+    def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        return settings_by_name(self.methods, _KNOWN)
+
+    @property
+    def presses(self) -> list[str]:
+        return [str(own["press"]) for own in self.method_settings.values() if "press" in own]
+
+    def engine(self, method: str) -> EngineConfig:
+        """Return the settings of a method's engine; refuse one that is unknown or wrong."""
+        own = self.method_settings[method]
+        press = own.get("press")
+        if press is not None and press not in _PRESSES:
+            raise ConfigError(
+                f"methods: {method}: press must be one of {', '.join(_PRESSES)}, got {press!r}"
+            )
+        known = {"press", *EngineConfig.model_fields}
+        if unknown := sorted(own.keys() - known | own.keys() & {"model"}):
+            raise ConfigError(
+                f"methods: {method} sets {unknown[0]}, which is "
+                + ("the same for all methods" if unknown[0] == "model" else "not an engine setting")
+            )
+        try:
+            return self._engine({"prefix_cache": self._shares, **own}, max(self.lengths))
+        except ConfigError as error:
+            raise ConfigError(f"methods: {method}: {error}") from None
+
+    @property
+    def in_turns(self) -> bool:
+        """True where a sample's questions are turns of one conversation."""
+        return False
+
+    @property
+    def _shares(self) -> bool:
+        """True where a prompt finds in the cache what it has in common with an earlier one."""
+        return False
+
+
+class RulerConfig(SuiteConfig):
+    """Settings of ``eval ruler``; frozen."""
+
+    suite = RULER
+    several: ClassVar[Mapping[str, Sequence[str]]] = {
+        "synthetic": tuple(task for task in RULER.tasks if task not in QA)
+    }
+
+    tasks: Annotated[tuple[str, ...], LISTED] = Field(
+        default=("synthetic",),
+        description="Tasks, such as vt,cwe; synthetic: the 11 that need no data; all: 13.",
+    )
+    samples: int = Field(default=20, ge=1, description="Samples of each task and length.")
+    squad: Squad = None
+    hotpotqa: HotpotQA = None
+
+    def _check(self) -> None:
+        super()._check()
+        check_data(self.task_names, self.squad, self.hotpotqa)
+
+    @property
+    def data(self) -> dict[str, str]:
+        return data_paths(self.squad, self.hotpotqa)
+
+
+class SharedConfig(SuiteConfig):
+    """Settings of ``eval shared``; frozen."""
+
+    suite = SHARED
+
+    ask: Literal["turns", "requests"] = Field(
+        default="turns",
+        description="Questions about one document: turns of a conversation, in which earlier "
+        "questions are answered right, or requests that each begin with the document.",
+    )
+
+    @property
+    def in_turns(self) -> bool:
+        return self.ask == "turns"
+
+    @property
+    def _shares(self) -> bool:
+        return self.prefix_cache
+
+
+class NonliteralConfig(SuiteConfig):
+    suite = NONLITERAL
+
+
+class GraphConfig(SuiteConfig):
+    suite = GRAPH
+
+
+class WorldConfig(SuiteConfig):
+    suite = WORLD
+
+
+class NthConfig(SuiteConfig):
+    suite = NTH
+
+
+SUITES = (RULER, SHARED, NONLITERAL, GRAPH, WORLD, NTH)

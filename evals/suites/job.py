@@ -1,0 +1,156 @@
+"""A suite as a job; an item is one sample, whose questions one method answers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.evals.suites.config import SuiteConfig
+from razor_dist.evals.suites.qa import READERS, QAData
+from razor_dist.evals.suites.sample import Sample
+from razor_dist.evals.suites.tasks import Material
+from razor_dist.evals.texts import Prompter, same_paragraphs
+from razor_dist.jobs.task import Item
+from razor_dist.llm.llm import LLM
+from razor_dist.models.registry import display_name
+from razor_dist.protocol.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """A task of `razor_dist.jobs`; build it with `plan`."""
+
+    config: SuiteConfig
+    haystack: tuple[str, str]  # name and fingerprint of the prose
+    data: dict[str, str]  # fingerprint of each file that a task reads
+
+    @classmethod
+    def plan(cls, config: SuiteConfig) -> SuiteTask:
+        """Settle the prose by what is installed, and read the tasks' files once."""
+        _, most = config.limits()
+        if (longest := max(config.lengths)) > most:
+            raise ConfigError(
+                f"lengths: {longest} is beyond {config.model}, which holds {most} tokens of prompt "
+                "and answer"
+            )
+        name, paragraphs = haystack_paragraphs(config.haystack)
+        return cls(config, (name, fingerprint(paragraphs)), data_fingerprints(config.data))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        config = self.config
+        return {
+            "kind": config.suite.name,
+            "version": config.suite.version,
+            "model": display_name(config.model),
+            "tasks": list(config.task_names),
+            "lengths": sorted(config.lengths),
+            "samples": config.samples,
+            "methods": list(config.method_settings),
+            "haystack": self.haystack[0],
+            "haystack_fingerprint": self.haystack[1],
+            "data": self.data,
+            "seed": config.seed,
+            **({"in_turns": True} if config.in_turns else {}),
+        }
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        return {method: self.config.engine(method) for method in self.config.method_settings}
+
+    def items(self) -> Sequence[Item]:
+        config, names = self.config, ("task", "length", "number")
+        lengths, numbers = sorted(config.lengths), range(config.samples)
+        every = itertools.product(config.method_settings, config.task_names, lengths, numbers)
+        return [
+            Item("/".join(map(str, at)), at[2], at[0], dict(zip(names, at[1:], strict=True)))
+            for at in every
+        ]
+
+    def prompts(self, prompter: Prompter, sample: Sample) -> list[list[int]]:
+        """Return the token ids that ask each question of a sample.
+
+        In turns, the questions before it stand with their right answers, whatever was answered:
+        one that is wrong spoils no other, and every method is asked the same.
+        """
+        prompts, earlier = [], list[tuple[str, str]]()
+        for question in sample.questions:
+            text = question.text if earlier else sample.message(question)
+            prompts.append(prompter.whole(text, question.cue, earlier))
+            if self.config.in_turns:
+                earlier.append((text, f"{question.cue} {', '.join(question.answers)}"))
+        return prompts
+
+    def sample(self, prompter: Prompter, task: str, length: int, number: int) -> Sample:
+        """Make a sample; see `Suite.sample` for what is refused."""
+        return self.config.suite.sample(
+            task,
+            length,
+            number,
+            self.config.seed,
+            material_of(self.haystack, self.config.data),
+            tokens=lambda sample: max(map(len, self.prompts(prompter, sample))),
+        )
+
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+        """Make a sample, ask its questions in order, score the answers."""
+        prompter = Prompter(llm.get_tokenizer())
+        sample = self.sample(prompter, **item.data)
+        task = self.config.suite.tasks[item.data["task"]]
+        params = SamplingParams(temperature=0, max_tokens=task.answer_tokens)
+        answers, seconds, cached = [], 0.0, 0
+        for question, ids in zip(sample.questions, self.prompts(prompter, sample), strict=True):
+            [output] = llm.generate(ids, params)
+            [answer] = output.outputs
+            seconds += output.metrics.total_seconds or 0.0
+            cached += output.num_cached_tokens or 0
+            answers.append(
+                {
+                    "prompt_tokens": len(ids),
+                    "answer": answer.text,
+                    "wanted": list(question.answers),
+                    "score": task.score(answer.text, question.answers),
+                }
+            )
+        return {
+            **item.data,
+            "method": item.engine,
+            "answers": answers,
+            "score": fmean(answer["score"] for answer in answers),
+            "timing": {"seconds": seconds, "cached_tokens": cached},
+        }
+
+
+def material_of(haystack: tuple[str, str], data: Mapping[str, str]) -> Material:
+    """Return what samples are made of: prose by name and fingerprint, questions by their files."""
+    return Material(_essay(*haystack), {task: _questions(task, p) for task, p in data.items()})
+
+
+def data_fingerprints(data: Mapping[str, str]) -> dict[str, str]:
+    """Return the fingerprint of each task's file; refuse one that is not readable."""
+    for task, path in data.items():
+        _questions(task, path)
+    return {
+        task: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+        for task, path in data.items()
+    }
+
+
+@lru_cache(maxsize=1)
+def _essay(name: str, text: str) -> tuple[str, ...]:
+    """Return the sentences of the prose; refuse another than that which the job was begun with."""
+    return tuple(s for p in same_paragraphs(name, text)[1] for s in sentences_of(p))
+
+
+@lru_cache(maxsize=2)
+def _questions(task: str, path: str) -> QAData:
+    return READERS[task](Path(path))

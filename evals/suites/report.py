@@ -1,0 +1,231 @@
+"""A suite's report: scores with intervals, what each method loses and gains, and a picture.
+
+A cell is the mean score of its samples in percent. The average of a length is the mean over tasks,
+as RULER's paper has it, and the last column the mean over lengths. An average that lacks a cell is
+not given.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from razor_dist.evals.baselines.presses import KVPRESS
+from razor_dist.evals.methods import FULL
+from razor_dist.evals.report import (
+    Run,
+    failures,
+    interval,
+    join,
+    markdown,
+    save_picture,
+    section,
+    write_json,
+    write_page,
+)
+
+SUMMARY, PAGE, PICTURE = "summary.json", "report.md", "scores.svg"
+Result = Mapping[str, Any]
+
+
+def write_report(folder: Path, kind: str, title: str) -> str:
+    """Read a folder's results and write all that follows from them; returns the Markdown."""
+    run = Run(folder, kind, title)
+    scores = Scores(run.settings, run.results)
+    write_json(folder / SUMMARY, {"settings": run.settings, "cells": scores.as_json()})
+    picture = ""
+    if run.results:
+        scores.draw(folder / PICTURE)
+        picture = f"![Mean scores by task and length]({PICTURE})"
+    page = report(title, run.settings, run.results, run.failed, run.engines, picture)
+    return write_page(folder / PAGE, page)
+
+
+class Scores:
+    """Scores in percent by method, task and length, and by sample beside full attention's."""
+
+    def __init__(self, task: Mapping[str, Any], results: Sequence[Result]) -> None:
+        self.methods: list[str] = task["methods"]
+        self.tasks: list[str] = task["tasks"]
+        self.lengths: list[int] = task["lengths"]
+        self._cells: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
+        for number, result in enumerate(results):
+            cell = self._cells[result["method"], result["task"], result["length"]]
+            cell[result.get("number", number)] = 100 * result["score"]
+
+    def of(self, method: str, task: str, length: int) -> list[float]:
+        return list(self._cells[method, task, length].values())
+
+    def mean(self, method: str, task: str, length: int) -> float | None:
+        return _mean(self.of(method, task, length))
+
+    def changes(self, method: str, task: str, length: int) -> list[float]:
+        """Return a method's scores less full attention's, of the samples that both answered."""
+        full = self._cells[FULL, task, length]
+        own = self._cells[method, task, length]
+        return [score - full[number] for number, score in own.items() if number in full]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        cells = itertools.product(self.methods, self.tasks, self.lengths)
+        return [
+            {
+                "method": method,
+                "task": task,
+                "length": length,
+                "samples": len(scores),
+                "score": fmean(scores),
+                "interval": interval(scores),
+                "lost": sum(change < 0 for change in changes),
+                "gained": sum(change > 0 for change in changes),
+            }
+            for method, task, length in cells
+            if (scores := self.of(method, task, length))
+            for changes in [self.changes(method, task, length)]
+        ]
+
+    def draw(self, path: Path) -> None:
+        """Draw means with their intervals, a panel for each length."""
+        height = max(2.4, 0.3 * len(self.tasks) * len(self.methods) ** 0.5 + 1.2)
+        figure = Figure((3.4 * len(self.lengths) + 2.6, height), layout="constrained")
+        panels = figure.subplots(1, len(self.lengths), sharey=True, squeeze=False)[0]
+        step = 0.8 / len(self.methods)
+        for axis, length in zip(panels, self.lengths, strict=True):
+            for number, method in enumerate(self.methods):
+                for row, task in enumerate(self.tasks):
+                    scores = self.of(method, task, length)
+                    if scores:
+                        at, mean = (
+                            row + step * (number - (len(self.methods) - 1) / 2),
+                            fmean(scores),
+                        )
+                        low, high = interval(scores)
+                        axis.errorbar(
+                            mean,
+                            at,
+                            xerr=[[max(0, mean - low)], [max(0, high - mean)]],
+                            fmt="osD^v"[number % 5],
+                            color=f"C{number}",
+                            markersize=4,
+                            label=method if row == 0 else None,
+                        )
+            axis.set(title=f"{length} tokens", xlabel="score, %", xlim=(-3, 103))
+            axis.grid(alpha=0.3)
+        panels[0].set_yticks(range(len(self.tasks)), self.tasks)
+        panels[0].invert_yaxis()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+        save_picture(figure, path, "svg")
+
+
+def report(
+    title: str,
+    task: Mapping[str, Any],
+    results: Sequence[Result],
+    failed: Mapping[str, str],
+    engines: Mapping[str, Mapping[str, Any]],
+    picture: str = "",
+) -> str:
+    """Return the page of a run."""
+    scores = Scores(task, results)
+    asked = len(scores.methods) * len(scores.tasks) * len(scores.lengths) * task["samples"]
+    parts = [
+        f"# {title}: {task['model']}",
+        f"{task['samples']} samples of each task and length, seed {task['seed']}, prose: "
+        f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent, with the "
+        "interval that holds 95 % of 2,000 resamplings of the samples."
+        + (" Questions are turns of one conversation." if task.get("in_turns") else ""),
+    ]
+    if failed:
+        parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")
+    if missing := asked - len(results) - len(failed):
+        parts.append(f"{missing} of {asked} samples have not been asked yet.")
+    parts += [_cached(results), _presses(task, engines), picture]
+    parts += [_table(scores, method) for method in scores.methods]
+    return join(*parts, _beside_full(scores), failures(failed))
+
+
+def _table(scores: Scores, method: str) -> str:
+    head = ["task", *map(str, scores.lengths), "average"]
+    means = {
+        task: [scores.mean(method, task, length) for length in scores.lengths]
+        for task in scores.tasks
+    }
+    rows = [
+        [
+            task,
+            *(_cell(scores.of(method, task, length)) for length in scores.lengths),
+            _shown(_mean(means[task])),
+        ]
+        for task in scores.tasks
+    ]
+    average = [_mean(column) for column in zip(*means.values(), strict=True)]
+    rows.append(["**average**", *map(_shown, [*average, _mean(average)])])
+    return join(f"## {method}", markdown([head, *rows]))
+
+
+def _beside_full(scores: Scores) -> str:
+    rows = [["method", "task", *(f"{length}: {w}" for length in scores.lengths for w in _BESIDE)]]
+    for method, task in itertools.product(scores.methods, scores.tasks):
+        found = [scores.changes(method, task, length) for length in scores.lengths]
+        if method != FULL and any(found):
+            rows.append([method, task, *(cell for changes in found for cell in _changes(changes))])
+    note = (
+        "Of samples that both answered: how many score below full attention (lost) and above it "
+        "(gained), and the mean change of the score with its interval, in percentage points."
+    )
+    return section("## Beside full attention, sample by sample", rows, note)
+
+
+_BESIDE = ("lost", "gained", "change")
+
+
+def _changes(changes: Sequence[float]) -> list[str]:
+    if not changes:
+        return ["-"] * len(_BESIDE)
+    low, high = interval(changes)
+    counts = [sum(change < 0 for change in changes), sum(change > 0 for change in changes)]
+    return [*map(str, counts), f"{fmean(changes):+.1f} ({low:+.1f} to {high:+.1f})"]
+
+
+def _cached(results: Sequence[Result]) -> str:
+    """Say how much of the prompts the prefix cache had; nothing where it was not used."""
+    cached = sum(result.get("timing", {}).get("cached_tokens", 0) for result in results)
+    tokens = sum(a["prompt_tokens"] for result in results for a in result.get("answers", ()))
+    if not cached:
+        return ""
+    return f"{cached:,} of {tokens:,} prompt tokens came from the prefix cache."
+
+
+def _presses(task: Mapping[str, Any], engines: Mapping[str, Mapping[str, Any]]) -> str:
+    presses = [method for method in task["methods"] if "press" in engines.get(method, {})]
+    if not presses:
+        return ""
+    part = engines[presses[0]]["kv_budget"]
+    budget = "as many bytes as razor on one rank" if part is None else f"{part:g} of all"
+    return (
+        f"{', '.join(presses)}: kvpress {KVPRESS}. Every head reads in full; then {budget} is "
+        "kept. The question is a part of what is read: they know it when they drop the rest."
+    )
+
+
+def _cell(scores: Sequence[float]) -> str:
+    if not scores:
+        return "-"
+    low, high = interval(scores)
+    return f"{fmean(scores):.1f} ({low:.0f}-{high:.0f})"
+
+
+def _mean(cells: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if there are no cells or one lacks its number."""
+    known = [cell for cell in cells if cell is not None]
+    return fmean(known) if known and len(known) == len(cells) else None
+
+
+def _shown(cell: float | None) -> str:
+    return "-" if cell is None else f"{cell:.1f}"

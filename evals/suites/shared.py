@@ -1,0 +1,173 @@
+"""Several questions on one document: SCBench's idea (Li et al., arXiv 2412.10319), made anew.
+
+Five questions on each: values of keys, strings by prefix and suffix, variables over three hops,
+counts, and a mixture. A follow-up question finds document and earlier turns in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from razor_dist.documents.corpus import NOISE
+from razor_dist.evals.suites.sample import (
+    Filler,
+    Question,
+    Sample,
+    Units,
+    among,
+    never_twice,
+    numbers,
+    places_of,
+    single_words,
+    uuids,
+)
+from razor_dist.evals.suites.tasks import Material, Suite, Task, first_word
+
+_QUESTIONS = 5
+_HOPS = 3
+_DECOYS = 2  # strings that share a wanted one's prefix, and as many that share its suffix
+_COUNTS = range(2, 10)
+_COLOURS = ("amber", "black", "blue", "green", "grey", "purple", "red", "white", "yellow")
+_THINGS = (
+    *("barrel", "basket", "bottle", "bucket", "carpet", "chair", "drum"),
+    *("ladder", "lantern", "mirror", "pillow", "saddle", "shovel", "wagon"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, its answer, and the lines that hold the answer, in their order in the text."""
+
+    question: str
+    cue: str
+    answer: str
+    lines: tuple[str, ...]
+    stated: str | None = None  # of the lines, the one with the answer; None: they are counted
+
+
+@dataclass(frozen=True)
+class Part:
+    """Questions of one kind, lines that mislead, and filler that answers none of them."""
+
+    asked: list[Asked]
+    filler: Iterator[str]
+    decoys: tuple[str, ...] = ()
+
+
+def _keys(draw: random.Random, count: int) -> Part:
+    names = uuids(draw)
+
+    def pair() -> str:
+        return f'"{next(names)}": "{next(names)}",'
+
+    asked = []
+    for _ in range(count):
+        key, value = next(names), next(names)
+        line = f'"{key}": "{value}",'
+        cue = f'Answer: The value of the key "{key}" is "'
+        asked.append(Asked(f'What is the value of the key "{key}"?', cue, value, (line,), line))
+    return Part(asked, iter(pair, None))
+
+
+def _strings(draw: random.Random, count: int) -> Part:
+    words = single_words()
+    ends = draw.sample(words, 2 * count)
+    free = [word for word in words if word not in ends]
+    middles = never_twice(lambda: "-".join(draw.choices(words, k=2)))
+
+    def line(first: str, last: str) -> str:
+        return f"{first}-{next(middles)}-{last}"
+
+    asked, decoys = [], []
+    for first, last in zip(ends[:count], ends[count:], strict=True):
+        own = line(first, last)
+        question = f'Which line begins with "{first}-" and ends with "-{last}"?'
+        cue = f'Answer: The line that begins with "{first}-" and ends with "-{last}" is'
+        asked.append(Asked(question, cue, own, (own,), own))
+        for _ in range(_DECOYS):
+            decoys += [line(first, draw.choice(free)), line(draw.choice(free), last)]
+    filler = iter(lambda: line(draw.choice(free), draw.choice(free)), None)
+    return Part(asked, filler, tuple(decoys))
+
+
+def _variables(draw: random.Random, count: int) -> Part:
+    names = never_twice(lambda: "".join(draw.choices(string.ascii_uppercase, k=5)))
+    values = numbers(draw, 5)
+    asked = []
+    for _ in range(count):
+        chain, value = list(itertools.islice(names, _HOPS)), next(values)
+        lines = [f"VAR {chain[0]} = {value}"]
+        lines += [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(chain)]
+        cue = f"Answer: By these assignments, VAR {chain[-1]} holds the number"
+        question = f"Which number does VAR {chain[-1]} hold?"
+        asked.append(Asked(question, cue, value, tuple(lines), lines[0]))
+    return Part(asked, itertools.repeat(NOISE))
+
+
+def _things(draw: random.Random, count: int) -> Part:
+    kinds = [f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS]
+    draw.shuffle(kinds)
+    wanted, others = kinds[:count], kinds[count:]
+
+    def line(kind: str) -> str:
+        return f"{'An' if kind[0] == 'a' else 'A'} {kind} is brought in."
+
+    asked = []
+    for kind in wanted:
+        times = draw.choice(_COUNTS)
+        question = f"How many {kind}s are brought in? Answer with a number."
+        cue = f"Answer: The number of {kind}s that are brought in is"
+        asked.append(Asked(question, cue, str(times), (line(kind),) * times))
+    return Part(asked, iter(lambda: line(draw.choice(others)), None))
+
+
+def _mixed(draw: random.Random, count: int) -> Part:
+    parts = [_keys(draw, 2), _variables(draw, 2), _things(draw, count - 4)]
+    asked = [own for part in parts for own in part.asked]
+    draw.shuffle(asked)
+    return Part(asked, iter(lambda: next(draw.choice(parts).filler), None))
+
+
+def _task(part: Callable[[random.Random, int], Part], about: str, answer_tokens: int) -> Task:
+    def units(draw: random.Random, _: int, __: Material) -> Units:
+        own = part(draw, _QUESTIONS)
+        hidden = [(draw.random(), line) for line in own.decoys]
+        for asked in own.asked:
+            places = sorted(draw.random() for _ in asked.lines)
+            hidden += zip(places, asked.lines, strict=True)
+        filler = Filler(own.filler)
+
+        def build(count: int) -> Sample:
+            lines = "\n".join(among(filler.first(count), hidden))
+            document = f"{about} There will be {_QUESTIONS} questions about it.\n{lines}"
+            return Sample(document, tuple(_question(document, asked) for asked in own.asked))
+
+        return Units(build)
+
+    return Task(units, answer_tokens, first_word)
+
+
+def _question(document: str, asked: Asked) -> Question:
+    places = () if asked.stated is None else places_of(document, {asked.answer: asked.stated})
+    return Question(f"Question: {asked.question}", asked.cue, (asked.answer,), places)
+
+
+SHARED = Suite(
+    "shared",
+    "Shared contexts",
+    {
+        "keys": _task(_keys, "Below is a list of keys and their values.", 48),
+        "strings": _task(_strings, "Below is a list of strings, one on each line.", 24),
+        "variables": _task(_variables, "The text below assigns values to variables.", 12),
+        "counts": _task(_things, "The text below says what is brought into a hall.", 8),
+        "mixed": _task(
+            _mixed,
+            "The text below has keys and values, assignments to variables, and things brought in.",
+            48,
+        ),
+    },
+)

@@ -1,0 +1,109 @@
+"""Tasks and suites as data, how answers count, and what samples are made of."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.evals.suites.sample import Sample, Units, fit
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f]")
+
+Score = Callable[[str, Sequence[str]], float]  # from 0 to 1, of an answer and what is wanted
+
+
+class Questions(Protocol):
+    """A data set of which samples are made."""
+
+    def units(self, draw: random.Random) -> Units: ...
+
+
+@dataclass(frozen=True)
+class Material:
+    """Sentences of prose, and the data of the tasks that read some."""
+
+    essay: Sequence[str]
+    questions: Mapping[str, Questions] = field(default_factory=dict)
+
+
+def _plain(text: str) -> str:
+    return _UNPRINTABLE.sub("\n", text).lower()
+
+
+def all_of(answer: str, wanted: Sequence[str]) -> float:
+    """Return the part of the wanted strings that an answer contains: RULER's string_match_all.
+
+    Case does not count, control characters are line breaks, and a string may stand anywhere.
+    """
+    said = _plain(answer)
+    return sum(text.lower() in said for text in wanted) / len(wanted)
+
+
+def any_of(answer: str, wanted: Sequence[str]) -> float:
+    """Return 1 if an answer contains any wanted string: RULER's string_match_part."""
+    said = _plain(answer)
+    return float(any(text.lower() in said for text in wanted))
+
+
+def first_word(answer: str, wanted: Sequence[str]) -> float:
+    """Return 1 if an answer's first word, number or hyphenated string is a wanted one.
+
+    Case does not count, nor does an article before it.
+    """
+    words = re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)*", answer.lower())
+    found = next((word for word in words if word not in ("the", "a", "an")), None)
+    return float(found in {text.lower() for text in wanted})
+
+
+def words_from_start(answer: str, wanted: Sequence[str]) -> float:
+    """Return the part of a wanted text's words that an answer repeats from its beginning on."""
+    said, text = (re.findall(r"\w+", x.lower()) for x in (answer, wanted[0]))
+    same = 0
+    while same < min(len(said), len(text)) and said[same] == text[same]:
+        same += 1
+    return same / len(text)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question: ``units`` takes draws, a length in tokens and the material."""
+
+    units: Callable[[random.Random, int, Material], Units]
+    answer_tokens: int  # generated for each answer; they count as part of a sample's length
+    score: Score = all_of
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str  # of the command, and ``kind`` in the settings of a folder of results
+    title: str
+    tasks: Mapping[str, Task]
+    version: int = 1  # raised when the same settings would give other samples or scores
+
+    def sample(
+        self,
+        task: str,
+        length: int,
+        number: int,
+        seed: int,
+        material: Material,
+        tokens: Callable[[Sample], int],
+    ) -> Sample:
+        """Make a task's sample of a number; the same number and seed give the same sample.
+
+        ``length`` is of the longest prompt, whose tokens ``tokens`` counts, and its answer
+        together. Raises `ConfigError` as `fit`.
+        """
+        own = self.tasks[task]
+        draw = random.Random(f"{seed}:{task}:{length}:{number}")
+        try:
+            return fit(own.units(draw, length, material), tokens, length - own.answer_tokens)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{task} cannot be made at length {length}: {error} "
+                f"({own.answer_tokens} more are for the answer)"
+            ) from None

@@ -1,0 +1,166 @@
+"""A small world told in prose, among prose: the idea of bAbI (Weston et al., arXiv 1502.05698).
+
+People walk through a house, take things, hand them on and put them down. What is asked follows from
+one event, two or more; the events stand in their order between sentences of other prose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from razor_dist.evals.suites.sample import Filler, Sample, Units, among
+from razor_dist.evals.suites.tasks import Material, Suite, Task, first_word
+
+_EVENTS = 24
+_PEOPLE = ("Alrik", "Bettina", "Cosimo", "Dagny", "Ewald", "Fiorella", "Gudrun", "Hjalmar")
+_ROOMS = ("attic", "bedroom", "cellar", "garage", "garden", "hallway", "kitchen", "library")
+_THINGS = ("basket", "candle", "kettle", "ladder", "lamp", "rope", "umbrella", "violin")
+_CAST, _PLACES, _PROPS = 4, 5, 4
+_DIGITS = ("zero", "one", "two", "three", "four")
+# Of events, their wordings; `who` acts, `other` receives.
+_WALK = ("{who} went to the {room}.", "{who} walked into the {room}.", "{who} moved to the {room}.")
+_TAKE = ("{who} picked up the {thing}.", "{who} took the {thing}.")
+_DROP = ("{who} put down the {thing}.", "{who} left the {thing} there.")
+_GIVE = ("{who} handed the {thing} to {other}.", "{who} passed the {thing} on to {other}.")
+
+
+@dataclass
+class World:
+    """Who is where and has what, the rooms each thing has been in, and who gave it to whom."""
+
+    draw: random.Random
+    told: list[str] = field(default_factory=list)  # sentences, in order
+    at: dict[str, str] = field(default_factory=dict)  # people's rooms
+    lies: dict[str, str] = field(default_factory=dict)  # rooms of things that are not carried
+    carrier: dict[str, str] = field(default_factory=dict)
+    rooms_of: dict[str, list[str]] = field(default_factory=dict)  # things', each change once
+    givers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # by receiver and thing
+
+    def __post_init__(self) -> None:
+        people, rooms = self.draw.sample(_PEOPLE, _CAST), self.draw.sample(_ROOMS, _PLACES)
+        self._rooms = rooms
+        for who in people:
+            self.at[who] = self.draw.choice(rooms)
+            self.told.append(f"{who} is in the {self.at[who]}.")
+        for thing in self.draw.sample(_THINGS, _PROPS):
+            self.lies[thing] = self.draw.choice(rooms)
+            self.rooms_of[thing] = [self.lies[thing]]
+            self.told.append(f"The {thing} is in the {self.lies[thing]}.")
+        for _ in range(_EVENTS):
+            self._happen()
+
+    def _happen(self) -> None:
+        """Let one person do what can be done; walking is as likely as all else together."""
+        who = self.draw.choice(list(self.at))
+        here = self.at[who]
+        takes = [thing for thing, room in self.lies.items() if room == here]
+        has = [thing for thing, carrier in self.carrier.items() if carrier == who]
+        others = [other for other, room in self.at.items() if room == here and other != who]
+        gives = [thing for thing in has if others]
+        acts = [act for act, on in ((_TAKE, takes), (_DROP, has), (_GIVE, gives)) if on]
+        if not acts or self.draw.random() < 0.5:
+            room = self.draw.choice([room for room in self._rooms if room != here])
+            self.at[who] = room
+            for thing in has:
+                self.rooms_of[thing].append(room)
+            return self._tell(_WALK, who=who, room=room)
+        act = self.draw.choice(acts)
+        thing = self.draw.choice(takes if act is _TAKE else has)
+        if act is _TAKE:
+            del self.lies[thing]
+            self.carrier[thing] = who
+        elif act is _DROP:
+            del self.carrier[thing]
+            self.lies[thing] = here
+        else:
+            other = self.draw.choice(others)
+            self.carrier[thing] = other
+            self.givers.setdefault((other, thing), []).append(who)
+            return self._tell(act, who=who, thing=thing, other=other)
+        return self._tell(act, who=who, thing=thing)
+
+    def _tell(self, wordings: tuple[str, ...], **about: str) -> None:
+        self.told.append(self.draw.choice(wordings).format(**about))
+
+
+@dataclass(frozen=True)
+class Asked:
+    question: str
+    cue: str
+    answers: tuple[str, ...]
+
+
+def _person(world: World) -> Iterator[Asked]:
+    for who, room in world.at.items():
+        yield Asked(f"Where is {who} in the end?", f"In the end, {who} is in the", (room,))
+
+
+def _thing(world: World) -> Iterator[Asked]:
+    """Ask for things that were carried away from where they lay in the beginning."""
+    for thing, rooms in world.rooms_of.items():
+        if len(rooms) > 1:
+            question = f"Where is the {thing} in the end?"
+            yield Asked(question, f"In the end, the {thing} is in the", (rooms[-1],))
+
+
+def _before(world: World) -> Iterator[Asked]:
+    for thing, rooms in world.rooms_of.items():
+        if len(rooms) > 2:
+            when = f"right before it was last brought to the {rooms[-1]}"
+            cue = f"Right before it was last brought to the {rooms[-1]}, the {thing} was in the"
+            yield Asked(f"Where was the {thing} {when}?", cue, (rooms[-2],))
+
+
+def _giver(world: World) -> Iterator[Asked]:
+    for (who, thing), givers in world.givers.items():
+        question = f"From whom did {who} last get the {thing}?"
+        yield Asked(question, f"{who} last got the {thing} from", (givers[-1],))
+
+
+def _count(world: World) -> Iterator[Asked]:
+    for who in world.at:
+        number = sum(carrier == who for carrier in world.carrier.values())
+        question = f"How many things does {who} have in the end? Answer with a number."
+        cue = f"In the end, the number of things that {who} has is"
+        yield Asked(question, cue, (str(number), _DIGITS[number]))
+
+
+def _task(ask: Callable[[World], Iterator[Asked]]) -> Task:
+    def units(draw: random.Random, _: int, material: Material) -> Units:
+        # Worlds in which nothing of the kind can be asked are drawn again.
+        worlds = ((world, list(ask(world))) for world in iter(lambda: World(draw), None))
+        world, possible = next((world, asked) for world, asked in worlds if asked)
+        asked = draw.choice(possible)
+        places = sorted(draw.random() for _ in world.told)
+        hidden = list(zip(places, world.told, strict=True))
+        begin = draw.randrange(len(material.essay))
+        filler = Filler(itertools.islice(itertools.cycle(material.essay), begin, None))
+
+        def build(count: int) -> Sample:
+            text = (
+                "The text below tells, between other things, how people walk through a house and "
+                "what they do with things there. Remember where everybody and everything is.\n"
+                f"{' '.join(among(filler.first(count), hidden))}\n"
+                f"Question: {asked.question}"
+            )
+            return Sample.asking(text, f"Answer: {asked.cue}", asked.answers)
+
+        return Units(build)
+
+    return Task(units, 6, first_word)
+
+
+WORLD = Suite(
+    "world",
+    "A small world",
+    {
+        "person": _task(_person),
+        "thing": _task(_thing),
+        "before": _task(_before),
+        "giver": _task(_giver),
+        "count": _task(_count),
+    },
+)

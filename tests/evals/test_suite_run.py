@@ -1,0 +1,141 @@
+"""Suites as jobs: runs on a tiny model, resumed, with and without the prefix cache; the report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist import cli
+from razor_dist.config.errors import ConfigError
+from razor_dist.evals.suites.config import (
+    GraphConfig,
+    NonliteralConfig,
+    NthConfig,
+    SharedConfig,
+    SuiteConfig,
+    WorldConfig,
+)
+from razor_dist.evals.suites.job import SuiteTask
+from razor_dist.evals.suites.report import Scores, report
+from razor_dist.evals.suites.sample import Question, Sample
+from razor_dist.evals.texts import Prompter
+from razor_dist.jobs.results import read_job
+from razor_dist.models.tokenizer import load_tokenizer
+from tests.tokenizer import smollm2_tokenizer
+
+OWN = (SharedConfig, NonliteralConfig, GraphConfig, WorldConfig, NthConfig)
+
+
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    return [record["result"] for record in read_job(folder).records]
+
+
+def untimed(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: v for key, v in result.items() if key != "timing"} for result in results]
+
+
+@pytest.mark.parametrize("config", OWN)
+def test_settings(config: type[SuiteConfig]) -> None:
+    own = config()
+    assert own.samples == 50 and own.task_names == tuple(config.suite.tasks)
+    last = list(config.suite.tasks)[-1]
+    assert config(tasks=last).task_names == (last,)
+    with pytest.raises(ConfigError, match=r"tasks: unknown task 'vt'; tasks are .*, or alone all"):
+        config(tasks="vt")
+    with pytest.raises(ConfigError, match=r"tasks: unknown task 'all'"):
+        config(tasks=f"all,{last}")
+
+
+def test_a_shared_context_is_read_once(letters: Path, tmp_path: Path) -> None:
+    """In turns and as requests, with the prefix cache the answers are those without it."""
+    command = ["eval", "shared", "--model", str(letters), "--no-ray", "--tasks", "counts"]
+    command += ["--lengths", "1800", "--samples", "2", "--window-min", "64", "--block", "16"]
+    found = {}
+    for ask, methods in (("turns", "full,streaming"), ("requests", "streaming")):
+        for cache in ("--prefix-cache", "--no-prefix-cache"):
+            out = tmp_path / f"{ask}{cache}"
+            assert (
+                cli.main([*command, "--methods", methods, "--ask", ask, cache, "--out", str(out)])
+                == 0
+            )
+            found[ask, cache] = results_of(out)
+        with_cache, without = (found[ask, c] for c in ("--prefix-cache", "--no-prefix-cache"))
+        assert untimed(with_cache) == untimed(without)
+        assert all(result["timing"]["cached_tokens"] == 0 for result in without)
+        for result in with_cache:
+            tokens = [answer["prompt_tokens"] for answer in result["answers"]]
+            assert len(tokens) == 5 and max(tokens) + 8 <= 1800
+            # All that a later question shares with an earlier prompt, but for what its own is.
+            own = 150 + 16 if ask == "requests" else 250
+            assert result["timing"]["cached_tokens"] >= sum(tokens[1:]) - 4 * own
+        page = (tmp_path / f"{ask}--prefix-cache" / "report.md").read_text()
+        assert re.search(r"[\d,]+ of [\d,]+ prompt tokens came from the prefix cache", page)
+    turns, requests = (found[ask, "--prefix-cache"] for ask in ("turns", "requests"))
+    first, second = ([a["prompt_tokens"] for a in r[0]["answers"]] for r in (turns, requests))
+    assert first == sorted(first) and first[4] > first[0] + 300
+    assert max(second) - min(second) < 30
+
+
+@pytest.mark.parametrize("config", [NonliteralConfig, GraphConfig])
+def test_a_run_goes_on_where_it_ended(
+    config: type[SuiteConfig], letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, suite = tmp_path / "out", config.suite
+    task = next(iter(suite.tasks))
+    command = ["eval", suite.name, "--model", str(letters), "--no-ray", "--out", str(out)]
+    command += ["--tasks", task, "--lengths", "2000", "--samples", "2"]
+    command += ["--methods", "full,streaming", "--window-min", "64", "--block", "16"]
+    assert cli.main(command) == 0
+    whole, page = (out / "results.jsonl").read_bytes(), (out / "report.md").read_text()
+    summary = json.loads((out / "summary.json").read_text())
+    assert [cell["samples"] for cell in summary["cells"]] == [2, 2]
+    assert f"# {suite.title}" in page and "sample by sample" in page
+    # Interrupted after the first two items.
+    lines = whole.splitlines(keepends=True)
+    (out / "results.jsonl").write_bytes(b"".join(lines[:2]))
+    capsys.readouterr()
+    assert cli.main(["eval", "report", str(out)]) == 0
+    assert "2 of 4 samples have not been asked yet" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    again = results_of(out)
+    assert untimed(again) == untimed([json.loads(line)["result"] for line in lines])
+    assert (out / "results.jsonl").read_bytes().startswith(b"".join(lines[:2]))
+    assert (out / "scores.svg").read_text().startswith("<?xml")
+    assert cli.main([*command, "--seed", "1"]) == 2, "other settings need another folder"
+
+
+@pytest.mark.parametrize("ask", ["turns", "requests"])
+def test_prompts(ask: str, letters: Path) -> None:
+    questions = (Question("Who?", "It is", ("Ann", "Bo")), Question("Where?", "In the", ("attic",)))
+    sample = Sample("A story.", questions)
+    for tokenizer in (smollm2_tokenizer(), load_tokenizer(letters)):
+        prompter = Prompter(tokenizer)
+        task = SuiteTask(SharedConfig(ask=ask), ("essays", ""), {})
+        first, second = task.prompts(prompter, sample)
+        shown = prompter.decode(second).replace(" ", "")
+        assert shown.count("Astory.") == 1 and shown.endswith("Inthe")
+        assert ("Who?" in shown) is ("ItisAnn,Bo" in shown) is (ask == "turns")
+        if ask == "turns":
+            assert second[: len(first)] == first, "all of the first prompt can be cached"
+
+
+def test_lost_and_gained_are_of_the_same_samples() -> None:
+    about = {"model": "tiny", "tasks": ["a", "b"], "lengths": [100], "samples": 4, "seed": 0}
+    about |= {"methods": ["full", "razor"], "haystack": "essays", "haystack_fingerprint": "0"}
+    scores = {"full": [1.0, 0.5, 0.0, 1.0], "razor": [0.0, 0.5, 1.0]}
+    results = [
+        {"method": method, "task": "a", "length": 100, "number": number, "score": score}
+        for method, values in scores.items()
+        for number, score in enumerate(values)
+    ]
+    assert Scores(about, results).changes("razor", "a", 100) == [-100, 0, 100]
+    page = report("Test", about, results[::-1], {}, {})
+    assert "| razor | a | 1 | 1 | +0.0 (-100.0 to +100.0) |" in page
+    assert "| a | 62.5 (25-100) | 62.5 |" in page and "| b | - | - |" in page
+    [full, razor] = Scores(about, results).as_json()
+    assert (full["lost"], razor["lost"], razor["gained"], razor["samples"]) == (0, 1, 1, 3)
+    assert razor["score"] == 50 and full["interval"] == (25, 100)
