@@ -143,6 +143,7 @@ EVAL_OPTIONS = {
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ruler": {*SUITE_OPTIONS, "--squad", "--hotpotqa"},
     "shared": {*SUITE_OPTIONS, "--ask"},
+    "published": {*SUITE_OPTIONS, "--data"},
     **dict.fromkeys(("nonliteral", "graph", "world", "nth"), SUITE_OPTIONS),
     "fidelity": {
         *("--out", "--config", "--methods", "--tokens", "--prompt-tokens", "--ranges", "--steps"),

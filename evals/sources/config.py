@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -10,9 +11,10 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
 from razor_dist.evals.needle.config import PlacesConfig
 from razor_dist.evals.settings import LISTED, HotpotQA, Squad
-from razor_dist.evals.suites.config import check_data, data_paths
+from razor_dist.evals.suites.config import check_data, question_files
 from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.suites.ruler import NEEDLES
+from razor_dist.evals.suites.tasks import DataFile
 
 GRID, RULER = "grid", "ruler"
 # RULER's tasks of which it is known where the answers stand; of those that count words it is not.
@@ -53,6 +55,6 @@ class SourcesConfig(PlacesConfig):
         return tuple(name for name in (GRID, *PLACED) if name in named)
 
     @property
-    def data(self) -> dict[str, str]:
-        """Paths of the question tasks' files, by the task."""
-        return data_paths(self.squad, self.hotpotqa)
+    def files(self) -> Mapping[str, DataFile]:
+        """The question tasks' files, by the task."""
+        return question_files(self.squad, self.hotpotqa)

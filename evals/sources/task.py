@@ -83,7 +83,7 @@ class SourcesTask:
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
         traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
-        data = data_fingerprints(config.data)
+        data = data_fingerprints(config.files)
         return cls(config, traced, (name, fingerprint(paragraphs)), data)
 
     @property
@@ -120,7 +120,7 @@ class SourcesTask:
         return document_at(prompter, haystack, place, self.config.seed, absent=absent)
 
     def _sample(self, prompter: Prompter, task: str, length: int, number: int) -> Document:
-        material = material_of(self.haystack, self.config.data)
+        material = material_of(self.haystack, self.config.files)
 
         def tokens(sample: Sample) -> int:
             [asked] = sample.questions

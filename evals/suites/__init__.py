@@ -2,5 +2,5 @@
 
 - ``sample``: a document with its questions, made to fit a length; ``tasks``: tasks, suites, scores;
 - ``ruler``, ``qa``: RULER; ``shared``, ``nonliteral``, ``graph``, ``world``, ``nth``: ours;
-- ``registry``: suites by name; ``config``: their settings; ``job``, ``report``: the run, its page.
+- ``published``: other sets in their own files; ``config``: settings; ``job``, ``report``: runs.
 """

@@ -22,10 +22,16 @@ from razor_dist.evals.settings import (
 from razor_dist.evals.suites.graph import GRAPH
 from razor_dist.evals.suites.nonliteral import NONLITERAL
 from razor_dist.evals.suites.nth import NTH
-from razor_dist.evals.suites.qa import QA
+from razor_dist.evals.suites.published import (
+    PUBLISHED,
+    PublishedData,
+    published_files,
+    published_suite,
+)
+from razor_dist.evals.suites.qa import QA, READERS
 from razor_dist.evals.suites.ruler import RULER
 from razor_dist.evals.suites.shared import SHARED
-from razor_dist.evals.suites.tasks import Suite
+from razor_dist.evals.suites.tasks import DataFile, Suite
 from razor_dist.evals.suites.world import WORLD
 
 _BUILT_IN = ("full", "razor", "streaming")
@@ -47,17 +53,16 @@ def check_data(tasks: Collection[str], squad: str | None, hotpotqa: str | None) 
             )
 
 
-def data_paths(squad: str | None, hotpotqa: str | None) -> dict[str, str]:
-    given = zip(QA, (squad, hotpotqa), strict=True)
-    return {task: path for task, path in given if path is not None}
+def question_files(squad: str | None, hotpotqa: str | None) -> Mapping[str, DataFile]:
+    """Return the files of RULER's question tasks that are given, by the task."""
+    given = zip(READERS.items(), (squad, hotpotqa), strict=True)
+    return {task: DataFile(path, read) for (task, read), path in given if path is not None}
 
 
 class SuiteConfig(ComparingConfig):
     """Settings of a suite, the job's and the engines'; frozen."""
 
-    suite: ClassVar[Suite]
-    # Names of several tasks at once; a suite has at least `all`.
-    several: ClassVar[Mapping[str, Sequence[str]]]
+    own_suite: ClassVar[Suite]
 
     tasks: Annotated[tuple[str, ...], LISTED] = Field(
         default=("all",), description="Tasks of the suite, with commas; all: every one."
@@ -73,9 +78,14 @@ class SuiteConfig(ComparingConfig):
     )
     haystack: Prose = "auto"
 
-    def __init_subclass__(cls, **about: Any) -> None:
-        super().__init_subclass__(**about)
-        cls.several = {"all": tuple(cls.suite.tasks)} | dict(cls.__dict__.get("several", {}))
+    @property
+    def suite(self) -> Suite:
+        return self.own_suite
+
+    @property
+    def several(self) -> Mapping[str, Sequence[str]]:
+        """Names for several tasks at once."""
+        return {"all": tuple(self.suite.tasks)}
 
     def _check(self) -> None:
         for name in self.task_names:
@@ -98,9 +108,13 @@ class SuiteConfig(ComparingConfig):
         return tuple(sorted(self.tasks, key=lambda t: order.index(t) if t in order else -1))
 
     @property
-    def data(self) -> dict[str, str]:
-        """Paths of the files that tasks read, by the task."""
+    def files(self) -> Mapping[str, DataFile]:
+        """The files that tasks read, by the task."""
         return {}
+
+    def count(self, task: str) -> int:
+        """Return the samples of a task at each length."""
+        return self.samples
 
     @property
     def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
@@ -143,11 +157,7 @@ class SuiteConfig(ComparingConfig):
 class RulerConfig(SuiteConfig):
     """Settings of ``eval ruler``; frozen."""
 
-    suite = RULER
-    several: ClassVar[Mapping[str, Sequence[str]]] = {
-        "synthetic": tuple(task for task in RULER.tasks if task not in QA)
-    }
-
+    own_suite = RULER
     tasks: Annotated[tuple[str, ...], LISTED] = Field(
         default=("synthetic",),
         description="Tasks, such as vt,cwe; synthetic: the 11 that need no data; all: 13.",
@@ -156,19 +166,23 @@ class RulerConfig(SuiteConfig):
     squad: Squad = None
     hotpotqa: HotpotQA = None
 
+    @property
+    def several(self) -> Mapping[str, Sequence[str]]:
+        return super().several | {"synthetic": [t for t in RULER.tasks if t not in QA]}
+
     def _check(self) -> None:
         super()._check()
         check_data(self.task_names, self.squad, self.hotpotqa)
 
     @property
-    def data(self) -> dict[str, str]:
-        return data_paths(self.squad, self.hotpotqa)
+    def files(self) -> Mapping[str, DataFile]:
+        return question_files(self.squad, self.hotpotqa)
 
 
 class SharedConfig(SuiteConfig):
     """Settings of ``eval shared``; frozen."""
 
-    suite = SHARED
+    own_suite = SHARED
 
     ask: Literal["turns", "requests"] = Field(
         default="turns",
@@ -186,19 +200,53 @@ class SharedConfig(SuiteConfig):
 
 
 class NonliteralConfig(SuiteConfig):
-    suite = NONLITERAL
+    own_suite = NONLITERAL
 
 
 class GraphConfig(SuiteConfig):
-    suite = GRAPH
+    own_suite = GRAPH
 
 
 class WorldConfig(SuiteConfig):
-    suite = WORLD
+    own_suite = WORLD
 
 
 class NthConfig(SuiteConfig):
-    suite = NTH
+    own_suite = NTH
 
 
-SUITES = (RULER, SHARED, NONLITERAL, GRAPH, WORLD, NTH)
+class PublishedConfig(SuiteConfig):
+    """Settings of ``eval published``; frozen."""
+
+    data: str = Field(
+        min_length=1,
+        description="Folder with files of LongBench v2, InfiniteBench, HELMET or L-CiteEval.",
+    )
+    tasks: Annotated[tuple[str, ...], LISTED] = Field(
+        default=("all",), description="Files in DATA without their suffix, with commas; all."
+    )
+    samples: int = Field(default=50, ge=1, description="Samples of each file, as far as it has.")
+
+    @property
+    def suite(self) -> Suite:
+        names = self.several["all"] if self.tasks == ("all",) else self.tasks
+        return published_suite(self.data, tuple(names))
+
+    @property
+    def several(self) -> Mapping[str, Sequence[str]]:
+        return {"all": tuple(published_files(self.data))}
+
+    @property
+    def files(self) -> Mapping[str, DataFile]:
+        every = published_files(self.data)
+        return {task: every[task] for task in self.task_names}
+
+    def count(self, task: str) -> int:
+        content = self.files[task].content
+        assert isinstance(content, PublishedData), content
+        return min(self.samples, len(content.records))
+
+
+GENERATED = (RULER, SHARED, NONLITERAL, GRAPH, WORLD, NTH)
+# Titles by name, of all that write results of one form.
+SUITES = {suite.name: suite.title for suite in GENERATED} | {PUBLISHED: "Published sets"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from razor_dist.evals.suites.sample import Filler, Sample, Units, among, never_twice, places_of
-from razor_dist.evals.suites.tasks import Material, Suite, Task
+from razor_dist.evals.suites.tasks import Making, Suite, Task
 
 Edge = tuple[str, str]
 
@@ -96,7 +96,8 @@ def _f1(answer: str, wanted: Sequence[str]) -> float:
 
 
 def _task(walk: Callable[[random.Random, Iterator[str]], Walk]) -> Task:
-    def units(draw: random.Random, _: int, __: Material) -> Units:
+    def units(making: Making) -> Units:
+        draw = making.draw
         names = _names(draw)
         own = walk(draw, names)
         hidden = [(draw.random(), f"{a} -> {b}") for a, b in own.edges]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,9 +13,8 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.evals.suites.config import SuiteConfig
-from razor_dist.evals.suites.qa import READERS, QAData
 from razor_dist.evals.suites.sample import Sample
-from razor_dist.evals.suites.tasks import Material
+from razor_dist.evals.suites.tasks import DataFile, Material
 from razor_dist.evals.texts import Prompter, same_paragraphs
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
@@ -43,7 +40,7 @@ class SuiteTask:
                 "and answer"
             )
         name, paragraphs = haystack_paragraphs(config.haystack)
-        return cls(config, (name, fingerprint(paragraphs)), data_fingerprints(config.data))
+        return cls(config, (name, fingerprint(paragraphs)), data_fingerprints(config.files))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -61,6 +58,7 @@ class SuiteTask:
             "data": self.data,
             "seed": config.seed,
             **({"in_turns": True} if config.in_turns else {}),
+            **({"counts": fewer} if (fewer := self._fewer) else {}),
         }
 
     @property
@@ -69,12 +67,18 @@ class SuiteTask:
 
     def items(self) -> Sequence[Item]:
         config, names = self.config, ("task", "length", "number")
-        lengths, numbers = sorted(config.lengths), range(config.samples)
-        every = itertools.product(config.method_settings, config.task_names, lengths, numbers)
+        every = itertools.product(config.method_settings, config.task_names, sorted(config.lengths))
         return [
             Item("/".join(map(str, at)), at[2], at[0], dict(zip(names, at[1:], strict=True)))
-            for at in every
+            for method, task, length in every
+            for at in itertools.product([method], [task], [length], range(config.count(task)))
         ]
+
+    @property
+    def _fewer(self) -> dict[str, int]:
+        """Samples of the tasks that do not have as many as the settings ask for."""
+        counts = {task: self.config.count(task) for task in self.config.task_names}
+        return {task: count for task, count in counts.items() if count < self.config.samples}
 
     def prompts(self, prompter: Prompter, sample: Sample) -> list[list[int]]:
         """Return the token ids that ask each question of a sample.
@@ -97,7 +101,7 @@ class SuiteTask:
             length,
             number,
             self.config.seed,
-            material_of(self.haystack, self.config.data),
+            material_of(self.haystack, self.config.files),
             tokens=lambda sample: max(map(len, self.prompts(prompter, sample))),
         )
 
@@ -130,27 +134,17 @@ class SuiteTask:
         }
 
 
-def material_of(haystack: tuple[str, str], data: Mapping[str, str]) -> Material:
+def material_of(haystack: tuple[str, str], files: Mapping[str, DataFile]) -> Material:
     """Return what samples are made of: prose by name and fingerprint, questions by their files."""
-    return Material(_essay(*haystack), {task: _questions(task, p) for task, p in data.items()})
+    return Material(_essay(*haystack), {task: file.content for task, file in files.items()})
 
 
-def data_fingerprints(data: Mapping[str, str]) -> dict[str, str]:
+def data_fingerprints(files: Mapping[str, DataFile]) -> dict[str, str]:
     """Return the fingerprint of each task's file; refuse one that is not readable."""
-    for task, path in data.items():
-        _questions(task, path)
-    return {
-        task: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-        for task, path in data.items()
-    }
+    return {task: file.fingerprint for task, file in files.items() if file.content}
 
 
 @lru_cache(maxsize=1)
 def _essay(name: str, text: str) -> tuple[str, ...]:
     """Return the sentences of the prose; refuse another than that which the job was begun with."""
     return tuple(s for p in same_paragraphs(name, text)[1] for s in sentences_of(p))
-
-
-@lru_cache(maxsize=2)
-def _questions(task: str, path: str) -> QAData:
-    return READERS[task](Path(path))

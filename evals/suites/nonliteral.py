@@ -7,14 +7,13 @@ other facts; ``literal`` quotes the needle, and is the control.
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.sample import Filler, Sample, Units, among, places_of
-from razor_dist.evals.suites.tasks import Material, Suite, Task, first_word
+from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
 
 
 class Fact(NamedTuple):
@@ -109,7 +108,8 @@ def _follows(what: str) -> tuple[str, str]:
 
 
 def _task(ask: Callable[[Fact], tuple[str, str]]) -> Task:
-    def units(draw: random.Random, _: int, material: Material) -> Units:
+    def units(making: Making) -> Units:
+        draw = making.draw
         facts: dict[str, Fact] = {}
         for fact in draw.sample(FACTS, len(FACTS)):
             facts.setdefault(fact.far, fact)
@@ -120,7 +120,7 @@ def _task(ask: Callable[[Fact], tuple[str, str]]) -> Task:
         hidden = [(draw.random(), sentence) for sentence in said]
         question, cue = ask(asked)
         unsaid = _about(asked) | {name.lower()}
-        prose = [s for s in material.essay if not unsaid & set(_WORD.findall(s.lower()))]
+        prose = [s for s in making.material.essay if not unsaid & set(_WORD.findall(s.lower()))]
         if not prose:
             raise ConfigError("every sentence of the prose has a word of the needle's")
         begin = draw.randrange(len(prose))

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 
 from razor_dist.evals.suites.sample import Filler, Sample, Units, among
-from razor_dist.evals.suites.tasks import Material, Suite, Task, words_from_start
+from razor_dist.evals.suites.tasks import Making, Suite, Task, words_from_start
 
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _KINDS = ("lullaby", "motto", "proverb", "rhyme", "riddle", "slogan", "toast", "weather report")
@@ -63,7 +63,8 @@ def _alike(draw: random.Random, count: int) -> list[str]:
 
 
 def _task(alike: int) -> Task:
-    def units(draw: random.Random, _: int, __: Material) -> Units:
+    def units(making: Making) -> Units:
+        draw = making.draw
         kind, topic, number = draw.choice(_KINDS), draw.choice(_TOPICS), draw.randrange(alike)
         texts = _alike(draw, alike)
         places = sorted(draw.random() for _ in texts)

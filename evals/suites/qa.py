@@ -11,7 +11,7 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.sample import Sample, Units
-from razor_dist.evals.suites.tasks import Material, Task, any_of
+from razor_dist.evals.suites.tasks import Making, Task, any_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class QAData:
     documents: tuple[str, ...]  # each once
     questions: tuple[QAQuestion, ...]  # those that have an answer
 
-    def units(self, draw: random.Random) -> Units:
+    def units(self, making: Making) -> Units:
         """Return a question's sample, a unit being a document that it did not come with."""
+        draw = making.draw
         question = draw.choice(self.questions)
         nearest = list(question.nearest)
         near = {*question.documents, *nearest}
@@ -121,10 +122,7 @@ def _read(
 
 
 def _asked(task: str) -> Task:
-    def units(draw: random.Random, _: int, material: Material) -> Units:
-        return material.questions[task].units(draw)
-
-    return Task(units, 32, any_of)
+    return Task(lambda making: making.material.questions[task].units(making), 32, any_of)
 
 
 READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}

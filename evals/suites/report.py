@@ -133,7 +133,8 @@ def report(
 ) -> str:
     """Return the page of a run."""
     scores = Scores(task, results)
-    asked = len(scores.methods) * len(scores.tasks) * len(scores.lengths) * task["samples"]
+    counts = (task.get("counts", {}).get(name, task["samples"]) for name in scores.tasks)
+    asked = len(scores.methods) * len(scores.lengths) * sum(counts)
     parts = [
         f"# {title}: {task['model']}",
         f"{task['samples']} samples of each task and length, seed {task['seed']}, prose: "

@@ -22,7 +22,7 @@ from razor_dist.evals.suites.sample import (
     uuids,
     word_pairs,
 )
-from razor_dist.evals.suites.tasks import Material, Suite, Task
+from razor_dist.evals.suites.tasks import Making, Suite, Task
 
 # Evenly spaced places from prose's beginning to its end, of which needles take some.
 _DEPTHS = 40
@@ -54,9 +54,9 @@ class RulerNeedles:
     num_values: int = 1  # of each key
     num_queries: int = 1  # of the keys
 
-    def units(self, draw: random.Random, _: int, material: Material) -> Units:
+    def units(self, making: Making) -> Units:
         """Return the task, a unit being a sentence of prose, a line of noise or another needle."""
-        essay = material.essay
+        draw, essay = making.draw, making.material.essay
         keys = word_pairs(draw) if self.keys == "words" else uuids(draw)
         values = numbers(draw, _NUMBER_DIGITS) if self.values == "numbers" else uuids(draw)
         hidden = [
@@ -114,8 +114,9 @@ class RulerNeedles:
         return Sample.asking(text, cue, list(answers), places_of(text, answers))
 
 
-def variable_tracking(draw: random.Random, *_: object) -> Units:
+def variable_tracking(making: Making) -> Units:
     """Return a chain of variables (section 3.2), after an example; a unit is a line of noise."""
+    draw = making.draw
     example = _names(draw, _EXAMPLE_LETTERS)
     names = _names(draw, _NAME_LETTERS)
     values = numbers(draw, _VALUE_DIGITS)
@@ -164,13 +165,13 @@ def _chain_cue(value: str) -> str:
     )
 
 
-def common_words(draw: random.Random, length: int, _: Material) -> Units:
+def common_words(making: Making) -> Units:
     """Return a numbered list with ten words more frequent than all others (section 3.3).
 
     A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
     do not suffice, all words, the common ones too, are pairs of them.
     """
-    short = length < _SHORT
+    draw, short = making.draw, making.length < _SHORT
     often, seldom = (6, 1) if short else (30, 3)
     example_words, example_often, example_seldom = (20, 3, 1) if short else (40, 10, 3)
     singles = draw.sample(single_words(), len(single_words()))
@@ -212,12 +213,13 @@ def _common_question(listing: str) -> str:
     )
 
 
-def frequent_words(draw: random.Random, *_: object) -> Units:
+def frequent_words(making: Making) -> Units:
     """Return a text of invented words whose frequencies fall as a zeta distribution's with alpha 2.
 
     The word of rank k occurs ``floor(n / (zeta(2) k^2))`` times. That of rank 1 is noise, three
     dots; ranks 2 to 4 are asked for. A unit is a word of n.
     """
+    draw = making.draw
     coded = never_twice(lambda: "".join(draw.choices(string.ascii_lowercase, k=_CODED_LETTERS)))
     vocabulary: list[str] = [_MARK]
     seed = draw.getrandbits(64)

@@ -54,6 +54,7 @@ class Units:
     build: Callable[[int], Sample]  # from a number of haystack units, always the same for the same
     least: int = 0  # the fewest units that make the task
     most: int = sys.maxsize
+    may_be_short: bool = False  # with all units; else a sample that does not fill its length fails
 
 
 def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
@@ -76,6 +77,8 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
     step, tries = 1, 0
     while (above := used(high := min(low + step, units.most))) <= room:
         if high == units.most:
+            if units.may_be_short:
+                return made[high]
             raise ConfigError(f"its data fill {above} tokens of prompt, not {room}")
         low, below, step = high, above, 2 * step
     while high - low > 1:

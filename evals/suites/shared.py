@@ -25,7 +25,7 @@ from razor_dist.evals.suites.sample import (
     single_words,
     uuids,
 )
-from razor_dist.evals.suites.tasks import Material, Suite, Task, first_word
+from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
 
 _QUESTIONS = 5
 _HOPS = 3
@@ -133,7 +133,8 @@ def _mixed(draw: random.Random, count: int) -> Part:
 
 
 def _task(part: Callable[[random.Random, int], Part], about: str, answer_tokens: int) -> Task:
-    def units(draw: random.Random, _: int, __: Material) -> Units:
+    def units(making: Making) -> Units:
+        draw = making.draw
         own = part(draw, _QUESTIONS)
         hidden = [(draw.random(), line) for line in own.decoys]
         for asked in own.asked:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.sample import Sample, Units, fit
@@ -19,7 +22,28 @@ Score = Callable[[str, Sequence[str]], float]  # from 0 to 1, of an answer and w
 class Questions(Protocol):
     """A data set of which samples are made."""
 
-    def units(self, draw: random.Random) -> Units: ...
+    def units(self, making: Making) -> Units: ...
+
+
+class DataFile(NamedTuple):
+    """A file of a data set, and how it is read."""
+
+    path: str
+    read: Callable[[Path], Questions]
+
+    @property
+    def content(self) -> Questions:
+        """What the file holds; it is read once."""
+        return _content(self)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=16)
+def _content(file: DataFile) -> Questions:
+    return file.read(Path(file.path))
 
 
 @dataclass(frozen=True)
@@ -28,6 +52,16 @@ class Material:
 
     essay: Sequence[str]
     questions: Mapping[str, Questions] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Making:
+    """What a sample is made of: the draws of its number, and its length with its answer."""
+
+    draw: random.Random
+    length: int  # tokens
+    number: int
+    material: Material
 
 
 def _plain(text: str) -> str:
@@ -70,9 +104,9 @@ def words_from_start(answer: str, wanted: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question: ``units`` takes draws, a length in tokens and the material."""
+    """A kind of question."""
 
-    units: Callable[[random.Random, int, Material], Units]
+    units: Callable[[Making], Units]
     answer_tokens: int  # generated for each answer; they count as part of a sample's length
     score: Score = all_of
 
@@ -101,7 +135,8 @@ class Suite:
         own = self.tasks[task]
         draw = random.Random(f"{seed}:{task}:{length}:{number}")
         try:
-            return fit(own.units(draw, length, material), tokens, length - own.answer_tokens)
+            units = own.units(Making(draw, length, number, material))
+            return fit(units, tokens, length - own.answer_tokens)
         except ConfigError as error:
             raise ConfigError(
                 f"{task} cannot be made at length {length}: {error} "

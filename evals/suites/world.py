@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from razor_dist.evals.suites.sample import Filler, Sample, Units, among
-from razor_dist.evals.suites.tasks import Material, Suite, Task, first_word
+from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
 
 _EVENTS = 24
 _PEOPLE = ("Alrik", "Bettina", "Cosimo", "Dagny", "Ewald", "Fiorella", "Gudrun", "Hjalmar")
@@ -129,15 +129,16 @@ def _count(world: World) -> Iterator[Asked]:
 
 
 def _task(ask: Callable[[World], Iterator[Asked]]) -> Task:
-    def units(draw: random.Random, _: int, material: Material) -> Units:
+    def units(making: Making) -> Units:
+        draw, essay = making.draw, making.material.essay
         # Worlds in which nothing of the kind can be asked are drawn again.
         worlds = ((world, list(ask(world))) for world in iter(lambda: World(draw), None))
         world, possible = next((world, asked) for world, asked in worlds if asked)
         asked = draw.choice(possible)
         places = sorted(draw.random() for _ in world.told)
         hidden = list(zip(places, world.told, strict=True))
-        begin = draw.randrange(len(material.essay))
-        filler = Filler(itertools.islice(itertools.cycle(material.essay), begin, None))
+        begin = draw.randrange(len(essay))
+        filler = Filler(itertools.islice(itertools.cycle(essay), begin, None))
 
         def build(count: int) -> Sample:
             text = (

@@ -27,6 +27,7 @@ from razor_dist.evals.suites.config import (
     GraphConfig,
     NonliteralConfig,
     NthConfig,
+    PublishedConfig,
     RulerConfig,
     SharedConfig,
     SuiteConfig,
@@ -116,6 +117,13 @@ def nth(config: NthConfig, out: Out) -> None:
     _run_suite(config, out)
 
 
+@eval.command("published")
+@with_config_flags(PublishedConfig, leave_out=_ATTENTION)
+def published(config: PublishedConfig, out: Out) -> None:
+    """Ask the questions of LongBench v2, InfiniteBench, HELMET or L-CiteEval in your files."""
+    _run_suite(config, out)
+
+
 def _run_suite(config: SuiteConfig, out: Path) -> None:
     from razor_dist.evals.suites.job import SuiteTask
     from razor_dist.evals.suites.report import write_report
@@ -182,7 +190,7 @@ def report(
     writers = {
         NEEDLE: needle.write_report,
         FIDELITY: fidelity.write_report,
-        **{own.name: partial(write_report, kind=own.name, title=own.title) for own in SUITES},
+        **{kind: partial(write_report, kind=kind, title=title) for kind, title in SUITES.items()},
     }
     kinds = {folder: read_job(folder).settings["task"].get("kind") for folder in folders}
     for folder, kind in kinds.items():

@@ -41,8 +41,8 @@ def untimed(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("config", OWN)
 def test_settings(config: type[SuiteConfig]) -> None:
     own = config()
-    assert own.samples == 50 and own.task_names == tuple(config.suite.tasks)
-    last = list(config.suite.tasks)[-1]
+    assert own.samples == 50 and own.task_names == tuple(config.own_suite.tasks)
+    last = list(config.own_suite.tasks)[-1]
     assert config(tasks=last).task_names == (last,)
     with pytest.raises(ConfigError, match=r"tasks: unknown task 'vt'; tasks are .*, or alone all"):
         config(tasks="vt")
@@ -84,7 +84,7 @@ def test_a_shared_context_is_read_once(letters: Path, tmp_path: Path) -> None:
 def test_a_run_goes_on_where_it_ended(
     config: type[SuiteConfig], letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, suite = tmp_path / "out", config.suite
+    out, suite = tmp_path / "out", config.own_suite
     task = next(iter(suite.tasks))
     command = ["eval", suite.name, "--model", str(letters), "--no-ray", "--out", str(out)]
     command += ["--tasks", task, "--lengths", "2000", "--samples", "2"]

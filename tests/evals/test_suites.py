@@ -10,12 +10,12 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import reference_paragraphs, sentences_of
-from razor_dist.evals.suites.config import SUITES
+from razor_dist.evals.suites.config import GENERATED
 from razor_dist.evals.suites.nonliteral import FACTS
 from razor_dist.evals.suites.sample import Question, Sample
 from razor_dist.evals.suites.tasks import Material, all_of, any_of, first_word, words_from_start
 
-OWN = {suite.name: suite for suite in SUITES if suite.name != "ruler"}
+OWN = {suite.name: suite for suite in GENERATED if suite.name != "ruler"}
 EVERY = [(name, task) for name, suite in OWN.items() for task in suite.tasks]
 SAMPLES = 6
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"]
