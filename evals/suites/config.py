@@ -168,7 +168,7 @@ class RulerConfig(SuiteConfig):
 
     @property
     def several(self) -> Mapping[str, Sequence[str]]:
-        return super().several | {"synthetic": [t for t in RULER.tasks if t not in QA]}
+        return {**super().several, "synthetic": [t for t in RULER.tasks if t not in QA]}
 
     def _check(self) -> None:
         super()._check()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -20,6 +20,14 @@ from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 from razor_dist.protocol.sampling_params import SamplingParams
+
+
+class Asked(NamedTuple):
+    """A message, the beginning of its answer, and the messages and answers before it."""
+
+    text: str
+    cue: str
+    earlier: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -80,19 +88,23 @@ class SuiteTask:
         counts = {task: self.config.count(task) for task in self.config.task_names}
         return {task: count for task, count in counts.items() if count < self.config.samples}
 
-    def prompts(self, prompter: Prompter, sample: Sample) -> list[list[int]]:
-        """Return the token ids that ask each question of a sample.
+    def conversations(self, sample: Sample) -> list[Asked]:
+        """Return what asks each question of a sample.
 
         In turns, the questions before it stand with their right answers, whatever was answered:
         one that is wrong spoils no other, and every method is asked the same.
         """
-        prompts, earlier = [], list[tuple[str, str]]()
+        found, earlier = list[Asked](), list[tuple[str, str]]()
         for question in sample.questions:
             text = question.text if earlier else sample.message(question)
-            prompts.append(prompter.whole(text, question.cue, earlier))
+            found.append(Asked(text, question.cue, tuple(earlier)))
             if self.config.in_turns:
                 earlier.append((text, f"{question.cue} {', '.join(question.answers)}"))
-        return prompts
+        return found
+
+    def prompts(self, prompter: Prompter, sample: Sample) -> list[list[int]]:
+        """Return the token ids that ask each question of a sample."""
+        return [prompter.whole(*asked) for asked in self.conversations(sample)]
 
     def sample(self, prompter: Prompter, task: str, length: int, number: int) -> Sample:
         """Make a sample; see `Suite.sample` for what is refused."""
@@ -111,25 +123,26 @@ class SuiteTask:
         sample = self.sample(prompter, **item.data)
         task = self.config.suite.tasks[item.data["task"]]
         params = SamplingParams(temperature=0, max_tokens=task.answer_tokens)
-        answers, seconds, cached = [], 0.0, 0
+        answers, scores, seconds, cached = [], list[float](), 0.0, 0
         for question, ids in zip(sample.questions, self.prompts(prompter, sample), strict=True):
             [output] = llm.generate(ids, params)
             [answer] = output.outputs
             seconds += output.metrics.total_seconds or 0.0
             cached += output.num_cached_tokens or 0
+            scores.append(task.score(answer.text, question.answers))
             answers.append(
                 {
                     "prompt_tokens": len(ids),
                     "answer": answer.text,
                     "wanted": list(question.answers),
-                    "score": task.score(answer.text, question.answers),
+                    "score": scores[-1],
                 }
             )
         return {
             **item.data,
             "method": item.engine,
             "answers": answers,
-            "score": fmean(answer["score"] for answer in answers),
+            "score": fmean(scores),
             "timing": {"seconds": seconds, "cached_tokens": cached},
         }
 

@@ -90,5 +90,7 @@ def _task(alike: int) -> Task:
 
 
 NTH = Suite(
-    "nth", "The n-th of alike requests", {f"of_{count}": _task(count) for count in (2, 4, 8)}
+    "nth",
+    "The n-th of alike requests",
+    {"of_2": _task(2), "of_4": _task(4), "of_8": _task(8)},
 )

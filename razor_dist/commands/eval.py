@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -187,7 +187,7 @@ def report(
         raise ConfigError(
             "--out is for the comparison of several runs; a single one is its own folder's"
         )
-    writers = {
+    writers: dict[str, Callable[[Path], str]] = {
         NEEDLE: needle.write_report,
         FIDELITY: fidelity.write_report,
         **{kind: partial(write_report, kind=kind, title=title) for kind, title in SUITES.items()},

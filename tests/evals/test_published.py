@@ -207,7 +207,7 @@ def test_a_run(letters: Path, folder: Path, tmp_path: Path) -> None:
     command += ["--window-min", "64", "--block", "16", "--samples", "2", "--out", str(out)]
     assert cli.main(command) == 0
     ids = [record["id"] for record in read_job(out).records]
-    assert ids == ["streaming/kilt/nq/600/0", "streaming/passkey/600/0", "streaming/passkey/600/1"]
+    assert ids == ["streaming/passkey/600/0", "streaming/passkey/600/1", "streaming/kilt/nq/600/0"]
     assert "not been asked" not in (out / "report.md").read_text()
     (folder / "passkey.jsonl").write_text(json.dumps(INFINITE))
     assert cli.main(command) == 2, "another file is another job"
