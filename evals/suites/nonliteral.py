@@ -1,6 +1,6 @@
 """Needles that share no word with their question: NoLiMa's idea (Modarressi et al., 2502.05167).
 
-Whoever is asked for must be found by what the needle means. Other people stand in the text with
+The person asked for must be found by what the needle means. Other people stand in the text with
 other facts; ``literal`` quotes the needle, and is the control.
 """
 

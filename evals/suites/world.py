@@ -1,4 +1,4 @@
-"""A small world told in prose, among prose: the idea of bAbI (Weston et al., arXiv 1502.05698).
+"""A small world in prose, among prose: the idea of bAbI (Weston et al., arXiv 1502.05698).
 
 People walk through a house, take things, hand them on and put them down. What is asked follows from
 one event, two or more; the events stand in their order between sentences of other prose.
@@ -32,7 +32,7 @@ class World:
     """Who is where and has what, the rooms each thing has been in, and who gave it to whom."""
 
     draw: random.Random
-    told: list[str] = field(default_factory=list)  # sentences, in order
+    sentences: list[str] = field(default_factory=list)  # in order
     at: dict[str, str] = field(default_factory=dict)  # people's rooms
     lies: dict[str, str] = field(default_factory=dict)  # rooms of things that are not carried
     carrier: dict[str, str] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class World:
         self._rooms = rooms
         for who in people:
             self.at[who] = self.draw.choice(rooms)
-            self.told.append(f"{who} is in the {self.at[who]}.")
+            self.sentences.append(f"{who} is in the {self.at[who]}.")
         for thing in self.draw.sample(_THINGS, _PROPS):
             self.lies[thing] = self.draw.choice(rooms)
             self.rooms_of[thing] = [self.lies[thing]]
-            self.told.append(f"The {thing} is in the {self.lies[thing]}.")
+            self.sentences.append(f"The {thing} is in the {self.lies[thing]}.")
         for _ in range(_EVENTS):
             self._happen()
 
@@ -83,7 +83,7 @@ class World:
         return self._tell(act, who=who, thing=thing)
 
     def _tell(self, wordings: tuple[str, ...], **about: str) -> None:
-        self.told.append(self.draw.choice(wordings).format(**about))
+        self.sentences.append(self.draw.choice(wordings).format(**about))
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def _task(ask: Callable[[World], Iterator[Asked]]) -> Task:
         worlds = ((world, list(ask(world))) for world in iter(lambda: World(draw), None))
         world, possible = next((world, asked) for world, asked in worlds if asked)
         asked = draw.choice(possible)
-        places = sorted(draw.random() for _ in world.told)
-        hidden = list(zip(places, world.told, strict=True))
+        places = sorted(draw.random() for _ in world.sentences)
+        hidden = list(zip(places, world.sentences, strict=True))
         begin = draw.randrange(len(essay))
         filler = Filler(itertools.islice(itertools.cycle(essay), begin, None))
 

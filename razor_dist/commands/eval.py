@@ -106,7 +106,7 @@ def graph(config: GraphConfig, out: Out) -> None:
 @eval.command("world")
 @with_config_flags(WorldConfig, leave_out=_ATTENTION)
 def world(config: WorldConfig, out: Out) -> None:
-    """Ask where people and things are in the end of a story told between other prose."""
+    """Ask where people and things end up in a story that stands between other prose."""
     _run_suite(config, out)
 
 
