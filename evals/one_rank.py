@@ -285,7 +285,7 @@ def prefill(core: EngineCore, document: list[int]) -> None:
 def kept_layers(runner: ModelRunner) -> Layers:
     """Return what an engine of one rank whose heads all keep all holds of its one sequence.
 
-    Keys and values of 8 bits are read back: in 8 bits again, they are the same.
+    Codes are read back: rounded again, they are the same.
     """
     (sequence,) = runner.sequences.values()
     pages, layout = runner.caches.pages, runner.caches.layout

@@ -29,7 +29,6 @@ from torch.nn.functional import pad
 from razor_dist.config.errors import ModelError
 from razor_dist.heads.decision import Flags
 from razor_dist.kernels.fused import rotate
-from razor_dist.kernels.quantized import quantize
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
 
@@ -44,7 +43,8 @@ Selector = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _coded(x: Tensor, bits: int) -> Tensor:
     """Round rows to whole numbers of ``bits`` with a scale each, as an index would keep them."""
-    return quantize(x, 2 ** (bits - 1) - 1).to(x.dtype)
+    scale = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return torch.round(x / scale.clamp(min=torch.finfo(x.dtype).tiny)) * scale
 
 
 def _largest(scores: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def attend(
     """Softmax attention of grouped queries over one segment of keys.
 
     ``q`` is ``[K, G, T, D]``, G query heads for each of K key-value heads; ``k`` and ``v`` are
-    ``[K, S, D]``. Those of another dtype than ``q``, or of 8 bits, are read in blocks that are
+    ``[K, S, D]``. Those of another dtype than ``q``, or both `Codes`, are read in blocks that are
     converted to it, where an op wants one dtype. ``out`` is in the dtype of ``q`` or float32.
 
     With ``causal``, query t sees keys 0..t; it requires ``T == S`` (else ValueError), so that no
@@ -78,28 +78,20 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
-    most = _CONVERTED_KEYS.get(q.device.type, _CONVERTED_ON_OTHERS)
     many = many_cpu.supports(q, causal, bias) and many_cpu.reads(k) and many_cpu.reads(v)
     if backend is None and many:
         return many_cpu.attend(q, k, v, scale, causal)
-    if isinstance(k, Codes) and isinstance(v, Codes) and _reads_codes(q, causal, bias, backend):
-        few_k, few_v = k, v
-
-        def of_codes(span: slice) -> Partial:
-            part = None if bias is None else bias[..., span]
-            return attend_codes(q, few_k[:, span], few_v[:, span], scale, part)
-
-        return over_keys(of_codes, k.shape[1], most)
-    if isinstance(k, Codes) or isinstance(v, Codes) or k.dtype != q.dtype:
-        # Causal attention is over as many keys as queries: a shard of a chunk, and short.
-        block = k.shape[1] if causal else most
+    if isinstance(k, Codes) and isinstance(v, Codes):
+        return _attend_codes(q, k, v, scale, causal, bias, backend)
+    assert isinstance(k, Tensor) and isinstance(v, Tensor)
+    if k.dtype != q.dtype:
 
         def converted(span: slice) -> Partial:
             part = None if bias is None else bias[..., span]
             keys = k[:, span].to(q.dtype), v[:, span].to(q.dtype)
             return attend(q, *keys, scale=scale, causal=causal, bias=part, backend=backend)
 
-        return over_keys(converted, k.shape[1], block)
+        return over_keys(converted, k.shape[1], _block(q, k, causal))
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -127,8 +119,36 @@ def attend_windows(
     return many_cpu.attend(q, k, v, scale, True, first=first)
 
 
+def _block(q: Tensor, k: KeysOrValues, causal: bool) -> int:
+    """Return the keys that are converted together."""
+    # Causal attention is over as many keys as queries: a shard of a chunk, and short.
+    return k.shape[1] if causal else _CONVERTED_KEYS.get(q.device.type, _CONVERTED_ON_OTHERS)
+
+
+def _attend_codes(
+    q: Tensor,
+    k: Codes,
+    v: Codes,
+    scale: float,
+    causal: bool,
+    bias: Tensor | None,
+    backend: str | None,
+) -> Partial:
+    queries, few = k.transform(q), _reads_codes(q, causal, bias, backend)
+
+    def converted(span: slice) -> Partial:
+        part = None if bias is None else bias[..., span]
+        if few:
+            return attend_codes(queries, k[:, span], v[:, span], scale, part)
+        keys = (x[:, span].scaled().to(q.dtype) for x in (k, v))
+        return attend(queries, *keys, scale=scale, causal=causal, bias=part, backend=backend)
+
+    found = over_keys(converted, k.shape[1], _block(q, k, causal))
+    return found._replace(out=v.transform(found.out))
+
+
 def _reads_codes(q: Tensor, causal: bool, bias: Tensor | None, backend: str | None) -> bool:
-    """Tell if `attend_codes` is the fastest way to read keys of 8 bits."""
+    """Tell if `attend_codes` is the fastest way to read codes."""
     few = foldable(q, causal, bias) and backend is None
     return few and q.device.type == "cpu" and q.dtype == torch.float32
 

@@ -7,7 +7,7 @@ of fixed shapes; `decode_triton`, where a layer is a launch to store, one to att
 to merge; and `decode_cpu`, compiled C++.
 
 ``store(k, v, order, pages, windows, turned)`` puts the new tokens' keys and values, ``[K, n, D]``,
-into the caches; pages may be of 8 bits (`razor_dist.kernels.quantized`), windows are not. With
+into the caches; pages may be codes (`razor_dist.kernels.quantized`), windows are not. With
 `Turned` queries, where the module ``ROTATES``, keys are stored rotated, and these heads' queries
 rotated as well.
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 class Pages(NamedTuple):
     """One layer's retrieval heads, and the pages of n sequences."""
 
-    k: Tensor  # [R, slots, D]
+    k: Tensor  # [R, slots, D], or what keeps D dimensions (`razor_dist.kernels.quantized`)
     v: Tensor
     page_size: int
     table: Tensor  # int32 [n, pages]: the pages of each sequence, in the order of its shard
@@ -53,7 +53,7 @@ class Pages(NamedTuple):
     at: Tensor  # int64 [n]: where the new token's keys and values go
     position: Tensor  # int64 [n], of the new token
     places: Tensor | None = None  # int64 [slots]: the tokens' positions, for ALiBi
-    # float32 [R, slots], where keys and values are of 8 bits: what these are multiplied with.
+    # float32 [R, slots], where keys and values are codes: what these are multiplied with.
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -74,8 +74,6 @@ class Windows(NamedTuple):
     start: Tensor  # int64 [n]: where its window begins
     offset: Tensor  # int64 [n]: the slot's first place
     capacity: Tensor  # int64 [n]: tokens that its ring holds
-    k_scale: Tensor | None = None  # float32 [S, places]
-    v_scale: Tensor | None = None
 
 
 class Rotation(NamedTuple):
@@ -111,7 +109,7 @@ def available(device: torch.device) -> bool:
 
 
 def mixes_dtypes(device: torch.device) -> bool:
-    """Tell if one call of `attend` can have pages of 8 bits and windows that are not."""
+    """Tell if one call of `attend` can have pages of codes and windows that are not."""
     return device.type != "cuda"
 
 

@@ -96,4 +96,4 @@ def _of_windows(windows: Windows | None) -> list[Tensor | None]:
     if windows is None:
         return []
     seen = [windows.position, windows.start, windows.offset, windows.capacity]
-    return [windows.k, windows.v, *seen, windows.k_scale, windows.v_scale]
+    return [windows.k, windows.v, *seen]

@@ -42,7 +42,7 @@ def store(
         for cache, scales, new in ((pages.k, pages.k_scale, k), (pages.v, pages.v_scale, v)):
             kept = new[order[:split]]
             if scales is not None:
-                rounded = quantize(kept)
+                rounded = quantize(kept, cache.dtype)
                 scales.index_copy_(1, pages.at, rounded.scale)
                 kept = rounded.codes
             cache.index_copy_(1, pages.at, kept.to(cache.dtype))
@@ -131,10 +131,6 @@ def _read(store: Tensor, scale: Tensor | None, at: slice | Tensor) -> KeysOrValu
     return store[:, at] if scale is None else Codes(store[:, at], scale[:, at])
 
 
-def _widened(x: KeysOrValues) -> Tensor:
-    return x.codes * x.scale.unsqueeze(-1) if isinstance(x, Codes) else x.float()
-
-
 def _see_shard(query: Query, pages: Pages, t: int) -> Partial:
     """One query's attention to the pages of its sequence."""
     stored = int(pages.stored[t])
@@ -178,14 +174,13 @@ def _see_window(query: Query, windows: Windows, t: int) -> Partial:
         for low, high, place in runs:
             if low < high:
                 at = slice(place, place + high - low)
-                k, v = _read(windows.k, windows.k_scale, at), _read(windows.v, windows.v_scale, at)
+                k, v = windows.k[:, at], windows.v[:, at]
                 away = torch.arange(low, high) - position if query.by_distance else None
                 yield _see(query, k, v, away)
         if windows.compensation and first > sinks:
             # It stands in the middle of the tokens that it stands for.
             away = torch.tensor([(first + sinks - 1) / 2 - position])
-            at = slice(begin, begin + 1)
-            k, v = _read(windows.k, windows.k_scale, at), _read(windows.v, windows.v_scale, at)
-            yield query.compensate(_widened(k)[:, 0], _widened(v)[:, 0], first - sinks, away)
+            k, v = windows.k[:, begin].float(), windows.v[:, begin].float()
+            yield query.compensate(k, v, first - sinks, away)
 
     return merge(parts())

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from razor_dist.kernels.codes_triton import bits_of, hadamard, halves, levels, quantized
 from razor_dist.kernels.fused_triton import load_rotated
 from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
 
@@ -37,9 +38,6 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 # A finite reference for rows that see no key: exp2(-inf - LEAST) is 0, and never NaN.
 _LEAST = tl.constexpr(-1e30)
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-# Added and taken off again, it rounds a float32 to the nearest whole number, a half to even.
-_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
 
 # Keys of a tile by the bytes of a number, a query's or a key's: those of float32 take more
 # registers and more shared memory.
@@ -61,14 +59,6 @@ _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table
 _UNALIGNED = ["at", "stored", "position", "start", "offset", "capacity"]
 
 
-@triton.jit
-def _quantized(new):
-    """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``."""
-    new = new.to(tl.float32)
-    scale = tl.max(tl.abs(new), 0) / 127.0
-    return ((new / tl.maximum(scale, _TINY) + _TO_WHOLE) - _TO_WHOLE).to(tl.int8), scale
-
-
 @triton.jit(do_not_specialize=["retrieval"], do_not_specialize_on_alignment=_UNALIGNED)
 def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
@@ -76,11 +66,11 @@ def store_kernel(
     cos, sin, table_token,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
     ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
-    SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    PAGES_SCALED: tl.constexpr,
+    SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     R: tl.constexpr, INTERLEAVED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Store one head's new key and value; with tables for R dimensions, rotated, as its queries."""
+    STORED: tl.constexpr = D // 2 if BITS == 4 else D
     head, token = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     own, at_token = tl.load(order + head), token.to(tl.int64)
@@ -100,15 +90,16 @@ def store_kernel(
     new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D, other=0.0)
     if head < retrieval:
         slot = tl.load(at + token)
-        place = head.to(tl.int64) * page_row + slot * page_slot + d
         kept_k, kept_v = new_k, new_v
-        if PAGES_SCALED:
-            kept_k, k_scale = _quantized(new_k)
-            kept_v, v_scale = _quantized(new_v)
+        if BITS:
+            kept_k, k_scale = quantized(new_k, BITS, D, WIDTH)
+            kept_v, v_scale = quantized(new_v, BITS, D, WIDTH)
             tl.store(page_k_scale + head.to(tl.int64) * page_scale_row + slot, k_scale)
             tl.store(page_v_scale + head.to(tl.int64) * page_scale_row + slot, v_scale)
-        tl.store(page_k + place, kept_k.to(page_k.dtype.element_ty), mask=d < D)
-        tl.store(page_v + place, kept_v.to(page_v.dtype.element_ty), mask=d < D)
+        n = tl.arange(0, WIDTH * STORED // D)
+        to_page = head.to(tl.int64) * page_row + slot * page_slot + n
+        tl.store(page_k + to_page, kept_k.to(page_k.dtype.element_ty), mask=n < STORED)
+        tl.store(page_v + to_page, kept_v.to(page_v.dtype.element_ty), mask=n < STORED)
     else:
         room, stands = tl.load(capacity + token), tl.load(position + token)
         in_ring = SINKS + stands % tl.maximum(room, 1)
@@ -121,19 +112,28 @@ def store_kernel(
 
 @triton.jit
 def _tile(
-    top, total, sums, queries, factor, bias, seen, k_at, v_at, read, k_scale, v_scale, scale_read,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, LOADS_MASKED: tl.constexpr, SCALED: tl.constexpr,
+    top, total, sums, odd_sums, queries, odd_queries, factor, bias, seen, k_at, v_at, read,
+    k_scale, v_scale,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, LOADS_MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys into a running softmax; masks and biases only where there are any."""
+    """Take a tile of keys into a running softmax; masks and biases only where there are any.
+
+    Of 4 bits, even and odd dimensions are multiplied apart.
+    """
     if LOADS_MASKED:
-        keys, values = tl.load(k_at, mask=read, other=0.0), tl.load(v_at, mask=read, other=0.0)
+        keys, values = tl.load(k_at, mask=read, other=0), tl.load(v_at, mask=read, other=0)
     else:
         keys, values = tl.load(k_at), tl.load(v_at)
+    if BITS == 4:
+        keys, odd_keys = levels(keys, queries.dtype)
+        values, odd_values = levels(values, queries.dtype)
     scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
-    if SCALED:
+    if BITS == 4:
+        scores = tl.dot(odd_queries, tl.trans(odd_keys), scores, input_precision="ieee")
+    if BITS:
         if MASKED:
-            k_factor = tl.load(k_scale, mask=scale_read, other=1.0) * factor
-            v_factor = tl.load(v_scale, mask=scale_read, other=1.0)
+            k_factor = tl.load(k_scale, mask=seen, other=1.0) * factor
+            v_factor = tl.load(v_scale, mask=seen, other=1.0)
         else:
             k_factor, v_factor = tl.load(k_scale) * factor, tl.load(v_scale)
         scores *= k_factor[None, :]
@@ -147,23 +147,26 @@ def _tile(
     shrink = tl.exp2(top - higher)
     weights = tl.exp2(scores - higher[:, None])
     total = total * shrink + tl.sum(weights, 1)
-    if SCALED:
+    if BITS:
         weights *= v_factor[None, :]
-    sums = tl.dot(
-        weights.to(queries.dtype), values.to(queries.dtype), sums * shrink[:, None],
-        input_precision="ieee",
-    )  # fmt: skip
-    return higher, total, sums
+    weights = weights.to(queries.dtype)
+    sums = tl.dot(weights, values.to(queries.dtype), sums * shrink[:, None], input_precision="ieee")
+    if BITS == 4:
+        odd_sums = tl.dot(weights, odd_values, odd_sums * shrink[:, None], input_precision="ieee")
+    return higher, total, sums, odd_sums
 
 
 @triton.jit
 def _page_tile(
-    top, total, sums, queries, factor, at, high, d, table, k, v, step, k_scale, v_scale,
-    places, place, slope,
-    MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    WIDTH: tl.constexpr, SLOPES: tl.constexpr, SCALED: tl.constexpr,
+    top, total, sums, odd_sums, queries, odd_queries, factor, at, high, n, table, k, v, step,
+    k_scale, v_scale, places, place, slope,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, TILE: tl.constexpr,
+    LOADED: tl.constexpr, SLOPES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of a retrieval head's keys, ``at`` and following of its shard."""
+    """Take a tile of a retrieval head's keys, ``at`` and following of its shard.
+
+    A key is ``STORED`` numbers, of which ``n`` are the indices, filled up to ``LOADED``.
+    """
     i = tl.arange(0, TILE)
     seen = at + i < high
     if PAGE % TILE == 0:
@@ -174,24 +177,65 @@ def _page_tile(
         first = tl.zeros([], tl.int64)
         page = tl.load(table + (at + i) // PAGE, mask=seen, other=0)
         slot = page.to(tl.int64) * PAGE + (at + i) % PAGE
-    numbers = slot[:, None] * step + d[None, :]
+    numbers = slot[:, None] * step + n[None, :]
     bias = 0.0
     if SLOPES:
         stands = tl.load(places + first + slot, mask=seen, other=0)
         bias = slope[:, None] * (stands - place).to(tl.float32)[None, :]
     return _tile(
-        top, total, sums, queries, factor, bias, seen,
+        top, total, sums, odd_sums, queries, odd_queries, factor, bias, seen,
         k + first * step + numbers, v + first * step + numbers,
-        seen[:, None] & (d[None, :] < D), k_scale + first + slot, v_scale + first + slot, seen,
-        SLOPES, MASKED, MASKED or D < WIDTH, SCALED,
+        seen[:, None] & (n[None, :] < STORED), k_scale + first + slot, v_scale + first + slot,
+        SLOPES, MASKED, MASKED or STORED < LOADED, BITS,
     )  # fmt: skip
 
 
 @triton.jit
+def _see_pages(
+    queries, factor, low, high, k, v, step, k_scale, v_scale, table, places, place, slope,
+    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    SLOPES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Attend to a retrieval head's keys from index ``low`` to ``high`` of its shard."""
+    STORED: tl.constexpr = D // 2 if BITS == 4 else D
+    LOADED: tl.constexpr = WIDTH * STORED // D
+    top = tl.full([M], _LEAST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([M, LOADED], tl.float32)
+    odd_queries, odd_sums = queries, sums
+    if BITS == 4:
+        transformed = hadamard(queries.to(tl.float32), M, WIDTH, D & -D)
+        queries, odd_queries = halves(transformed.to(queries.dtype), M, WIDTH)
+    if STORED % 16 == 0:
+        # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
+        k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
+        step = tl.multiple_of(step, 16)
+    n = tl.arange(0, LOADED)
+    # Splits begin with a tile: all but the last tile of a sequence are whole.
+    whole = low + (high - low) // TILE * TILE
+    for at in range(low, whole, TILE):
+        top, total, sums, odd_sums = _page_tile(
+            top, total, sums, odd_sums, queries, odd_queries, factor, at, high, n, table,
+            k, v, step, k_scale, v_scale, places, place, slope,
+            False, PAGE, STORED, TILE, LOADED, SLOPES, BITS,
+        )  # fmt: skip
+    if whole < high:
+        top, total, sums, odd_sums = _page_tile(
+            top, total, sums, odd_sums, queries, odd_queries, factor, whole, high, n, table,
+            k, v, step, k_scale, v_scale, places, place, slope,
+            True, PAGE, STORED, TILE, LOADED, SLOPES, BITS,
+        )  # fmt: skip
+    if BITS == 4:
+        both = tl.reshape(tl.join(sums, odd_sums), (M, WIDTH))
+        sums = hadamard(both, M, WIDTH, D & -D)
+    return top, total, sums
+
+
+@triton.jit
 def _ring_tile(
-    top, total, sums, queries, factor, at, high, d, shift, k, v, step, k_scale, v_scale, far, slope,
+    top, total, sums, queries, factor, at, high, d, shift, k, v, step, far, slope,
     MASKED: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    SLOPES: tl.constexpr, SCALED: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Take a tile of a window's keys, ``at`` and following, which lie ``shift`` places further.
 
@@ -203,12 +247,13 @@ def _ring_tile(
     bias = 0.0
     if SLOPES:
         bias = slope[:, None] * (far + at + i).to(tl.float32)[None, :]
-    return _tile(
-        top, total, sums, queries, factor, bias, seen,
+    top, total, sums, _ = _tile(
+        top, total, sums, sums, queries, queries, factor, bias, seen,
         k + first * step + numbers, v + first * step + numbers,
-        seen[:, None] & (d[None, :] < D), k_scale + first + i, v_scale + first + i, seen,
-        SLOPES, MASKED, MASKED or D < WIDTH, SCALED,
+        seen[:, None] & (d[None, :] < D), None, None,
+        SLOPES, MASKED, MASKED or D < WIDTH, 0,
     )  # fmt: skip
+    return top, total, sums
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -216,13 +261,11 @@ def attend_kernel(
     q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row,
     table, table_row, stored, places,
-    ring_k, ring_v, ring_row, ring_slot, ring_k_scale, ring_v_scale, ring_scale_row,
-    position, start, offset, capacity,
+    ring_k, ring_v, ring_row, ring_slot, position, start, offset, capacity,
     out, lse, page_splits, ring_splits, split,
     SINKS: tl.constexpr, COMPENSATION: tl.constexpr, PAGE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
-    SLOPES: tl.constexpr, PAGES_SCALED: tl.constexpr, RING_SCALED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SLOPES: tl.constexpr, BITS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     of_pages = program < retrieval * tokens * page_splits
@@ -264,30 +307,15 @@ def attend_kernel(
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, WIDTH], tl.float32)
     if of_pages:
-        k, v = page_k + head.to(tl.int64) * page_row, page_v + head.to(tl.int64) * page_row
-        step = page_slot
-        if D % 16 == 0:
-            # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
-            k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
-            step = tl.multiple_of(step, 16)
-        k_scale = page_k_scale + head.to(tl.int64) * page_scale_row
-        v_scale = page_v_scale + head.to(tl.int64) * page_scale_row
-        pages = table + token.to(tl.int64) * table_row
-        # Splits begin with a tile: all but the last tile of a sequence are whole.
-        whole = low + (high - low) // TILE * TILE
-        for at in range(low, whole, TILE):
-            top, total, sums = _page_tile(
-                top, total, sums, queries, factor, at, high, d, pages, k, v, step,
-                k_scale, v_scale, places, place, slope,
-                False, PAGE, D, TILE, WIDTH, SLOPES, PAGES_SCALED,
-            )  # fmt: skip
-        if whole < high:
-            top, total, sums = _page_tile(
-                top, total, sums, queries, factor, whole, high, d, pages, k, v, step,
-                k_scale, v_scale, places, place, slope,
-                True, PAGE, D, TILE, WIDTH, SLOPES, PAGES_SCALED,
-            )  # fmt: skip
-    else:
+        top, total, sums = _see_pages(
+            queries, factor, low, high, page_k + head.to(tl.int64) * page_row,
+            page_v + head.to(tl.int64) * page_row, page_slot,
+            page_k_scale + head.to(tl.int64) * page_scale_row,
+            page_v_scale + head.to(tl.int64) * page_scale_row,
+            table + token.to(tl.int64) * table_row, places, place, slope,
+            PAGE, D, WIDTH, M, TILE, SLOPES, BITS,
+        )  # fmt: skip
+    elif BITS == 0:
         begins = tl.load(offset + token)
         k = ring_k + head.to(tl.int64) * ring_row + begins * ring_slot
         v = ring_v + head.to(tl.int64) * ring_row + begins * ring_slot
@@ -295,8 +323,6 @@ def attend_kernel(
         if D % 16 == 0:
             k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
             step = tl.multiple_of(step, 16)
-        k_scale = ring_k_scale + head.to(tl.int64) * ring_scale_row + begins
-        v_scale = ring_v_scale + head.to(tl.int64) * ring_scale_row + begins
         if part == 0:
             weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
             for at in range(0, 1 + SINKS, TILE):
@@ -310,10 +336,10 @@ def attend_kernel(
                     stands = tl.where(means, (first + SINKS - 1) * 0.5, (i - 1).to(tl.float32))
                     bias += slope[:, None] * (stands - place)[None, :]
                 numbers = i[:, None] * step + d[None, :]
-                top, total, sums = _tile(
-                    top, total, sums, queries, factor, bias, seen, k + numbers, v + numbers,
-                    seen[:, None] & wide, k_scale + i, v_scale + i, seen,
-                    True, True, True, RING_SCALED,
+                top, total, sums, _ = _tile(
+                    top, total, sums, sums, queries, queries, factor, bias, seen,
+                    k + numbers, v + numbers, seen[:, None] & wide, None, None,
+                    True, True, True, 0,
                 )  # fmt: skip
         # The window in its order: what is before the ring's end, and what is from its beginning on.
         turn = room - first % room
@@ -325,14 +351,12 @@ def attend_kernel(
             for at in range(begin, whole, TILE):
                 top, total, sums = _ring_tile(
                     top, total, sums, queries, factor, at, end, d, shift, k, v, step,
-                    k_scale, v_scale, first - place, slope,
-                    False, D, TILE, WIDTH, SLOPES, RING_SCALED,
+                    first - place, slope, False, D, TILE, WIDTH, SLOPES,
                 )  # fmt: skip
             if whole < end:
                 top, total, sums = _ring_tile(
                     top, total, sums, queries, factor, whole, end, d, shift, k, v, step,
-                    k_scale, v_scale, first - place, slope,
-                    True, D, TILE, WIDTH, SLOPES, RING_SCALED,
+                    first - place, slope, True, D, TILE, WIDTH, SLOPES,
                 )  # fmt: skip
     found = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
     tl.store(lse_at, found, mask=rows < G)
@@ -367,11 +391,11 @@ def store(
         rotation = {"R": cos.shape[-1], "INTERLEAVED": interleaved, "G": q.shape[1]}
     store_kernel[(heads, tokens)](
         k, *k.stride()[:2], v, *v.stride()[:2], order, split, *rotated,
-        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order), at,
+        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(pages, order), at,
         ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
         SINKS=0 if windows is None else windows.sinks,
         D=dim, WIDTH=triton.next_power_of_2(dim),
-        PAGES_SCALED=pages is not None and pages.k_scale is not None,
+        BITS=bits_of(page.k.dtype),
         **rotation, GROUP=triton.next_power_of_2(rotation["G"]), num_warps=1,
     )  # fmt: skip
 
@@ -413,18 +437,16 @@ def attend(
     )
     attend_kernel[(programs,)](
         q, *q.stride()[:3], order, order if slopes is None else slopes, scale, tokens, retrieval,
-        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order),
+        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(pages, order),
         table, table.stride(0), own.position if pages is None else pages.stored,
         order if pages is None or pages.places is None else pages.places,
-        ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *_scales(ring, order),
-        own.position, *slot,
+        ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), own.position, *slot,
         parts, lse, page_splits, ring_splits, split,
         SINKS=0 if windows is None else windows.sinks,
         COMPENSATION=windows is not None and windows.compensation,
         PAGE=1 if pages is None else pages.page_size,
         SLOPES=slopes is not None,
-        PAGES_SCALED=pages is not None and pages.k_scale is not None,
-        RING_SCALED=windows is not None and windows.k_scale is not None,
+        BITS=bits_of(page.k.dtype),
         UPCAST=INTERPRETED,
         **tile(group, dim, q.dtype, page.k.dtype, slopes=slopes is not None),
     )  # fmt: skip
@@ -437,7 +459,8 @@ def tile(
     group: int, dim: int, queries: torch.dtype, keys: torch.dtype, *, slopes: bool
 ) -> dict[str, int]:
     """Return the attending kernel's constants for a shape."""
-    width = max(ROWS, triton.next_power_of_2(dim))
+    least = 2 * ROWS if bits_of(keys) == 4 else ROWS
+    width = max(least, triton.next_power_of_2(dim))
     # Distances take registers: with a whole tile some would be spilled.
     most = TILES[max(queries.itemsize, keys.itemsize)] // (2 if slopes else 1)
     return {
@@ -462,7 +485,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _scales(cache: Pages | Windows, absent: Tensor) -> tuple[Tensor, Tensor, int]:
-    if cache.k_scale is None or cache.v_scale is None:
+def _scales(pages: Pages | None, absent: Tensor) -> tuple[Tensor, Tensor, int]:
+    if pages is None or pages.k_scale is None or pages.v_scale is None:
         return absent, absent, 0
-    return cache.k_scale, cache.v_scale, cache.k_scale.stride(0)
+    return pages.k_scale, pages.v_scale, pages.k_scale.stride(0)

@@ -1,7 +1,7 @@
 """Attention of many queries on CPU by the compiled operation: `razor_dist.kernels.compiled`.
 
-Keys are read in the dtype they are kept in, 8 bits among them, and windows in one call; torch's own
-op knows neither, and takes up to a quarter longer (docs/LOG.md).
+Keys are read as they are kept, codes among them, and windows in one call; torch's own op knows
+neither, and takes up to a quarter longer (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial, foldable
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 
-# Head dimensions are multiples of the widest vector's numbers; of 8 bits two share a place, and the
+# Head dimensions are multiples of the widest vector's numbers; of codes two share a place, and the
 # sums of more would not fit into 32 bits.
 _WIDTH = 16
-_MOST_INT8 = 512
+_MOST_CODES = 512
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,7 +40,7 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
 def reads(x: KeysOrValues) -> bool:
     """Tell if keys or values are read as they are."""
     if isinstance(x, Codes):
-        return x.shape[-1] % (2 * _WIDTH) == 0 and x.shape[-1] <= _MOST_INT8
+        return x.shape[-1] % (2 * _WIDTH) == 0 and x.shape[-1] <= _MOST_CODES
     return x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
 
 

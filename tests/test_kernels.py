@@ -30,7 +30,14 @@ from razor_dist.kernels import (
     partial,
 )
 from razor_dist.kernels.partial import attend_folded, over_keys
-from razor_dist.kernels.quantized import quantize, row_bytes, unpacked
+from razor_dist.kernels.quantized import (
+    INT4,
+    INT8,
+    has_scale,
+    quantize,
+    row_bytes,
+    unpacked,
+)
 
 
 @contextmanager
@@ -405,12 +412,12 @@ def test_backends_are_listed_in_order_of_preference() -> None:
     assert BACKENDS == ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
 
 
-@pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kept", [torch.bfloat16, INT8, INT4])
 @pytest.mark.parametrize("queries", [1, 40])
 def test_keys_of_another_dtype_are_converted(queries: int, kept: torch.dtype) -> None:
     """In blocks, of which a bias may hide whole ones."""
     q, k, v = draw(2, 3, queries, 9000)
-    k, v = (quantize(x) if kept == torch.int8 else x.to(kept) for x in (k, v))
+    k, v = (quantize(x, kept) if has_scale(kept) else x.to(kept) for x in (k, v))
     wide_k, wide_v = (x.to(torch.float32) for x in (k, v))
     bias = torch.zeros(9000)
     bias[100:8500] = HIDDEN
@@ -430,18 +437,24 @@ def test_keys_of_another_dtype_are_converted(queries: int, kept: torch.dtype) ->
     torch.testing.assert_close(got.out, want.out, atol=4e-3, rtol=0)
 
 
+@pytest.mark.parametrize(("kept", "steps", "width"), [(INT8, 127, 16), (INT4, 7.5, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_8_bits_are_off_by_half_a_step(dtype: torch.dtype) -> None:
+def test_codes_are_off_by_half_a_step(
+    dtype: torch.dtype, kept: torch.dtype, steps: float, width: int
+) -> None:
     x = (torch.randn(3, 50, 16) * 10 ** torch.linspace(-30, 30, 16)).to(dtype)
     x[1, 7] = 0.0
     x[2, 3, 0] = torch.inf
-    packed = quantize(x).packed()
-    assert packed.nbytes == 3 * 50 * row_bytes(16, torch.int8) == 3 * 50 * (16 + 4)
+    codes = quantize(x, kept)
+    packed = codes.packed()
+    assert codes.shape == x.shape
+    assert packed.nbytes == 3 * 50 * row_bytes(16, kept) == 3 * 50 * (width + 4)
     found = unpacked(packed[:, ::7]).to(torch.float32)
     wide = x[:, ::7].float()
     finite = wide.isfinite().all(-1)
-    step = wide.abs().amax(-1, keepdim=True) / 127
-    assert ((found - wide).abs() <= 0.501 * step)[finite].all()
+    rounded, want = codes.transform(found), codes.transform(wide)
+    step = want.abs().amax(-1, keepdim=True) / steps
+    assert ((rounded - want).abs() <= 0.501 * step)[finite].all()
     assert found[~finite].isnan().any(-1).all(), "what is not finite does not go unnoticed"
-    again = quantize(found[finite]).to(torch.float32)
+    again = quantize(found[finite], kept).to(torch.float32)
     torch.testing.assert_close(again, found[finite], rtol=1e-6, atol=0)

@@ -32,6 +32,7 @@ from razor_dist.kernels import decode_torch, fused
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Rotation, Turned, Windows
 from razor_dist.kernels.partial import Partial, merge
+from razor_dist.kernels.quantized import INT4, INT8, Codes, code_width
 from tests.test_kernels import threads
 
 # A fork would have imported what its parent has.
@@ -79,7 +80,7 @@ class Batch:
     sinks: int = 4
     compensation: bool = True
     dtype: torch.dtype = torch.float32
-    int8: bool = False
+    coded: torch.dtype | None = None  # pages; windows never are
     slopes: bool = False
 
     def make(self) -> tuple[Tensor, Tensor, Pages | None, Windows | None, Tensor | None]:
@@ -98,20 +99,21 @@ class Batch:
         places = count * (width + 2) + 1
         position = torch.tensor(self.positions).clamp(min=0)
 
-        def store(rows: int, size: int) -> Tensor:
-            if self.int8:
-                drawn = torch.randint(-127, 128, (rows, size, self.dim), generator=generator)
-                return drawn.to(torch.int8)
-            return torch.full((rows, size, self.dim), math.nan, dtype=self.dtype)
+        def store(rows: int, size: int, coded: torch.dtype | None = None) -> Tensor:
+            if coded is None:
+                return torch.full((rows, size, self.dim), math.nan, dtype=self.dtype)
+            least, most = (-127, 127) if coded == INT8 else (0, 255)
+            shape = rows, size, code_width(self.dim, coded)
+            return torch.randint(least, most + 1, shape, generator=generator).to(coded)
 
         def scales(rows: int, size: int) -> list[Tensor | None]:
-            if not self.int8:
+            if self.coded is None:
                 return [None, None]
             return [torch.rand(rows, size, generator=generator) / 60 + 0.005 for _ in "kv"]
 
         pages = Pages(
-            store(self.retrieval, slots),
-            store(self.retrieval, slots),
+            store(self.retrieval, slots, self.coded),
+            store(self.retrieval, slots, self.coded),
             self.page,
             table.view(count, most).int(),
             torch.tensor(self.lengths),
@@ -130,10 +132,9 @@ class Batch:
             (position - self.ring + 5).clamp(min=0) // 4 * 4,
             torch.arange(count) * (width + 2) + 1,
             torch.tensor([self.ring if at >= 0 else 0 for at in self.positions]),
-            *scales(self.streaming, places),
         )
-        if not self.int8:
-            for cache, found in ((pages, pages_of), (windows, slots_of)):
+        for cache, found in ((pages, pages_of), (windows, slots_of)):
+            if cache.k.is_floating_point():
                 for b in range(count):
                     for at, *_ in found(cache, b):
                         for kept in (cache.k, cache.v):
@@ -186,10 +187,10 @@ def literal(batch: Batch) -> tuple[Tensor, Tensor]:
             if not seen:
                 continue
             places, bias, far = map(torch.tensor, zip(*seen, strict=True))
-            k, v = cache.k[row, places].double(), cache.v[row, places].double()
-            if cache.k_scale is not None:
-                k = k * cache.k_scale[row, places].double().unsqueeze(-1)
-                v = v * cache.v_scale[row, places].double().unsqueeze(-1)
+            k, v = cache.k[row, places], cache.v[row, places]
+            if of_pages and batch.coded is not None:
+                k, v = Codes(k, cache.k_scale[row, places]), Codes(v, cache.v_scale[row, places])
+            k, v = k.to(torch.float64), v.to(torch.float64)
             scores = q[head, :, b].double() @ k.T * SCALE + bias.double()
             if slopes is not None:
                 scores = scores + slopes[head].double().unsqueeze(-1) * far.double()
@@ -199,6 +200,19 @@ def literal(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 SCALE = 0.125
+
+
+def attended(
+    module: Any, q: Tensor, order: Tensor, pages: Any, windows: Any, out: Tensor, **of: Any
+) -> Tensor | None:
+    """Attend by one call, or two where a kernel reads keys of one dtype; return what is packed."""
+    calls = [(order, pages, windows)]
+    mixed = pages is not None and windows is not None and pages.k.dtype != windows.k.dtype
+    if mixed and module.__name__.endswith("triton"):
+        calls = [(order[: len(pages.k)], pages, None), (order[len(pages.k) :], None, windows)]
+    found = [module.attend(q, *call, out, **of) for call in calls]
+    packed: Tensor | None = found[0]
+    return packed
 
 
 def kernels(name: str) -> Any:
@@ -240,7 +254,7 @@ def errors(batch: Batch, *names: str, device: str = "cpu") -> dict[str, float]:
         dtype = torch.float32 if name != "decode_cpu" else q.dtype
         out = torch.full((len(want), len(kept), batch.dim), math.nan, dtype=dtype, device=device)
         of = {"scale": SCALE, "slopes": slopes, "places": places}
-        packed = module.attend(q, order, pages, windows, out, pack=ranks > 1, **of)
+        packed = attended(module, q, order, pages, windows, out, pack=ranks > 1, **of)
         if packed is not None:
             assert torch.equal(packed[..., -1].isfinite(), lse[split].isfinite())
             # Products of bfloat16 are exact in the interpreter alone, which converts them.
@@ -251,12 +265,13 @@ def errors(batch: Batch, *names: str, device: str = "cpu") -> dict[str, float]:
             module.merge_ranks(torch.stack([nothing, packed, packed]), order, out, places)
         else:
             in_order = torch.full_like(out, math.nan)
-            module.attend(q, order, pages, windows, in_order, scale=SCALE, slopes=slopes)
+            attended(module, q, order, pages, windows, in_order, scale=SCALE, slopes=slopes)
             assert torch.equal(in_order[:, kept], out)
         found[name] = (out.double() - want[:, kept]).abs().max().item()
     return found
 
 
+GROUPS_OF_32 = "int4, transformed by 32 dimensions"
 BATCHES = {
     "one sequence": Batch(lengths=(140,), positions=(400,)),
     "no groups": Batch(group=1, retrieval=2, streaming=2, lengths=(33, 5), positions=(40, 9)),
@@ -270,7 +285,10 @@ BATCHES = {
         page=64, lengths=(161, 64, 0), positions=(300, 64, 2), dtype=torch.bfloat16
     ),
     "pages of two tiles, int8": Batch(
-        page=64, int8=True, slopes=True, lengths=(97, 150), positions=(99, 160), group=3
+        page=64, coded=INT8, slopes=True, lengths=(97, 150), positions=(99, 160), group=3
+    ),
+    "pages of two tiles, int4": Batch(
+        page=64, coded=INT4, slopes=True, lengths=(97, 150), positions=(99, 160), group=3
     ),
     "no compensation": Batch(compensation=False, streaming=2, retrieval=0, group=3),
     "retrieval only": Batch(streaming=0, retrieval=2, lengths=(130,), positions=(140,)),
@@ -279,9 +297,14 @@ BATCHES = {
         slopes=True, retrieval=0, group=3, positions=(1 << 20,), lengths=(0,)
     ),
     "bfloat16": Batch(dtype=torch.bfloat16, dim=128, lengths=(90, 0), positions=(150, 20)),
-    "int8": Batch(int8=True, group=3, lengths=(0, 66), positions=(3, 66)),
+    "int8": Batch(coded=INT8, group=3, lengths=(0, 66), positions=(3, 66)),
     "int8, bfloat16 queries": Batch(
-        int8=True, dtype=torch.bfloat16, slopes=True, lengths=(70,), positions=(99,)
+        coded=INT8, dtype=torch.bfloat16, slopes=True, lengths=(70,), positions=(99,)
+    ),
+    "int4": Batch(coded=INT4, group=3, lengths=(0, 66), positions=(3, 66)),
+    GROUPS_OF_32: Batch(coded=INT4, dim=96, page=3, group=5, lengths=(70, 9), positions=(99, 9)),
+    "int4, bfloat16 queries": Batch(
+        coded=INT4, dtype=torch.bfloat16, dim=20, lengths=(70,), positions=(99,)
     ),
 }
 
@@ -289,8 +312,8 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_kernels_are_attention(batch: Batch, interpreter: ProcessPoolExecutor) -> None:
     found = interpreter.submit(errors, batch, "decode_triton", "decode_torch").result(120)
-    # Numbers of 8 bits are drawn larger.
-    assert max(found.values()) < (5e-5 if batch.int8 else 1e-5)
+    # Codes are drawn larger.
+    assert max(found.values()) < (5e-5 if batch.coded else 1e-5)
 
 
 @pytest.mark.gpu
@@ -309,7 +332,7 @@ def test_compiled_kernels_are_attention(batch: Batch) -> None:
     [error] = errors(batch, "decode_cpu").values()
     # What is written is rounded to the dtype of the queries.
     rounding = 2e-2 if batch.dtype == torch.bfloat16 else 0
-    assert error < max(rounding, 5e-5 if batch.int8 else 1e-5)
+    assert error < max(rounding, 5e-5 if batch.coded else 1e-5)
 
 
 @compiled
@@ -323,6 +346,7 @@ def test_compiled_kernels_are_attention(batch: Batch) -> None:
     ring=st.integers(6, 700),
     sinks=st.integers(0, 5),
     slopes=st.booleans(),
+    coded=st.sampled_from((None, INT8, INT4)),
     count=st.integers(1, 3),
 )
 def test_compiled_kernels_see_every_key_once(
@@ -334,6 +358,7 @@ def test_compiled_kernels_see_every_key_once(
     ring: int,
     sinks: int,
     slopes: bool,
+    coded: torch.dtype | None,
     count: int,
 ) -> None:
     batch = Batch(
@@ -345,6 +370,7 @@ def test_compiled_kernels_see_every_key_once(
         ring=ring,
         sinks=sinks,
         slopes=slopes,
+        coded=coded,
     )
     with threads(count):
         [error] = errors(batch, "decode_cpu").values()
@@ -365,9 +391,7 @@ def stored(batch: Batch, name: str, width: int = 0, interleaved: bool = False) -
     heads = batch.retrieval + batch.streaming
     k = torch.randn(count, heads, batch.dim).to(batch.dtype).transpose(0, 1)
     v = torch.randn(count, heads, 2 * batch.dim).to(batch.dtype)[..., : batch.dim].transpose(0, 1)
-    if batch.int8:  # in the engine, windows are not
-        empty = torch.full(windows.k.shape, math.nan)
-        windows = windows._replace(k=empty, v=empty, k_scale=None, v_scale=None)
+    if batch.coded is not None:
         k[0, 0] = 0.0
     left, turned, queries = [], None, []
     if width:
@@ -384,14 +408,14 @@ def stored(batch: Batch, name: str, width: int = 0, interleaved: bool = False) -
                 **{
                     name: store.clone()
                     for name in ("k", "v", "k_scale", "v_scale")
-                    if (store := getattr(cache, name)) is not None
+                    if (store := getattr(cache, name, None)) is not None
                 }
             )
             for cache in (windows, pages)
         ]
         module.store(k, v, order, *caches[::-1], turned)
         left.append([getattr(c, name) for c in caches for name in ("k", "v")])
-        if batch.int8:
+        if batch.coded is not None:
             left[-1] += [caches[1].k_scale, caches[1].v_scale]
     changed = (left[0][0][0, :, 0] != windows.k[0, :, 0]) & ~left[0][0][0, :, 0].isnan()
     assert changed.sum() == sum(position >= 0 for position in batch.positions)
@@ -407,14 +431,22 @@ def stored(batch: Batch, name: str, width: int = 0, interleaved: bool = False) -
     return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(*left, strict=True))
 
 
-@pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16", "int8"])
+STORED = "eight sequences", "groups of three", "bfloat16", "int8", "int4", GROUPS_OF_32
+
+
+@pytest.mark.parametrize("name", STORED)
 def test_new_keys_go_where_they_belong(name: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(stored, BATCHES[name], "decode_triton").result(120)
 
 
 @pytest.mark.parametrize(
     ("name", "width", "interleaved"),
-    [("eight sequences", 64, False), ("groups of three", 48, True), ("int8", 32, True)],
+    [
+        ("eight sequences", 64, False),
+        ("groups of three", 48, True),
+        ("int8", 32, True),
+        ("int4", 32, True),
+    ],
 )
 def test_new_keys_and_queries_are_rotated_meanwhile(
     name: str, width: int, interleaved: bool, interpreter: ProcessPoolExecutor
@@ -424,14 +456,16 @@ def test_new_keys_and_queries_are_rotated_meanwhile(
 
 
 @compiled
-@pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", STORED)
 def test_compiled_kernels_put_new_keys_where_they_belong(name: str) -> None:
     assert stored(BATCHES[name], "decode_cpu")
 
 
 def close(got: Tensor, want: Tensor) -> None:
-    """Codes of 8 bits may be rounded to their neighbours."""
-    atol = 1.0 if got.dtype == torch.int8 else 2e-2 if got.dtype == torch.bfloat16 else 1e-5
+    """Codes may be rounded to their neighbours."""
+    if got.dtype == INT4:
+        got, want = (torch.stack([x & 15, x >> 4]) for x in (got, want))
+    atol = 1.0 if got.dtype in (INT8, INT4) else 2e-2 if got.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.float(), want.float(), atol=atol, rtol=1e-5)
 
 
@@ -631,7 +665,7 @@ POINTERS = {
     **dict.fromkeys(["slopes", "lse", "parts", "packed", "gathered"], "*fp32"),
     **dict.fromkeys(["a", "a_lse", "b_lse"], "*fp32"),
     "b": "*bf16",
-    **{f"{store}_{part}_scale": "*fp32" for store in ("page", "ring") for part in "kv"},
+    **{f"page_{part}_scale": "*fp32" for part in "kv"},
 }
 
 
@@ -652,12 +686,11 @@ def attending(
 ) -> Resources:
     from razor_dist.kernels import decode_triton
 
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": torch.int8}
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": INT8, "u8": INT4}
     constants = {
         **decode_triton.tile(group, dim, dtypes[queries], dtypes[keys], slopes=slopes),
         **{"SINKS": 4, "COMPENSATION": True, "PAGE": 64, "UPCAST": False},
-        **dict.fromkeys(["PAGES_SCALED", "RING_SCALED"], keys == "i8"),
-        "SLOPES": slopes,
+        **{"BITS": decode_triton.bits_of(dtypes[keys]), "SLOPES": slopes},
     }
     types = pointers(queries, keys, "fp32")
     return resources("attend_kernel", capability, types, constants)
@@ -677,6 +710,10 @@ def attending(
         (89, "bf16", "i8", 8, 128, False),
         (89, "bf16", "bf16", 4, 256, False),
         (90, "bf16", "i8", 8, 128, False),
+        (80, "bf16", "u8", 8, 128, True),
+        (89, "bf16", "u8", 4, 256, False),
+        (90, "bf16", "u8", 8, 128, False),
+        (90, "fp32", "u8", 3, 64, False),
         (80, "fp32", "fp32", 3, 64, False),
         (80, "bf16", "fp32", 8, 128, False),
         (80, "bf16", "bf16", 2, 8, False),
@@ -700,14 +737,17 @@ INTEGER = ("IMAD", "IADD3", "VIADD", "LEA", "LOP3", "SHF", "ISETP", "SEL", "PRMT
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("keys", "most", "most_integer"), [("bf16", 300, 75), ("i8", 820, 425)])
+@pytest.mark.parametrize(
+    ("keys", "most", "most_integer"), [("bf16", 300, 75), ("i8", 820, 425), ("u8", 1300, 920)]
+)
 def test_a_tile_of_keys_is_few_instructions(
     keys: str, most: int, most_integer: int, capability: int, compiler: ProcessPoolExecutor
 ) -> None:  # fmt: skip
     """A multiprocessor of an H200 reads 64 keys of bfloat16 in 1 us, of 8 bits in 0.5 us."""
     call = compiler.submit(attending, capability, "bf16", keys, 8, 128, False)
     loops = call.result(120).loops
-    assert len(loops) == 3  # over pages, and over the two runs of a window in its ring
+    # Over pages; and, where these are no codes, over the two runs of a window in its ring.
+    assert len(loops) == (3 if keys == "bf16" else 1)
     for loop in loops:
         assert loop.count("HMMA") == 32  # 64 keys of 128 numbers: 2 products, by 4 warps
         assert len(loop) <= most
@@ -734,8 +774,9 @@ def test_a_long_sequence_keeps_the_device_busy_beside_short_ones(
 STORE = {"SINKS": 4, "D": 128, "WIDTH": 128, "num_warps": 1, "G": 8, "GROUP": 8}
 STORE |= {"R": 64, "INTERLEAVED": True}
 SMALL: dict[str, dict[str, Any]] = {
-    "store_kernel": STORE | {"PAGES_SCALED": False},
-    "store_kernel, int8": STORE | {"PAGES_SCALED": True},
+    "store_kernel": STORE | {"BITS": 0},
+    "store_kernel, i8": STORE | {"BITS": 8},
+    "store_kernel, u8": STORE | {"BITS": 4},
     "merge_splits_kernel": {
         "G": 8, "D": 128, "WIDTH": 32, "SPLITS": 64, "PACKED": True,
         "PLACED": True,
@@ -753,7 +794,7 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kernel", SMALL)
 def test_small_kernels_compile_without_spills(kernel: str, compiler: ProcessPoolExecutor) -> None:
     name, _, keys = kernel.partition(", ")
-    types = pointers("bf16", "i8" if keys else "bf16", "bf16")
+    types = pointers("bf16", keys or "bf16", "bf16")
     call = compiler.submit(resources, name, 90, types, SMALL[kernel])
     made = call.result(120)
     assert made.spilled == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from razor_dist.kernels import attend, attend_windows, many_cpu, takes_windows
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial
-from razor_dist.kernels.quantized import Codes, quantize, unpacked
+from razor_dist.kernels.quantized import INT4, INT8, Codes, has_scale, quantize, unpacked
 from tests.test_kernels import threads
 
 pytestmark = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
@@ -33,7 +33,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Partia
     heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 8, 200]), tokens=st.integers(1, 150),
     before=st.integers(0, 300), dim=st.sampled_from([16, 32, 48, 64, 80, 128]),
     causal=st.booleans(), windows=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, INT8, INT4]),
     count=st.integers(1, 3), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_it_is_attention(
@@ -49,7 +49,8 @@ def test_it_is_attention(
     # As a model and a cache have them: other tokens' heads, and other places, lie between.
     q = normal(tokens, heads, group, dim).permute(1, 2, 0, 3)
     both = [normal(heads, keys + 7, dim)[:, 3 : keys + 3] for _ in "kv"]
-    k, v = (unpacked(quantize(x).packed()) if dtype == torch.int8 else x.to(dtype) for x in both)
+    coded = has_scale(dtype)
+    k, v = (unpacked(quantize(x, dtype).packed()) if coded else x.to(dtype) for x in both)
     if isinstance(k, Codes) and not many_cpu.reads(k):
         assert dim % 32
         return
@@ -62,21 +63,21 @@ def test_it_is_attention(
     with threads(count):
         got = many_cpu.attend(q, k, v, 0.2, causal, first=first if windows else None)
     want = exact(q, *(x.to(torch.float32) for x in (k, v)), seen, 0.2)
-    # With keys of 8 bits a query is off by 2^-16 of its largest number, 4, in each dimension: its
+    # With codes a query is off by 2^-16 of its largest number, 4, in each dimension: its
     # scores by 0.2 * 4 * 2^-16 * 128 at most if all errors pull the same way.
-    bound = 5e-4 if dtype == torch.int8 else 1e-5
+    bound = 5e-4 if coded else 1e-5
     torch.testing.assert_close(got.out.double(), want.out, atol=bound, rtol=bound)
     torch.testing.assert_close(got.lse.double(), want.lse, atol=bound, rtol=bound)
     assert (got.out[(got.lse == -math.inf)] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, INT8, INT4])
 def test_scores_beyond_reason_and_numbers_that_are_none(dtype: torch.dtype) -> None:
     """A hundred times what float32's exponential holds; one NaN spoils its own row or head."""
     q, k, v = torch.randn(2, 3, 40, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
 
     def kept(x: Tensor) -> Tensor | Codes:
-        return quantize(x) if dtype == torch.int8 else x
+        return quantize(x, dtype) if has_scale(dtype) else x
 
     seen = torch.ones(40, 90, dtype=torch.bool)
     got = many_cpu.attend(1000 * q, kept(k), kept(v), 1.0, False)

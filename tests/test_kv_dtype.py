@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -20,7 +21,7 @@ from razor_dist.engine.build import build_engine
 from razor_dist.engine.capacity import streaming_dtype
 from razor_dist.kernels import decode_torch
 from razor_dist.kernels.decode import Pages
-from razor_dist.kernels.quantized import quantize
+from razor_dist.kernels.quantized import INT4, INT8, quantize
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun
@@ -39,34 +40,42 @@ def case_of(path: Path, tokens: tuple[int, ...], prompt: int, **settings: Any) -
     return Case(str(path), prompt=tokens[:prompt], forced=tokens[prompt:], **settings)
 
 
-def rounded_to_8_bits(*new: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(quantize(x).to(x.dtype) for x in new)
+def rounded(dtype: torch.dtype, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return new keys and values as codes hold them."""
+    return tuple(quantize(x, dtype).to(x.dtype) for x in new)
 
 
 def store_rounded(
-    k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, pages: Pages | None, *windows: Any
+    dtype: torch.dtype,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    order: torch.Tensor,
+    pages: Pages | None,
+    *windows: Any,
 ) -> None:
-    """`decode_torch.store` of retrieval keys and values as 8 bits hold them."""
+    """`decode_torch.store` of retrieval keys and values as codes hold them."""
     if pages is not None:
         of = order[: len(pages.k)]
-        k, v = (x.index_copy(0, of, *rounded_to_8_bits(x[of])) for x in (k, v))
+        k, v = (x.index_copy(0, of, *rounded(dtype, x[of])) for x in (k, v))
     decode_torch.store(k, v, order, pages, *windows)
 
 
 def outcome(
-    comm: Communicator, case: Case, rounded: bool = False
+    comm: Communicator, case: Case, codes: torch.dtype | None = None
 ) -> tuple[torch.Tensor | None, dict[str, int], list[int]]:
     """Logits on rank 0, bytes sent by purpose, and bytes of the caches' keys and values.
 
-    With ``rounded``, retrieval keys and values become what 8 bits hold of them, by the plain way.
+    With ``codes``, retrieval keys and values become what these hold of them, by the plain way.
     """
     runner = make_runner(comm, case)
     comm.bytes_sent.clear()
     with ExitStack() as patches:
-        if rounded:
-            patches.enter_context(patch.object(runner.caches.pages, "stored", rounded_to_8_bits))
+        if codes is not None:
+            stored = partial(rounded, codes)
+            patches.enter_context(patch.object(runner.caches.pages, "stored", stored))
             # Keys are rounded once they are rotated, so they have to come rotated.
-            kernels = Mock(wraps=decode_torch, store=store_rounded, ROTATES=False)
+            store = partial(store_rounded, codes)
+            kernels = Mock(wraps=decode_torch, store=store, ROTATES=False)
             where = "razor_dist.attention.decode.implementation"
             patches.enter_context(patch(where, return_value=kernels))
         rows = [prefill(runner, 0, case)]
@@ -139,13 +148,22 @@ def test_prefill_and_decode_see_the_same_bf16_cache(
 
 
 @pytest.mark.parametrize(
-    ("world", "family", "exact"),
-    [(1, "llama", False), (2, "glm", True), (4, "llama", False), (2, "bloom", False)],
+    ("world", "family", "exact", "codes"),
+    [
+        (1, "llama", False, INT8),
+        (2, "glm", True, INT8),
+        (4, "llama", False, INT8),
+        (2, "bloom", False, INT8),
+        (1, "bloom", False, INT4),
+        (2, "llama", False, INT4),
+        (4, "glm", True, INT4),
+    ],
 )
-def test_int8_is_attention_to_what_8_bits_hold(
+def test_codes_are_attention_to_what_they_hold(
     world: int,
     family: str,
     exact: bool,
+    codes: torch.dtype,
     ranks: Callable[[int], RankPool],
     tiny: Callable[[str], Path],
     tmp_path: Path,
@@ -159,8 +177,8 @@ def test_int8_is_attention_to_what_8_bits_hold(
         "exact": exact,
     }
     reference = case_of(path, tokens_of(165, seed=3), 150, **settings)
-    case = dataclasses.replace(reference, kv_dtype=torch.int8)
-    want, plain = (ranks(1).run(outcome, reference, rounded)[0] for rounded in (True, False))
+    case = dataclasses.replace(reference, kv_dtype=codes)
+    want, plain = (ranks(1).run(outcome, reference, of)[0] for of in (codes, None))
     got = ranks(world).run(outcome, case)[0]
     largest = want[0].abs().max()
     assert (got[0] - want[0]).abs().max() < 1e-4 * largest
@@ -169,21 +187,22 @@ def test_int8_is_attention_to_what_8_bits_hold(
         sent = ranks(world).run(outcome, reference)[0][1]
         changed = {purpose for purpose in sent if got[1][purpose] != sent[purpose]}
         assert changed == {"ring"}
-        # What travels of D dimensions is D + 4 bytes, not 4 D; queries and results are float32.
-        assert sent["ring"] / 4 < got[1]["ring"] < sent["ring"]
+        # What travels of D dimensions is D + 4 or D / 2 + 4 bytes, not 4 D; queries and results
+        # are float32.
+        assert sent["ring"] / (4 if codes == INT8 else 8) < got[1]["ring"] < sent["ring"]
 
 
-def test_int8_is_a_quarter_of_the_bytes() -> None:
+@pytest.mark.parametrize(("kv_dtype", "width"), [("int8", 64 + 4), ("int4", 32 + 4)])
+def test_codes_are_a_quarter_and_an_eighth_of_the_bytes(kv_dtype: str, width: int) -> None:
     full, small = (
         Deployment.of(EngineConfig(model="smollm2", kv_dtype=dtype), "cpu")
-        for dtype in ("fp32", "int8")
+        for dtype in ("fp32", kv_dtype)
     )
     held = [DryRun(d).caches(8192, 7000) for d in (full, small)]
-    name = "sequence_retrieval_kv"
-    assert 0.26 < held[1][name] / held[0][name] < 0.27
-    assert 0.26 < held[1]["retrieval_kv"] / held[0]["retrieval_kv"] < 0.27
+    for name in ("sequence_retrieval_kv", "retrieval_kv"):
+        assert held[1][name] * 256 == held[0][name] * width
     assert held[1]["streaming_cache"] == held[0]["streaming_cache"]
-    assert small.full_kv_bytes == full.full_kv_bytes * (64 + 4) // 256
+    assert small.full_kv_bytes == full.full_kv_bytes * width // 256
 
 
 def engine(path: Path, **settings: object) -> torch.dtype:

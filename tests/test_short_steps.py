@@ -18,6 +18,7 @@ from razor_dist.attention import decode
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch
+from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk
@@ -162,11 +163,12 @@ def test_with_a_bias_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> N
         {"kv_dtype": torch.bfloat16},
         {
             "exact": True,
-            "kv_dtype": torch.int8,
+            "kv_dtype": INT8,
             "retrieval": ((True, True), *((False, False),) * 3),
         },
+        {"kv_dtype": INT4, "retrieval": ((True, True), *((False, False),) * 3)},
     ],
-    ids=["exact", "bfloat16", "exact, int8"],
+    ids=["exact", "bfloat16", "exact, int8", "int4"],
 )
 def test_with_exact_prefill_and_keys_of_another_dtype(
     settings: dict[str, object], ranks: Ranks, tiny: Tiny

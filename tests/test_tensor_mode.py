@@ -30,6 +30,7 @@ from razor_dist.engine.decode_mode import share_short_steps, why_replicated
 from razor_dist.engine.tensor_parallel import is_compact, part_of, why_not
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.layout import HeadLayout, HeadShare
+from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.models.loader import load_model
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
@@ -77,10 +78,11 @@ def test_shared_steps_are_one_ranks(family: str, ranks: Ranks, tiny: Tiny) -> No
     [
         {"exact": True},
         {"kv_dtype": torch.bfloat16},
-        {"kv_dtype": torch.int8, "retrieval": ((True, True), *((False, False),) * 3)},
+        {"kv_dtype": INT8, "retrieval": ((True, True), *((False, False),) * 3)},
+        {"kv_dtype": INT4, "retrieval": ((True, True), *((False, False),) * 3)},
         {"windows": ((9, None), (None, 9)) * 2},
     ],
-    ids=["exact", "bfloat16", "int8", "windows"],
+    ids=["exact", "bfloat16", "int8", "int4", "windows"],
 )
 def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")

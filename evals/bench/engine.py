@@ -45,14 +45,15 @@ from razor_dist.protocol.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 STOCK = "transformers generate (sdpa)"
-# Razor with settings of 8 bits.
-INT8: Mapping[str, dict[str, str]] = {
+# Razor with settings of few bits.
+FEW_BITS: Mapping[str, dict[str, str]] = {
     "int8 keys": {"kv_dtype": "int8"},
+    "int4 keys": {"kv_dtype": "int4"},
     "int8 weights": {"weight_dtype": "int8"},
     "int8 both": {"kv_dtype": "int8", "weight_dtype": "int8"},
 }
 OWN = {attention: f"razor_dist, attention {attention}" for attention in ("razor", "full")}
-OWN |= {label: f"razor_dist, razor, {label}" for label in INT8}
+OWN |= {label: f"razor_dist, razor, {label}" for label in FEW_BITS}
 
 _MODES: tuple[Decode, ...] = ("replicated", "tensor")
 
@@ -103,7 +104,7 @@ def own_configs(settings: EngineBenchSettings) -> dict[str, EngineConfig]:
     """Return the settings of our engines in one process, by label of `OWN`."""
     found = {attention: settings.config(attention) for attention in ("razor", "full")}
     if settings.int8:
-        found |= {label: settings.config("razor", dtypes=own) for label, own in INT8.items()}
+        found |= {label: settings.config("razor", dtypes=own) for label, own in FEW_BITS.items()}
     return found
 
 

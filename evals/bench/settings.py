@@ -139,7 +139,11 @@ class EngineBenchSettings(ModelBenchSettings):
         int, Option(min=1, help="Threads of one rank; several ranks share them.")
     ] = 2
     int8: Annotated[
-        bool, Option("--int8", help="Also razor with weights, keys and values of 8 bits.")
+        bool,
+        Option(
+            "--int8",
+            help="Also razor with weights, keys and values of 8 bits, or keys and values of 4.",
+        ),
     ] = False
     peers: Annotated[
         str | None, Option(help="Other engines beside ours: openvino,llama-cpp (extra: peers).")

@@ -36,66 +36,81 @@ constexpr int SCORED = 4;
 // scores[r, j] = q[r] . k[j] for SCORED keys; their values are fetched meanwhile
 template <int R, class T>
 inline void score(const float* q, const T* const* k, const T* const* v, int dim, float* scores) {
+  constexpr int P = PARTS<T>;
+  const int width = dim / P;
   Floats sums[R][SCORED] = {};
   int d = 0;
-  for (; d + WIDTH <= dim; d += WIDTH) {
-    Floats keys[SCORED];
+  for (; d + WIDTH <= width; d += WIDTH) {
+    Floats keys[SCORED][P];
     for (int j = 0; j < SCORED; ++j) {
-      keys[j] = load(k[j] + d);
+      load_parts(k[j] + d, keys[j]);
       __builtin_prefetch(v[j] + d);
     }
     for (int r = 0; r < R; ++r) {
-      const Floats of = load(q + r * dim + d);
-      for (int j = 0; j < SCORED; ++j) sums[r][j] += of * keys[j];
+      for (int p = 0; p < P; ++p) {
+        const Floats of = load(q + r * dim + p * width + d);
+        for (int j = 0; j < SCORED; ++j) sums[r][j] += of * keys[j][p];
+      }
     }
   }
   for (int r = 0; r < R; ++r) {
     Four<float> four =
         sums_of(quarter(sums[r][0]), quarter(sums[r][1]), quarter(sums[r][2]), quarter(sums[r][3]));
-    for (int rest = d; rest < dim; ++rest)
-      for (int j = 0; j < SCORED; ++j)
-        four[j] += q[r * dim + rest] * static_cast<float>(k[j][rest]);
+    for (int p = 0; p < P; ++p)
+      for (int rest = d; rest < width; ++rest)
+        for (int j = 0; j < SCORED; ++j)
+          four[j] += q[r * dim + p * width + rest] * load_part(k[j][rest], p);
     std::memcpy(scores + r * BLOCK, &four, sizeof four);
   }
 }
 
-// out[r, d] += sum over j of weights[r, j] v[j, d], for C vectors of dimensions from d on. The next
-// block's keys, which mostly lie behind this one's, are fetched meanwhile.
+// out[r, d] += sum over j of weights[r, j] v[j, d], for C vectors of each part of a row from d on.
+// The next block's keys, which mostly lie behind this one's, are fetched meanwhile.
 template <int R, int C, class T>
 inline void add_values(const float* weights, const T* const* k, const T* const* v, int count, int d,
                        float* out, int dim) {
-  Floats sums[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * dim + d + c * WIDTH);
+  constexpr int P = PARTS<T>;
+  const int width = dim / P;
+  Floats sums[R][C][P];
+  auto each = [&](auto f) {
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c)
+        for (int p = 0; p < P; ++p) f(sums[r][c][p], out + r * dim + p * width + d + c * WIDTH);
+  };
+  each([](Floats& own, float* at) { own = load(at); });
   for (int j = 0; j < count; ++j) {
     for (int c = 0; c < C; ++c) {
-      const Floats value = load(v[j] + d + c * WIDTH);
-      __builtin_prefetch(k[j] + BLOCK * dim + d + c * WIDTH);
-      for (int r = 0; r < R; ++r) sums[r][c] += value * weights[r * BLOCK + j];
+      Floats values[P];
+      load_parts(v[j] + d + c * WIDTH, values);
+      __builtin_prefetch(k[j] + BLOCK * width + d + c * WIDTH);
+      for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p) sums[r][c][p] += values[p] * weights[r * BLOCK + j];
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c)
-      std::memcpy(out + r * dim + d + c * WIDTH, &sums[r][c], sizeof(Floats));
+  each([](const Floats& own, float* at) { std::memcpy(at, &own, sizeof own); });
 }
 
 template <int R, class T>
 void add_all_values(const float* weights, const T* const* k, const T* const* v, int count,
                     float* out, int dim) {
-  constexpr int C = WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
+  constexpr int P = PARTS<T>, C = (WIDTH == 16 ? 4 : 2) / P;  // as many sums as there is room for
+  const int width = dim / P;
   int d = 0;
-  for (; d + C * WIDTH <= dim; d += C * WIDTH) add_values<R, C>(weights, k, v, count, d, out, dim);
-  for (; d + WIDTH <= dim; d += WIDTH) add_values<R, 1>(weights, k, v, count, d, out, dim);
-  for (; d < dim; ++d)
+  for (; d + C * WIDTH <= width; d += C * WIDTH)
+    add_values<R, C>(weights, k, v, count, d, out, dim);
+  for (; d + WIDTH <= width; d += WIDTH) add_values<R, 1>(weights, k, v, count, d, out, dim);
+  for (; d < width; ++d)
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < count; ++j)
-        out[r * dim + d] += weights[r * BLOCK + j] * static_cast<float>(v[j][d]);
+      for (int p = 0; p < P; ++p)
+        for (int j = 0; j < count; ++j)
+          out[r * dim + p * width + d] += weights[r * BLOCK + j] * load_part(v[j][d], p);
 }
 
 // One layer's cache of KV heads, [rows, places, dim]; the rows may be of a larger one.
 struct Cache {
   const void *k, *v;
-  at::ScalarType dtype;  // float32, bfloat16, or 8 bits: then scales, [rows, places], belong to it
+  // float32, bfloat16, or 8 or (two in a byte) 4 bits: then scales, [rows, places], belong to it
+  at::ScalarType dtype;
   const float *k_scale = nullptr, *v_scale = nullptr;
   int64_t row, scale_row = 0;
 
@@ -107,13 +122,16 @@ struct Cache {
         row(keys.stride(0)) {
     TORCH_CHECK(keys.stride(2) == 1 && keys.stride(1) == keys.size(2), "rows must be contiguous");
     TORCH_CHECK(keys.strides() == values.strides(), "keys and values must lie alike");
-    TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, dtype,
-                " is no dtype of keys");
+    TORCH_CHECK(
+        dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar || dtype == at::kByte,
+        dtype, " is no dtype of keys");
     if (!keys_scale) return;
     k_scale = keys_scale->const_data_ptr<float>();
     v_scale = values_scale->const_data_ptr<float>();
     scale_row = keys_scale->stride(0);
   }
+
+  bool transformed() const { return dtype == at::kByte; }
 };
 
 // Up to BLOCK keys: where they are in a cache, what is added to their scores, and how far they
@@ -238,7 +256,7 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
     const int padded = (keys.count + WIDTH - 1) / WIDTH * WIDTH;
     for (int j = 0; j < padded; ++j) {
       const int64_t place = keys.place[std::min(j, keys.count - 1)];
-      key[j] = k + place * dim, value[j] = v + place * dim;
+      key[j] = k + place * (dim / PARTS<T>), value[j] = v + place * (dim / PARTS<T>);
     }
     for (int g = 0; g < group; g += QUERIES) {
       const int rows = std::min(QUERIES, group - g);
@@ -290,8 +308,10 @@ void attend_any(at::ScalarType dtype, const Seen& seen, int64_t head, int64_t b,
     attend_unit<float>(seen, head, b, begin, end, queries, found);
   else if (dtype == at::kBFloat16)
     attend_unit<c10::BFloat16>(seen, head, b, begin, end, queries, found);
-  else
+  else if (dtype == at::kChar)
     attend_unit<int8_t>(seen, head, b, begin, end, queries, found);
+  else
+    attend_unit<uint8_t>(seen, head, b, begin, end, queries, found);
 }
 
 // Of the tensors of `Pages` and `Windows` of razor_dist.kernels.decode those that are read, in
@@ -319,7 +339,7 @@ inline Pages pages_of(const Fields& fields, int64_t page_size) {
 
 inline Windows windows_of(const Fields& fields, int64_t sinks, bool compensation, int64_t width) {
   const Tensor k = *fields.get(0), v = *fields.get(1);
-  return {Cache(k, v, fields.get(6), fields.get(7)),
+  return {Cache(k, v, std::nullopt, std::nullopt),
           sinks,
           width,
           compensation,
@@ -329,32 +349,42 @@ inline Windows windows_of(const Fields& fields, int64_t sinks, bool compensation
           data<int64_t>(fields, 5)};
 }
 
-// New tokens' keys or values go to a cache [rows, places, dim], rounded to its dtype; of 8 bits
-// with scales [rows, places], as razor_dist.kernels.quantized has them.
+// New tokens' keys or values, of `dim` numbers, go to a cache [rows, places, ...], rounded to its
+// dtype; codes with scales [rows, places], as razor_dist.kernels.quantized has them.
 struct Store {
   void* data;
   at::ScalarType dtype;
-  int64_t dim, row, scale_row = 0;
+  int64_t dim, width, row, scale_row = 0;
   float* scale = nullptr;
+  std::vector<float> own;
 
-  Store(const Tensor& cache, const Tensor* scales)
+  Store(const Tensor& cache, const Tensor* scales, int64_t dim)
       : data(cache.data_ptr()),
         dtype(cache.scalar_type()),
-        dim(cache.size(2)),
-        row(cache.stride(0)) {
-    TORCH_CHECK(cache.stride(2) == 1 && cache.stride(1) == dim, "rows must be contiguous");
-    TORCH_CHECK((dtype == at::kChar) == (scales != nullptr), "scales belong to keys of 8 bits");
+        dim(dim),
+        width(cache.size(2)),
+        row(cache.stride(0)),
+        own(dim) {
+    TORCH_CHECK(cache.stride(2) == 1 && cache.stride(1) == width, "rows must be contiguous");
+    TORCH_CHECK(width * (dtype == at::kByte ? 2 : 1) == dim, "a cache of ", width,
+                " numbers of a key of ", dim);
+    TORCH_CHECK((dtype == at::kChar || dtype == at::kByte) == (scales != nullptr),
+                "scales belong to codes");
     if (!scales) return;
     TORCH_CHECK(scales->stride(1) == 1, "scales must be contiguous");
     scale = scales->data_ptr<float>(), scale_row = scales->stride(0);
   }
 
-  void put(const float* from, int64_t head, int64_t place) const {
-    const int64_t at = head * row + place * dim;
+  void put(const float* from, int64_t head, int64_t place) {
+    const int64_t at = head * row + place * width;
     if (dtype == at::kFloat) {
       std::copy_n(from, dim, static_cast<float*>(data) + at);
     } else if (dtype == at::kBFloat16) {
       std::copy_n(from, dim, static_cast<c10::BFloat16*>(data) + at);
+    } else if (dtype == at::kByte) {
+      std::copy_n(from, dim, own.data());
+      scale[head * scale_row + place] =
+          round_to_4_bits(own.data(), dim, static_cast<uint8_t*>(data) + at);
     } else {
       TORCH_CHECK(dtype == at::kChar, dtype, " is no dtype of keys");
       const float own = scale[head * scale_row + place] = largest_size(from, dim, 0) / 127;
@@ -366,7 +396,7 @@ struct Store {
 };
 
 // k and v: float32 [K, n, D] with contiguous rows; pages: k, v and `at`, and scales of both if they
-// are of 8 bits; windows: k, v, `position`, `offset` and `capacity`; either may be empty. Slots are
+// are codes; windows: k, v, `position`, `offset` and `capacity`; either may be empty. Slots are
 // written one after the other: the dummy slot is that of several tokens.
 inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::TensorList pages,
                   at::TensorList windows, int64_t sinks) {
@@ -375,7 +405,7 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
   TORCH_CHECK(k.scalar_type() == at::kFloat && v.scalar_type() == at::kFloat && k.stride(2) == 1 &&
                   v.stride(2) == 1,
               "new keys and values must be float32, their rows contiguous");
-  auto put_both = [&](const Store& keys, const Store& values, int64_t row, int64_t head, int64_t b,
+  auto put_both = [&](Store& keys, Store& values, int64_t row, int64_t head, int64_t b,
                       int64_t place) {
     keys.put(k.const_data_ptr<float>() + head * k.stride(0) + b * k.stride(1), row, place);
     values.put(v.const_data_ptr<float>() + head * v.stride(0) + b * v.stride(1), row, place);
@@ -386,14 +416,14 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
   };
   if (!pages.empty()) {
     const bool scaled = pages.size() == 5;
-    const Store keys(pages[0], scaled ? &pages[3] : nullptr),
-        values(pages[1], scaled ? &pages[4] : nullptr);
+    Store keys(pages[0], scaled ? &pages[3] : nullptr, k.size(2)),
+        values(pages[1], scaled ? &pages[4] : nullptr, k.size(2));
     const int64_t* at = numbers(pages[2]);
     for (int64_t row = 0; row < split; ++row)
       for (int64_t b = 0; b < tokens; ++b) put_both(keys, values, row, heads[row], b, at[b]);
   }
   if (!windows.empty()) {
-    const Store keys(windows[0], nullptr), values(windows[1], nullptr);
+    Store keys(windows[0], nullptr, k.size(2)), values(windows[1], nullptr, k.size(2));
     const int64_t *position = numbers(windows[2]), *offset = numbers(windows[3]),
                   *capacity = numbers(windows[4]);
     for (int64_t row = split; row < order.size(0); ++row) {
@@ -468,6 +498,8 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
       for (int64_t g = 0; g < group; ++g)
         std::copy_n(queries + head * q.stride(0) + g * q.stride(1) + b * q.stride(2), dim,
                     own.data() + g * dim);
+      const bool transformed = j < split && paged->cache.transformed();
+      for (int64_t g = 0; transformed && g < group; ++g) transform(own.data() + g * dim, dim);
       const Queries of{own.data(), group, dim, static_cast<float>(scale),
                        of_slopes ? of_slopes + head * group : nullptr};
       if (j < split)
@@ -500,6 +532,7 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
         }
         if (total != 0)
           for (int64_t d = 0; d < dim; ++d) to_row[d] /= total;
+        if (j < split && paged->cache.transformed()) transform_back(to_row, dim);
         if (packs) to_row[dim] = total == 0 ? NOTHING : most + std::log(total);
       }
     }

@@ -4,8 +4,8 @@
 // products of a block, scores and weighted values, keep their sums in registers, and everything
 // else that it touches stays in the second cache.
 //
-// Keys and values of 8 bits are multiplied as integers, two products and their sum by one
-// instruction: twice as fast as float32. Queries are rounded to 16 bits, by a row's largest number,
+// Codes are multiplied as integers of 8 bits, two products and their sum by one instruction: twice
+// as fast as float32. Queries are rounded to 16 bits, by a row's largest number,
 // and so are the weights of a row in a block, so that what is lost is 2^-16 of the largest.
 #pragma once
 
@@ -110,7 +110,7 @@ template <class T>
 struct Rows {
   const T* data;
   int64_t row;
-  const float* scale;  // of each, if they are of 8 bits
+  const float* scale;  // of each, if they are codes
 
   const T* at(int64_t index) const { return data + index * row; }
 };
@@ -121,7 +121,8 @@ template <class N>
 struct Workspace {
   int64_t dim, inner;
   std::vector<N> numbers;
-  std::vector<float> memory;
+  std::vector<float> memory, query;
+  std::vector<int8_t> widened;
   N *rows, *keys, *values, *weights;
   float *sums, *scores, *most, *total, *row_factor, *weight_factor, *key_factor, *value_factor;
 
@@ -129,7 +130,9 @@ struct Workspace {
       : dim(dim),
         inner(std::is_same_v<N, float> ? dim : dim / 2),
         numbers(count * (inner + KEY_BLOCK) + KEY_BLOCK * (inner + dim)),
-        memory(count * (dim + KEY_BLOCK + 4) + 2 * KEY_BLOCK) {
+        memory(count * (dim + KEY_BLOCK + 4) + 2 * KEY_BLOCK),
+        query(dim),
+        widened(KEY_BLOCK * dim) {
     auto take = [](auto*& at, int64_t size) { return std::exchange(at, at + size); };
     N* of = numbers.data();
     rows = take(of, count * inner), weights = take(of, count * KEY_BLOCK);
@@ -203,6 +206,17 @@ inline Matrix<int32_t> take_values(const Workspace<int32_t>& w, Rows<int8_t> fro
   return {w.values, w.dim};
 }
 
+// A block of keys or values as it is multiplied: codes of 4 bits become 8.
+template <class N, class T>
+auto block_of(Workspace<N>& w, Rows<T> from, int64_t count) {
+  if constexpr (PARTS<T> == 1) {
+    return from;
+  } else {
+    for (int64_t j = 0; j < count; ++j) widen(from.at(j), w.dim, w.widened.data() + j * w.dim);
+    return Rows<int8_t>{w.widened.data(), w.dim, from.scale};
+  }
+}
+
 // Turn row r's scores, of which [begin, end) are of keys that it sees, into weights relative to the
 // largest so far: exp2, since log2 e is in the queries. Earlier sums are multiplied accordingly.
 template <class N>
@@ -239,7 +253,7 @@ void weigh(const Workspace<N>& w, int64_t r, int64_t begin, int64_t end, int64_t
   }
 }
 
-// q: float32 [K, G, T, D]; k, v: [K, S, D] of type T with contiguous rows, their scales [K, S].
+// q: float32 [K, G, T, D]; k, v: [K, S, D / PARTS<T>] with contiguous rows, their scales [K, S].
 // Query t sees the keys from first[t], or 0, to S - T + t if causal, else to S - 1.
 template <class T>
 std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -247,7 +261,7 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
                                           const optional<Tensor>& v_scale,
                                           const optional<Tensor>& first, bool causal,
                                           double scale) {
-  using N = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
+  using N = std::conditional_t<sizeof(T) == 1, int32_t, float>;
   constexpr int64_t PAIR = std::is_same_v<N, float> ? 1 : 2;
   const int64_t heads = q.size(0), group = q.size(1), tokens = q.size(2), dim = q.size(3),
                 stored = k.size(1), threads = at::get_num_threads();
@@ -272,16 +286,21 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
   const float factor = static_cast<float>(scale) * LOG2_E;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min(units, threads), 1, [&](int64_t, int64_t) {
-    const Workspace<N> w(step * group, dim);
+    Workspace<N> w(step * group, dim);
     for (int64_t unit; (unit = next++) < units;) {
       // The last queries first: where they are causal they take longest.
       const int64_t head = unit % heads, t0 = (blocks() - 1 - unit / heads) * step;
       const int64_t count = std::min(step, tokens - t0), rows = count * group;
-      for (int64_t r = 0; r < rows; ++r)
-        take_query(w, r,
-                   q.const_data_ptr<float>() + head * q.stride(0) + r / count * q.stride(1) +
-                       (t0 + r % count) * q.stride(2),
-                   factor);
+      for (int64_t r = 0; r < rows; ++r) {
+        const float* from = q.const_data_ptr<float>() + head * q.stride(0) +
+                            r / count * q.stride(1) + (t0 + r % count) * q.stride(2);
+        if (PARTS<T> > 1) {
+          std::copy_n(from, dim, w.query.data());
+          hadamard(w.query.data(), dim);
+          from = w.query.data();
+        }
+        take_query(w, r, from, factor);
+      }
       std::fill_n(w.sums, rows * dim, 0.0f);
       std::fill_n(w.most, rows, -std::numeric_limits<float>::infinity());
       std::fill_n(w.total, rows, 0.0f);
@@ -290,8 +309,9 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
       for (int64_t begin = std::max<int64_t>(0, begin_of(t0)); begin < end; begin += KEY_BLOCK) {
         const int64_t keys = std::min(KEY_BLOCK, end - begin),
                       padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
-        turn_keys(w, rows_of(k, k_scale, head, begin), keys, padded);
-        const Matrix<N> values = take_values(w, rows_of(v, v_scale, head, begin), keys);
+        turn_keys(w, block_of(w, rows_of(k, k_scale, head, begin), keys), keys, padded);
+        const auto of_values = block_of(w, rows_of(v, v_scale, head, begin), keys);
+        const Matrix<N> values = take_values(w, of_values, keys);
         multiply<false>(Matrix<N>{w.rows, w.inner}, Matrix<N>{w.keys, KEY_BLOCK}, w.scores,
                         KEY_BLOCK, rows, padded, w.inner, w.row_factor, w.key_factor);
         for (int64_t r = 0; r < rows; ++r) {
@@ -309,6 +329,7 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
         lse.data_ptr<float>()[at] = w.most[r] / LOG2_E + std::log(total);  // log 0 is -inf
         float* to = out.data_ptr<float>() + at * dim;
         for (int64_t d = 0; d < dim; ++d) to[d] = total == 0 ? 0 : w.sums[r * dim + d] / total;
+        if (PARTS<T> > 1) hadamard(to, dim);
       }
     }
   });
@@ -320,13 +341,15 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
                                               const optional<Tensor>& v_scale,
                                               const optional<Tensor>& first, bool causal,
                                               double scale) {
-  const bool integers = k.scalar_type() == at::kChar;
+  const at::ScalarType dtype = k.scalar_type();
+  const bool integers = dtype == at::kChar || dtype == at::kByte;
+  const int64_t parts = dtype == at::kByte ? 2 : 1;
   // Of 512 dimensions the sum of products of 16 and of 8 bits is less than 2^31.
   TORCH_CHECK(q.scalar_type() == at::kFloat && q.size(3) % WIDTH == 0 &&
                   (!integers || (q.size(3) % (2 * WIDTH) == 0 && q.size(3) <= 512)),
               "no queries of ", q.scalar_type(), " and ", q.size(3), " dimensions");
   TORCH_CHECK(q.stride(3) == 1 && k.stride(2) == 1 && v.stride(2) == 1, "rows must be contiguous");
-  TORCH_CHECK(k.size(0) == q.size(0) && k.size(2) == q.size(3) && v.sizes() == k.sizes() &&
+  TORCH_CHECK(k.size(0) == q.size(0) && k.size(2) * parts == q.size(3) && v.sizes() == k.sizes() &&
                   v.scalar_type() == k.scalar_type(),
               "queries of ", q.sizes(), " do not go with keys of ", k.sizes(), " and values of ",
               v.sizes());
@@ -336,7 +359,6 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
   auto of = [&](auto type) {
     return attend_many_of<decltype(type)>(q, k, v, k_scale, v_scale, first, causal, scale);
   };
-  const at::ScalarType dtype = k.scalar_type();
   if (dtype == at::kFloat) return of(float());
   if (dtype == at::kBFloat16) return of(c10::BFloat16());
   auto in_a_row = [&](const optional<Tensor>& x) {
@@ -344,6 +366,7 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
   };
   TORCH_CHECK(integers && in_a_row(k_scale) && in_a_row(v_scale), "no keys of ", dtype,
               " or no scales of theirs");
+  if (dtype == at::kByte) return of(uint8_t());
   return of(int8_t());
 }
 

@@ -10,6 +10,7 @@
 #include <limits>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -33,6 +34,7 @@ typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+typedef uint8_t Unsigned __attribute__((vector_size(WIDTH)));
 
 template <class Vector, class T>
 inline Vector read(const T* from) {
@@ -50,6 +52,16 @@ inline Ints integers_of(const int8_t* from) {
   return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
   return __builtin_convertvector(read<Bytes>(from), Ints);
+#endif
+}
+
+inline Ints integers_of(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32((__m128i)read<Bytes>(from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(read<Unsigned>(from), Ints);
 #endif
 }
 
@@ -87,6 +99,41 @@ inline Floats load(const c10::BFloat16* from) {
   // bfloat16 is the upper half of a float32.
   Bits bits = __builtin_convertvector(read<Halves>(from), Bits) << 16;
   return read<Floats>(&bits);
+}
+
+// Numbers in one T: a byte has two of 4 bits, those of dimensions 2 d and 2 d + 1. What they are
+// multiplied with has all even dimensions first (`transform`), so that a vector of bytes is two of
+// dimensions side by side.
+template <class T>
+constexpr int PARTS = std::is_same_v<T, uint8_t> ? 2 : 1;
+
+// What the lower or upper half of a byte stands for: razor_dist.kernels.quantized says which
+// numbers these are.
+inline int level_of(uint8_t codes, int part) { return (codes >> 4 * part & 15) * 2 - 15; }
+
+// WIDTH of each part.
+template <class T>
+inline void load_parts(const T* from, Floats (&to)[PARTS<T>]) {
+  if constexpr (PARTS<T> == 1) {
+    to[0] = load(from);
+  } else {
+    const Ints codes = integers_of(from);
+    to[0] = __builtin_convertvector(codes & 15, Floats) * 2.0f - 15.0f;
+    to[1] = __builtin_convertvector(codes >> 4, Floats) * 2.0f - 15.0f;
+  }
+}
+template <class T>
+inline float load_part(T from, int part) {
+  if constexpr (PARTS<T> == 1)
+    return static_cast<float>(from);
+  else
+    return level_of(from, part);
+}
+
+// The same of a row of `dim`, to 8 bits.
+inline void widen(const uint8_t* from, int64_t dim, int8_t* to) {
+  for (int64_t d = 0; d < dim / 2; ++d)
+    for (int part = 0; part < 2; ++part) to[2 * d + part] = level_of(from[d], part);
 }
 
 template <class T, int N>
@@ -210,6 +257,44 @@ inline Number rounded(Number x) {
 template <class T>
 inline void round_by(const float* from, int64_t count, float step, float zero, T* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(rounded(from[i] / step) + zero);
+}
+
+// razor_dist.kernels.quantized.hadamard, in place.
+inline void hadamard(float* x, int64_t dim) {
+  const int64_t block = dim & -dim;
+  for (int64_t half = 1; half < block; half *= 2) {
+    for (int64_t i = 0; i < dim; i += 2 * half) {
+      for (int64_t j = i; j < i + half; ++j) {
+        const float a = x[j], b = x[j + half];
+        x[j] = a + b, x[j + half] = a - b;
+      }
+    }
+  }
+}
+
+// A query becomes its transform, its even dimensions first.
+inline void transform(float* x, int64_t dim) {
+  hadamard(x, dim);
+  std::vector<float> odd(dim / 2);
+  for (int64_t d = 0; d < dim / 2; ++d) odd[d] = x[2 * d + 1], x[d] = x[2 * d];
+  std::copy(odd.begin(), odd.end(), x + dim / 2);
+}
+
+// And a result, which has them so, what it is the transform of.
+inline void transform_back(float* x, int64_t dim) {
+  const std::vector<float> halves(x, x + dim);
+  for (int64_t d = 0; d < dim; ++d) x[d] = halves[d / 2 + d % 2 * (dim / 2)];
+  hadamard(x, dim);
+}
+
+// x becomes its transform, `to` its levels of 4 bits; return their scale.
+inline float round_to_4_bits(float* x, int64_t dim, uint8_t* to) {
+  hadamard(x, dim);
+  const float scale = largest_size(x, dim, 0) / 15;
+  const float step = std::max(2 * scale, std::numeric_limits<float>::min());
+  auto code = [&](float number) { return static_cast<uint8_t>(rounded(number / step - 0.5f) + 8); };
+  for (int64_t d = 0; d < dim / 2; ++d) to[d] = code(x[2 * d]) | code(x[2 * d + 1]) << 4;
+  return scale / (dim & -dim);
 }
 
 // to = from / step, rounded, for the least step that 16 bits allow; return it, NaN if a number is

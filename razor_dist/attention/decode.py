@@ -81,7 +81,7 @@ class DecodeContext:
     def _windows(self, heads: ShortHeads) -> Iterator[tuple[Tensor, Windows | None]]:
         """Yield the streaming heads window by window, the first with the retrieval heads.
 
-        Retrieval heads of 8 bits come first, alone, where a kernel reads keys of one dtype.
+        Retrieval heads of codes come first, alone, where a kernel reads keys of one dtype.
         """
         split, pages = len(heads.retrieval), self.caches.pages
         apart = pages.k_scale is not None and not mixes_dtypes(pages.k.device)

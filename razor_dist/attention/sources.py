@@ -18,6 +18,7 @@ from torch import Tensor
 from razor_dist.attention.step import SourceToken
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.parallel.comm import Communicator
@@ -104,10 +105,8 @@ class SourceTracer:
                 q = query.scale * query.q[head.kv, head.group, token.index].float()
                 parts = []
                 for span in token.spans:
-                    keys = self._pages.k[head.row, span]
-                    scores = torch.cat([part.float() @ q for part in keys.split(_WIDENED)])
-                    if self._pages.k_scale is not None:
-                        scores *= self._pages.k_scale[head.row, span]
+                    keys, _ = self._pages.at(slice(head.row, head.row + 1), span)
+                    scores = scores_of(q, keys)
                     if query.slopes is not None:
                         assert self._pages.positions is not None
                         distance = (self._pages.positions[span] - token.position).float()
@@ -157,6 +156,18 @@ class TracedContext:
         # By now the new tokens' keys are stored.
         self._tracer.look(layer, query)
         return out
+
+
+def scores_of(q: Tensor, keys: KeysOrValues) -> Tensor:
+    """Scores of one head's ``keys`` ``[1, n, D]`` by a scaled query ``[D]``, float32 ``[n]``."""
+
+    def score(part: KeysOrValues) -> Tensor:
+        if isinstance(part, Codes):
+            return (part.levels()[0] @ part.transform(q)) * part.scale[0]
+        return part[0].float() @ q
+
+    begins = range(0, max(1, keys.shape[1]), _WIDENED)
+    return torch.cat([score(keys[:, at : at + _WIDENED]) for at in begins])
 
 
 def _positions(shard: tuple[list[range], list[int]], indices: Seq[int]) -> list[int]:

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from razor_dist.config.errors import EngineError
 from razor_dist.kernels.quantized import (
-    SCALE_BYTES,
     Codes,
     KeysOrValues,
+    code_width,
+    has_scale,
     packed,
+    packed_width,
     quantize,
     unpacked,
 )
@@ -73,8 +75,8 @@ class PagePool:
     ``rows`` counts the retrieval KV heads of all layers together, layer by layer; the pool has
     ``num_pages`` pages of ``page_size`` tokens.
 
-    Where ``dtype`` is int8, codes and scales lie apart, as the kernels that decode on CUDA want
-    them. What is written is packed (`razor_dist.kernels.quantized`).
+    Of a ``dtype`` of codes, these and their scales lie apart, as the kernels that decode on CUDA
+    want them. What is written is packed (`razor_dist.kernels.quantized`).
 
     ``track_positions`` notes where the tokens stand, for heads that are biased by distance.
     """
@@ -94,15 +96,14 @@ class PagePool:
         self.num_pages = num_pages
         # Of one page more than is lent, where a step of fixed shape writes what is not kept here.
         self.dummy_slot = num_pages * page_size
-        shape = (rows, self.dummy_slot + page_size, head_dim)
+        shape = (rows, self.dummy_slot + page_size, code_width(head_dim, dtype))
         # torch.empty: memory that no token has touched yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.width = head_dim  # of a key, as `read` gives it
-        self.k_scale: Tensor | None = None  # float32 [rows, slots], where they are of 8 bits
+        self.width = packed_width(head_dim, dtype)  # of a key, as `read` gives it
+        self.k_scale: Tensor | None = None  # float32 [rows, slots], where they are codes
         self.v_scale: Tensor | None = None
-        if dtype == torch.int8:
-            self.width += SCALE_BYTES
+        if has_scale(dtype):
             self.k_scale, self.v_scale = (torch.empty(shape[:2], device=device) for _ in "kv")
         self.positions: Tensor | None = None  # of each slot's token in its sequence, int64
         if track_positions:
@@ -248,7 +249,7 @@ class PagePool:
         which keys have been through a cache or a link.
         """
         if self.k_scale is not None:
-            return quantize(k).packed(), quantize(v).packed()
+            return quantize(k, self.k.dtype).packed(), quantize(v, self.k.dtype).packed()
         return k.to(self.k.dtype), v.to(self.k.dtype)
 
     def _parts(self, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -77,10 +77,10 @@ class EngineConfig(BaseModel):
     weight_dtype: Literal["auto", "int8"] = _ranks(
         "auto", "Of linear layers on cpu; int8: 8-bit weights and products; auto: as dtype."
     )
-    kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = _memory(
+    kv_dtype: Literal["auto", "fp32", "bf16", "int8", "int4"] = _memory(
         "auto",
-        "Of cached and travelling keys and values; auto: as dtype; int8: retrieval heads' in 8 "
-        "bits, others as dtype.",
+        "Of cached and travelling keys and values; auto: as dtype; int8, int4: retrieval heads' in "
+        "8 or 4 bits, others as dtype.",
     )
     weights: Literal["replicated", "zero3", "zero3-offload"] = _ranks(
         "replicated", "zero3: sharded over the ranks (DeepSpeed); -offload: in CPU memory."

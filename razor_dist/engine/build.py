@@ -23,7 +23,13 @@ from razor_dist.engine.capacity import Capacity, free_memory
 from razor_dist.engine.checks import check_settings
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.decode_mode import NoAttention, share_short_steps
-from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
+from razor_dist.engine.device import (
+    kv_dtype_name,
+    ring_of,
+    torch_dtype,
+    torch_kv_dtype,
+    warn_of_kv_dtype,
+)
 from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.warm_up import warm_up
@@ -240,7 +246,7 @@ def _info(
         prefill=config.prefill,
         decode=runner.decode,
         decode_reason=decode_reason,
-        kv_dtype=dtype_name(runner.config.dtype),
+        kv_dtype=kv_dtype_name(runner.config.dtype),
         retrieval_fraction=sum(map(sum, retrieval)) / (shape.layers * shape.kv_heads),
         source_heads=runner.source_heads.count,
         kv_reserved_bytes_per_rank=runner.caches.reserved_bytes,
@@ -267,7 +273,7 @@ def _about(
         "windows": windows,
         "policy": asdict(StreamingPolicy.of(config)),
         "dtype": dtype_name(model.dtype),
-        "kv_dtype": dtype_name(torch_kv_dtype(config, model.dtype)),
+        "kv_dtype": kv_dtype_name(torch_kv_dtype(config, model.dtype)),
         **({} if config.weight_dtype == "auto" else {"weight_dtype": config.weight_dtype}),
     }
 

@@ -19,7 +19,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_kv_dtype
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.kernels.quantized import row_bytes
+from razor_dist.kernels.quantized import has_scale, row_bytes
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
@@ -179,8 +179,8 @@ def cache_config(
 
 
 def streaming_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return what streaming heads' keys and values are kept in: 8 bits are for the others."""
-    return dtype if kv_dtype == torch.int8 else kv_dtype
+    """Return what streaming heads' keys and values are kept in: codes are for the others."""
+    return dtype if has_scale(kv_dtype) else kv_dtype
 
 
 def cached_tail(config: EngineConfig) -> int:

@@ -28,6 +28,11 @@ def check_settings(config: EngineConfig, folder: Path, device: torch.device) -> 
     model_config = read_config(folder, trust_remote_code=config.trust_remote_code)
     shape = ModelShape.from_config(model_config)
     context_length(config, shape)
+    if config.kv_dtype == "int4" and shape.head_dim % 2:
+        raise ConfigError(
+            f"kv_dtype is int4, which keeps two dimensions in a byte, and heads of {config.model} "
+            f"have {shape.head_dim}; use int8"
+        )
     return head_map_of(config, shape, model_fingerprint(model_config))
 
 

@@ -10,13 +10,14 @@ import torch
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.kernels.decode import available
+from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.models.loader import dtype_name
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": INT8, "int4": INT4}
 
 
 def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
@@ -54,6 +55,10 @@ def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of keys and values that are kept or travel; ``dtype`` is what is computed in."""
     return dtype if config.kv_dtype == "auto" else _DTYPES[config.kv_dtype]
+
+
+def kv_dtype_name(kv_dtype: torch.dtype) -> str:
+    return "int4" if kv_dtype == INT4 else dtype_name(kv_dtype)
 
 
 def warn_of_kv_dtype(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from razor_dist.config.sizes import tokens
+from razor_dist.kernels.quantized import has_scale
 from razor_dist.plan.deployment import Deployment
 
 # The window that is proposed, in tokens: what the shipped settings of GLM-4-9B-1M have.
@@ -97,7 +98,7 @@ def _levers(d: Deployment, context: int) -> Iterator[tuple[str, Any]]:
         yield "dtype", "bf16"
     elif d.kv_dtype == torch.float32:
         yield "kv_dtype", "bf16"
-    if d.kv_dtype != torch.int8:
+    if not has_scale(d.kv_dtype):
         yield "kv_dtype", "int8"
     if config.max_num_seqs > 1:
         yield "max_num_seqs", 1

@@ -29,12 +29,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.engine.tensor_parallel import part_of
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.kernels.quantized import has_scale
 from razor_dist.parallel.earlier import queries_travel
 from razor_dist.parallel.ring import is_short
 from razor_dist.parallel.sharding import shard_sizes
@@ -356,7 +355,7 @@ def collectives(d: Deployment) -> int:
 
 def kernels(d: Deployment) -> int:
     """Count a decode step's kernels beside its collectives, whatever its number of sequences."""
-    apart = d.kv_dtype == torch.int8  # its retrieval heads are a launch of their own
+    apart = has_scale(d.kv_dtype)  # its retrieval heads are a launch of their own
     merges = sum(count > 0 for count in d.retrieval_per_layer) * (d.world_size > 1)
     return d.shape.layers * (KERNELS_OF_LAYER + apart) + merges + KERNELS_OF_STEP
 

@@ -12,6 +12,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
+from razor_dist.engine.device import kv_dtype_name
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.advice import faster_windows, fewest_ranks, remedies
 from razor_dist.plan.compute import (
@@ -162,7 +163,7 @@ class Plan:
             "chunked_prefill_size": d.chunked_prefill_size,
             "chunks": len(d.chunks(self.context)),
             "dtype": dtype_name(d.dtype),
-            "kv_dtype": dtype_name(d.kv_dtype),
+            "kv_dtype": kv_dtype_name(d.kv_dtype),
             "prefill": d.config.prefill,
             "heads": d.source,
             "kv_fraction": d.head_map.kv_fraction,

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from razor_dist.config.sizes import tokens
+from razor_dist.engine.device import kv_dtype_name
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.planner import Plan
 
@@ -44,7 +45,7 @@ def _setting(plan: Plan) -> str:
     verdict = "\n".join(plan.verdict)
     return (
         f"{verdict}\n\n{d.config.model} on {d.world_size} x {plan.device.name}, "
-        f"{dtype_name(d.dtype)}, keys and values in {dtype_name(d.kv_dtype)}\n"
+        f"{dtype_name(d.dtype)}, keys and values in {kv_dtype_name(d.kv_dtype)}\n"
         f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
         f"prefill: {d.config.prefill}, decode: {plan.decode}{_why(plan)}\n"
         f"heads:  {d.head_map.kv_fraction:.1%} of the KV heads keep everything "

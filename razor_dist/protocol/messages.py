@@ -75,7 +75,7 @@ class EngineInfo(msgspec.Struct):
     prefill: str = "local"
     decode: str = "replicated"  # or "tensor": tensor-parallel decode
     decode_reason: str = ""
-    kv_dtype: str = "float32"  # "float32", "bfloat16" or "int8"
+    kv_dtype: str = "float32"  # "float32", "bfloat16", "int8" or "int4"
     retrieval_fraction: float = 0.0  # of KV heads
     source_heads: int = 0  # retrieval heads that are asked where answers come from
     kv_reserved_bytes_per_rank: int = 0

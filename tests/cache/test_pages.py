@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.config.errors import EngineError
-from razor_dist.kernels.quantized import packed, unpacked
+from razor_dist.kernels.quantized import INT4, INT8, Codes, packed, unpacked
 from razor_dist.parallel.sharding import owner_of, shard_positions
 from razor_dist.parallel.zigzag import Chunk, chunks
 
@@ -122,11 +122,12 @@ def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
         assert (store[:, b] != 0).all()
 
 
-def test_keys_of_8_bits_are_read_as_they_were_written() -> None:
+@pytest.mark.parametrize(("dtype", "steps", "width"), [(INT8, 127, 8), (INT4, 7.5, 4)])
+def test_codes_are_read_as_they_were_written(dtype: torch.dtype, steps: float, width: int) -> None:
     """A long run of pages is read as it lies, others are copied together, 4,096 tokens at most."""
     long, single = 150, 1100  # pages
     cpu = torch.device("cpu")
-    pool = PagePool(ROWS, 2 * single + long, SIZE, 8, dtype=torch.int8, device=cpu)
+    pool = PagePool(ROWS, 2 * single + long, SIZE, 8, dtype=dtype, device=cpu)
     begin = pool.allocate(long * SIZE)
     held = [pool.allocate(SIZE) for _ in range(2 * single)]
     for table in (begin, *held[1::2]):
@@ -136,8 +137,10 @@ def test_keys_of_8_bits_are_read_as_they_were_written() -> None:
     new = torch.randn(2, ROWS, table.tokens, 8) * 10 ** torch.arange(-2.0, 6.0)
     new[0, 0, 1] = 0.0
     k, v = pool.stored(*new)
-    scale = new.abs().amax(-1, keepdim=True) / 127
-    assert ((unpacked(k).to(torch.float32) - new[0]).abs() <= 0.501 * scale[0]).all()
+    codes = unpacked(k)
+    assert isinstance(codes, Codes)
+    rounded, want = codes.transform(codes.to(torch.float32)), codes.transform(new[0])
+    assert ((rounded - want).abs() <= 0.501 / steps * want.abs().amax(-1, keepdim=True)).all()
     rows, last = slice(0, ROWS), table.tokens - 1
     pool.write(rows, pool.extents(table, 0, last), k[:, :-1], v[:, :-1])
     pool.put(rows, torch.tensor([pool.slot(table, last)]), k[:, -1:], v[:, -1:])
@@ -149,7 +152,7 @@ def test_keys_of_8_bits_are_read_as_they_were_written() -> None:
         parts = [torch.cat(list(map(packed, x)), 1) for x in zip(*segments, strict=True)]
         for found in (parts, pool.read(of, 0, tokens)):
             assert torch.equal(found[0], k[:, :tokens]) and torch.equal(found[1], v[:, :tokens])
-    assert pool.page_bytes == 2 * ROWS * SIZE * (8 + 4)
+    assert pool.page_bytes == 2 * ROWS * SIZE * (width + 4)
 
 
 def test_positions_are_kept_and_counted_where_they_are_wanted() -> None:

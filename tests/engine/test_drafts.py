@@ -23,6 +23,7 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import follow
 from razor_dist.kernels import linear
 from razor_dist.kernels.compiled import operations
+from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.repetition import RepetitionDetectionParams
@@ -195,9 +196,10 @@ def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[A
     ("world", "tensor", "kv_dtype"),
     [
         (1, False, torch.float32),
-        (1, False, torch.int8),
+        (1, False, INT4),
         (2, False, torch.float32),
-        (2, False, torch.int8),
+        (2, False, INT8),
+        (2, False, INT4),
         (2, True, torch.float32),
     ],
 )

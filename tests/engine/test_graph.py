@@ -35,6 +35,7 @@ from razor_dist.engine.graph import (
 )
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tape import Step, Tape
+from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, answer, make_runner, prefill
@@ -263,8 +264,9 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
 
 
 @needs_compiler
-def test_keys_of_8_bits_are_read_and_written_alike(tiny: Tiny) -> None:
-    both = Both(Communicator(None), case_of(tiny("llama"), kv_dtype=torch.int8))
+@pytest.mark.parametrize("codes", [INT8, INT4])
+def test_codes_are_read_and_written_alike(codes: torch.dtype, tiny: Tiny) -> None:
+    both = Both(Communicator(None), case_of(tiny("llama"), kv_dtype=codes))
     for length, key in ((41, 0), (9, 1)):
         both.open(key, length)
     for _ in range(6):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from razor_dist.attention.sources import TOP
+from razor_dist.attention.sources import TOP, scores_of
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.sources import strongest_heads
+from razor_dist.kernels.quantized import INT4, INT8, quantize
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
@@ -94,6 +95,14 @@ def test_they_are_those_of_a_bias_by_distance(ranks: Ranks, tmp_path: Path) -> N
         for row, (positions, told) in enumerate(ranks(world).run(traced, case, [(1, 1)])[0], 50):
             want = weights[1][0, 1, row][positions[0]]
             torch.testing.assert_close(told[0], want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("codes", [INT8, INT4])
+def test_scores_of_codes_are_those_of_what_they_hold(codes: torch.dtype) -> None:
+    q, keys = torch.randn(64), quantize(torch.randn(1, 90, 64), codes)
+    want = keys.to(torch.float32)
+    torch.testing.assert_close(scores_of(q, keys), scores_of(q, want), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores_of(q, want), want[0] @ q, atol=1e-5, rtol=1e-5)
 
 
 def test_a_short_context_has_fewer_positions(tiny: Tiny) -> None:

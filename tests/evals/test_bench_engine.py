@@ -199,6 +199,7 @@ def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert least["int8 both"] < least["int8 weights"] < least["int8 keys"] < least["razor"]
     held = {label: times[name]["kv_bytes"] for label, name in OWN.items()}
     assert held["int8 both"] == held["int8 keys"] < held["razor"] == held["int8 weights"]
+    assert held["int4 keys"] < held["int8 keys"]
     assert found["full_attention_generates_the_tokens_of_transformers"] is True
     assert not found["ranks"] and len(found["ratios"]) == 2 * len(OWN) + 1
     page = record.page()

@@ -109,8 +109,8 @@ def measure(
         *(("local", 4, "llama+"), ("exact", 2, "llama+"), ("local", 2, "glm+")),
         *itertools.product(("local", "exact"), (1, 2, 4), ("llama",)),
         # What is theirs, rope on half of a head and positions beside keys, in each of both; glm
-        # with keys of 8 bits.
-        *(("local", 4, "glm8"), ("exact", 2, "glm8"), ("exact", 4, "bloom")),
+        # with keys of 8 and 4 bits.
+        *(("local", 4, "glm8"), ("exact", 2, "glm4"), ("exact", 4, "bloom")),
         *(("local", size, "bloom") for size in (1, 2)),
     ],
 )
@@ -123,8 +123,8 @@ def test_the_engine_does_what_was_planned(
     prefill: str,
 ) -> None:
     decode = "tensor" if family.endswith("+") else "replicated"
-    kv_dtype = "int8" if family.endswith("8") else "auto"
-    family = family.rstrip("+8")
+    kv_dtype = {"8": "int8", "4": "int4"}.get(family[-1], "auto")
+    family = family.rstrip("+84")
     retrieval = {"llama": LLAMA, "glm": GLM, "bloom": BLOOM}[family]
     folder = make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family)
     config = build_config(

@@ -212,17 +212,18 @@ def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner.at(more, more).total > planner.budget
 
 
-def test_eight_bits_save_what_the_pool_is_smaller() -> None:
+@pytest.mark.parametrize(("kv_dtype", "width"), [("int8", 128), ("int4", 64)])
+def test_codes_save_what_the_pool_is_smaller(kv_dtype: str, width: int) -> None:
     """Keys that are converted a block at a time leave activations as they were."""
     device = load_device("h200")
-    bf16, int8 = (
+    bf16, codes = (
         MemoryPlanner(Deployment.of(settings(kv_dtype=name), "cuda", 0.3), device).at(N, N)
-        for name in ("bf16", "int8")
+        for name in ("bf16", kv_dtype)
     )
-    assert int8.sequence_retrieval_kv == 48 * N // 8 * 2 * (128 + 4)
-    assert int8.activations == bf16.activations
-    assert sum(int8.activations.values()) == pytest.approx(4.68e9, rel=0.01)
-    assert bf16.total - int8.total == bf16.retrieval_kv - int8.retrieval_kv
+    assert codes.sequence_retrieval_kv == 48 * N // 8 * 2 * (width + 4)
+    assert codes.activations == bf16.activations
+    assert sum(codes.activations.values()) == pytest.approx(4.68e9, rel=0.01)
+    assert bf16.total - codes.total == bf16.retrieval_kv - codes.retrieval_kv
 
 
 def test_what_never_fits() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
@@ -179,7 +180,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("family", ["bloom", "phi3", "bf16", "int8"])
+@pytest.mark.parametrize("family", ["bloom", "phi3", "bf16", "int8", "int4"])
 def test_branches_of_other_models_and_dtypes(
     family: str, world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -196,6 +197,6 @@ def test_branches_of_other_models_and_dtypes(
         path = tiny("phi3" if family == "phi3" else "qwen2")
         split = split_of(path)
     case = Case(str(path), split, GROWING, (), page_size=4, tail=20, windows=windows)
-    if kept := {"bf16": torch.bfloat16, "int8": torch.int8}.get(family):
+    if kept := {"bf16": torch.bfloat16, "int8": INT8, "int4": INT4}.get(family):
         case = dataclasses.replace(case, kv_dtype=kept)
     assert_as_fresh(ranks, world, case, TEXTS, tolerance=1e-4)

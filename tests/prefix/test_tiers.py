@@ -229,7 +229,7 @@ def held(
     return found, rows, states
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 2), (4, 2), (2, 1)])
 def test_what_is_read_is_what_was_written(
     wrote: int, reads: int, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path

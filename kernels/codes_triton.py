@@ -1,0 +1,59 @@
+"""What Triton kernels do with codes: `razor_dist.kernels.quantized`."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from razor_dist.kernels.quantized import INT4, INT8
+
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Added and taken off again, it rounds a float32 to the nearest whole number, a half to even.
+_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
+
+
+def bits_of(keys: torch.dtype) -> int:
+    """Return the bits of a code, 0 where keys are none."""
+    return {INT8: 8, INT4: 4}.get(keys, 0)
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`razor_dist.kernels.quantized.hadamard` of ``x`` ``[ROWS, WIDTH]``, ``BLOCK`` together."""
+    for half in tl.static_range(1, BLOCK):
+        if half & (half - 1) == 0:
+            pairs = tl.reshape(x, (ROWS, WIDTH // (2 * half), 2, half))
+            a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, WIDTH))
+    return x
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the even and the odd columns of ``x`` ``[ROWS, WIDTH]``."""
+    return tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
+
+
+@triton.jit
+def levels(codes, dtype: tl.constexpr):
+    """Return what the lower and the upper halves of bytes stand for."""
+    return ((codes & 15).to(dtype) * 2 - 15).to(dtype), ((codes >> 4).to(dtype) * 2 - 15).to(dtype)
+
+
+@triton.jit
+def quantized(new, BITS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``."""
+    new = new.to(tl.float32)
+    if BITS == 8:
+        scale = tl.max(tl.abs(new), 0) / 127.0
+        codes = ((new / tl.maximum(scale, _TINY) + _TO_WHOLE) - _TO_WHOLE).to(tl.int8)
+    else:
+        new = hadamard(tl.reshape(new, (1, WIDTH)), 1, WIDTH, D & -D)
+        scale = tl.max(tl.max(tl.abs(new), 1), 0) / 15.0
+        whole = (new / tl.maximum(2 * scale, _TINY) - 0.5 + _TO_WHOLE) - _TO_WHOLE
+        low, high = halves((whole + 8).to(tl.int32), 1, WIDTH)
+        codes = tl.reshape(low | (high << 4), (WIDTH // 2,)).to(tl.uint8)
+        scale = scale / (D & -D)
+    return codes, scale
