@@ -130,7 +130,7 @@ def beside_full(
 
 def shape_of(config: EngineConfig, *head_maps: HeadMap) -> ModelShape:
     """Return the shape of the settings' model; refuse head maps that are of another one."""
-    model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
+    model = read_config(config_folder(config.model), **config.model_options)
     shape = ModelShape.from_config(model)
     for head_map in head_maps:
         head_map.validate(shape, model_fingerprint(model))

@@ -40,7 +40,8 @@ SERVE_OPTIONS = """
     --no-cuda-graphs --no-prefix-cache --no-shared-memory --no-trust-remote-code --page-size --port
     --prefill --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --share-prefixes --no-share-prefixes
-    --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
+    --request-timeout --ring --rope-scaling --scheduling-policy --seed --served-model-name
+    --shared-memory
     --shutdown-timeout --sink-tokens --source-heads --speculative-config --ssl-certfile
     --ssl-keyfile --threads --trust-remote-code --url-file --weight-dtype --weights
     --window-max --window-min --window-ratio --world-size
@@ -81,7 +82,8 @@ PLAN_OPTIONS = """
     --attention --block --compensation --config --context --decode --device --dtype --head-map
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
     --no-prefix-cache --prefix-cache --prefix-tail-tokens
-    --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
+    --no-trust-remote-code --page-size --prefill --retrieval --rope-scaling --sink-tokens
+    --trust-remote-code
     --chunked-prefill-size --weight-dtype --window-max --window-min --window-ratio --world-size
 """
 
@@ -117,7 +119,8 @@ NEEDLE_OPTIONS = """
     --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --max-step-ms --methods
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
     --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
-    --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
+    --ray-address --repeats --retry-failed --ring --rope-scaling --scheduling-policy --seed
+    --share-depths
     --shared-memory --sink-tokens --source-heads --speculative-config --threads
     --trust-remote-code --weight-dtype
     --weight-dtype --weights --window-max --window-min --window-ratio --world-size

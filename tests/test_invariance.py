@@ -28,7 +28,7 @@ from tests.cases import Case, logits_of, make_runner, model_and_shape, one_chunk
 from tests.literal import literal_logits
 from tests.ranks import RankPool
 
-FAMILIES = ("llama", "qwen2", "mistral", "glm")
+FAMILIES = ("llama", "qwen2", "qwen3_moe", "mistral", "glm")
 WORLDS = (1, 2, 4, 8)
 CUTS = (8192, 64, 37)
 TOLERANCE = 1e-4

@@ -64,7 +64,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "llama2", "llama3", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "glm_1m", "glm4"],
+    [
+        *("llama", "llama2", "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
+        *("phi3", "glm_1m", "glm4"),
+    ],
 )
 def test_shared_steps_are_one_ranks(family: str, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny(family)

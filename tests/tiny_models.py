@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 _COMMON: dict[str, Any] = {
@@ -135,6 +136,25 @@ def _qwen3() -> PretrainedConfig:
     )
 
 
+def _qwen3_moe() -> PretrainedConfig:
+    # As Qwen3-30B-A3B-2507: groups of eight, small experts of which a token has several, whose
+    # weights are normed. The last layer's MLP is dense, as the architecture allows.
+    return Qwen3MoeConfig(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[2],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+        eos_token_id=2,
+    )
+
+
 def _mistral() -> PretrainedConfig:
     return MistralConfig(
         **_COMMON,
@@ -219,6 +239,7 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": _qwen2,
     "qwen2_1m": _qwen2_1m,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "mistral": _mistral,
     "mixtral": _mixtral,
     "phi3": _phi3,

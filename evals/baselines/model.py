@@ -24,7 +24,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
 from razor_dist.evals.one_rank import torch_device, torch_dtype
 from razor_dist.heads.head_map import default_head_map
-from razor_dist.models.loader import eos_token_ids, quiet_transformers
+from razor_dist.models.loader import eos_token_ids, quiet_transformers, read_config
 from razor_dist.models.registry import resolve_model
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun
@@ -37,9 +37,11 @@ def load_stock(
 ) -> PreTrainedModel:
     """Load transformers' own model as an engine of such settings would, in the same dtype."""
     trust = config.trust_remote_code
+    folder = resolve_model(config.model, trust_remote_code=trust)
     with quiet_transformers():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            resolve_model(config.model, trust_remote_code=trust),
+            folder,
+            config=read_config(folder, **config.model_options),
             dtype=torch_dtype(config, device),
             attn_implementation=attention,
             trust_remote_code=trust,

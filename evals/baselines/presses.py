@@ -117,7 +117,7 @@ class ComparingConfig(JobConfig):
         from razor_dist.models.registry import config_folder
         from razor_dist.models.shape import ModelShape
 
-        model = read_config(config_folder(self.model), trust_remote_code=self.trust_remote_code)
+        model = read_config(config_folder(self.model), **self.model_options)
         check_installed(self.presses)
         if self.presses and model.model_type not in _MODEL_TYPES:
             raise ModelError(

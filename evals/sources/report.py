@@ -140,7 +140,7 @@ class SourcesReport:
     def of(cls, task: SourcesTask, results: Sequence[Mapping[str, Any]]) -> SourcesReport:
         config = task.config
         prompter = Prompter.of(config)
-        model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
+        model = read_config(config_folder(config.model), **config.model_options)
         shape = ModelShape.from_config(model)
         head_map = head_map_of(task.traced, shape, model_fingerprint(model))
         layers = [layer for layer, _ in source_heads(task.traced, head_map, model)]

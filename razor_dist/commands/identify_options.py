@@ -23,6 +23,10 @@ class CommonOptions:
         "auto"
     )
     trust_remote_code: Annotated[bool, Doc("Run Python code that comes with the model.")] = False
+    rope_scaling: Annotated[
+        str | None,
+        Doc("YaRN, as serve has it: a map is for the frequencies that it was made with."),
+    ] = None
     verify: Annotated[
         bool,
         typer.Option(

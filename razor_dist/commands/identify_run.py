@@ -61,19 +61,20 @@ class ModelSource:
     """A model whose weights are not loaded yet, downloaded if need be, and where it is to run."""
 
     def __init__(self, options: CommonOptions) -> None:
-        config = EngineConfig(model=options.model, device=options.device, dtype=options.dtype)
+        config = EngineConfig(**_engine_settings(options))
         self.options = options
         self.device = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         self.dtype = torch_dtype(config, self.device)
-        self.name, self.trust = display_name(options.model), options.trust_remote_code
-        self.path = resolve_model(options.model, trust_remote_code=self.trust)
-        self.config = read_config(self.path, trust_remote_code=self.trust)
+        self.name, trust = display_name(options.model), options.trust_remote_code
+        self.path = resolve_model(options.model, trust_remote_code=trust)
+        self._model_options = config.model_options
+        self.config = read_config(self.path, **self._model_options)
         self.shape = ModelShape.from_config(self.config)
-        self.tokenizer = load_tokenizer(self.path, trust_remote_code=self.trust)
+        self.tokenizer = load_tokenizer(self.path, trust_remote_code=trust)
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
         device = device or self.device
-        return load_model(self.path, device=device, dtype=self.dtype, trust_remote_code=self.trust)
+        return load_model(self.path, device=device, dtype=self.dtype, **self._model_options)
 
     def passkeys(self, options: PasskeyOptions) -> Passkeys:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
@@ -123,17 +124,15 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     typer.echo(f"wrote {options.out}" + (f" and {options.plot}" if options.plot else ""))
 
 
+def _engine_settings(options: CommonOptions) -> dict[str, Any]:
+    names = ("model", "device", "dtype", "trust_remote_code", "rope_scaling")
+    return {name: getattr(options, name) for name in names}
+
+
 def _verification(options: CommonOptions, window: WindowOptions) -> Check:
     own = {} if window.verify_window is None else {"window_min": window.verify_window}
-    served = build_config(
-        EngineConfig,
-        model=options.model,
-        device=options.device,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        threads=torch.get_num_threads(),
-        **own,
-    )
+    own["threads"] = torch.get_num_threads()
+    served = build_config(EngineConfig, **_engine_settings(options), **own)
     haystack = "auto" if options.haystack is None else str(options.haystack)
     return Check.plan(served, options.verify_tokens, haystack, options.seed)
 

@@ -15,6 +15,7 @@ FOREIGN_SETTINGS = {
     "block_size": "page_size",
     "otlp_traces_endpoint": "otlp_endpoint",
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "cuda_graphs"),
+    **dict.fromkeys(("hf_overrides", "rope_parameters"), "rope_scaling"),
     "model_path": "model",
     "random_seed": "seed",
     "attention_backend": "attention",

@@ -21,6 +21,7 @@ from pydantic import (
 
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.config.sizes import Size
 from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.config.validation import SettingError, explain
@@ -92,6 +93,11 @@ class EngineConfig(BaseModel):
     )
     max_model_len: Size | None = _model(
         None, "Tokens of prompt and answer together; none: the model's own.", ge=1
+    )
+    rope_scaling: Annotated[RopeScaling | None, BeforeValidator(RopeScaling.of)] = _model(
+        None,
+        "A longer context by YaRN, as JSON with vLLM's names: rope_type (yarn), factor, "
+        "original_max_position_embeddings; none: as config.json says.",
     )
     max_num_seqs: int = _memory(
         64, "Sequences at once at most, if memory holds their caches.", ge=1
@@ -216,6 +222,11 @@ class EngineConfig(BaseModel):
     def threads_per_rank(self, local_ranks: int) -> int:
         """Threads of each of the ``local_ranks`` ranks on this host, at least 1."""
         return self.threads or max(1, usable_cores() // local_ranks)
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """How the model's folder is read: arguments of `razor_dist.models.loader`'s functions."""
+        return {"trust_remote_code": self.trust_remote_code, "rope_scaling": self.rope_scaling}
 
     @property
     def caches_prefixes(self) -> bool:

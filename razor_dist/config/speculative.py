@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from razor_dist.config.validation import SettingError, nearest
+from razor_dist.config.validation import SettingError, object_setting
 
 _NAME = "speculative_config"
 _METHODS = ("lookup", "ngram")
@@ -56,22 +54,7 @@ class SpeculativeConfig:
     @classmethod
     def of(cls, value: object) -> SpeculativeConfig | None:
         """Make one of a setting's value: a mapping of these fields, or that as JSON."""
-        if value is None or isinstance(value, cls):
-            return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise SettingError(f"{_NAME} must be a JSON object: {error}", _NAME) from None
-        if not isinstance(value, Mapping):
-            raise SettingError(f"{_NAME} must be an object, got {value!r:.80}", _NAME)
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                near = nearest(str(name), known)
-                hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
-                raise SettingError(f"{_NAME} has no field {name!r:.80}; {hint}", _NAME)
-        return cls(**value)
+        return object_setting(cls, _NAME, value)
 
     @property
     def lookup_min(self) -> int:

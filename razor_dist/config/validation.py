@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -43,6 +45,36 @@ class SettingError(ConfigError):
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
         self.name = name
+
+
+Setting = TypeVar("Setting")
+
+
+def object_setting(cls: type[Setting], name: str, value: object) -> Setting | None:
+    """Make a dataclass of the value of the setting ``name``: a mapping of its fields, or JSON.
+
+    None and objects of the class are returned as they are. `SettingError` for anything else, for
+    fields that the class does not have, and for required ones that are missing.
+    """
+    if value is None or isinstance(value, cls):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise SettingError(f"{name} must be a JSON object: {error}", name) from None
+    if not isinstance(value, Mapping):
+        raise SettingError(f"{name} must be an object, got {value!r:.80}", name)
+    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+    for given in value:
+        if given not in known:
+            near = nearest(str(given), known)
+            hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
+            raise SettingError(f"{name} has no field {given!r:.80}; {hint}", name)
+    for field in known.values():
+        if field.default is MISSING and field.name not in value:
+            raise SettingError(f"{name}.{field.name} is missing", name)
+    return cls(**value)
 
 
 def check_least(settings: object, **least: int) -> None:

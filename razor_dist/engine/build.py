@@ -77,8 +77,7 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     Raises `ConfigError`, `ModelError` or `HeadMapError` where these do not fit together.
     """
     dtype = torch_dtype(config, device)
-    trust = config.trust_remote_code
-    path = resolve_model(config.model, trust_remote_code=trust)
+    path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     head_map = check_settings(config, path, device)
     if config.weights != "replicated":  # found to be broken now, not after minutes of loading
         import_deepspeed(device, use=f"weights: {config.weights} needs", extra="zero3")
@@ -88,13 +87,13 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
             log.info("the head map is the model folder's own, %s", chosen)
     shares, fingerprint = None, ""
     if config.weights == "replicated":
-        model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
+        model = load_model(path, device=device, dtype=dtype, **config.model_options)
         if config.weight_dtype == "int8":
             use_int8_linear(model)
     else:
         # As views of the mapped files, of which a rank then reads its share.
         cpu = torch.device("cpu")
-        model = load_model(path, device=cpu, dtype=stored_dtype(path), trust_remote_code=trust)
+        model = load_model(path, device=cpu, dtype=stored_dtype(path), **config.model_options)
         if config.keeps_prefixes:
             fingerprint = weights_fingerprint(model)
         join_ranks(device, config.collective_timeout)

@@ -25,7 +25,7 @@ def check_settings(config: EngineConfig, folder: Path, device: torch.device) -> 
     dtype = torch_dtype(config, device)
     ring_of(config, device, dtype, torch_kv_dtype(config, dtype))
     _check_weights(config, device)
-    model_config = read_config(folder, trust_remote_code=config.trust_remote_code)
+    model_config = read_config(folder, **config.model_options)
     shape = ModelShape.from_config(model_config)
     context_length(config, shape)
     if config.kv_dtype == "int4" and shape.head_dim % 2:

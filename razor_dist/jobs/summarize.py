@@ -339,7 +339,7 @@ class SummaryTask:
         counts, exact = _counted(tokenizer, [item.data["source"] for item in items])
         limit = self.style.sampling.max_tokens or 0
         own = len(tokenizer(self.style.prompt("", _WHOLE))["input_ids"])
-        model = read_config(folder, trust_remote_code=config.trust_remote_code)
+        model = read_config(folder, **config.model_options)
         context = config.max_model_len or ModelShape.from_config(model).max_positions
         room = max(1, context - limit - 2 * own)
         parts = [math.ceil(count / room) for count in counts]

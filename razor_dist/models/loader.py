@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from razor_dist.config.errors import ModelError
+from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.fused import use_fused_layers
 from razor_dist.kernels.linear import joins, use_fast_linear, use_joined_linear
@@ -32,7 +33,12 @@ from razor_dist.models.adapters import adapter, is_alibi, register_configs
 from razor_dist.models.bridge import NAME as RAZOR_ATTENTION
 from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions
-from razor_dist.models.support import check_class, check_supported, without_idle_window
+from razor_dist.models.support import (
+    check_class,
+    check_supported,
+    scale_rope,
+    without_idle_window,
+)
 
 # By their names in safetensors files.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -51,8 +57,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read a model folder's configuration; `ModelError` unless `check_supported` takes it."""
+def read_config(
+    path: str | Path, *, trust_remote_code: bool = False, rope_scaling: RopeScaling | None = None
+) -> PretrainedConfig:
+    """Read a model folder's configuration; `ModelError` unless `check_supported` takes it.
+
+    With ``rope_scaling`` it is as if ``config.json`` said so (`scale_rope`).
+    """
     register_configs()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -61,11 +72,18 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"cannot read the configuration in {path}: {error}") from error
     check_supported(config)
+    if rope_scaling is not None:
+        scale_rope(config, rope_scaling)
     return config
 
 
 def load_model(
-    path: str | Path, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    rope_scaling: RopeScaling | None = None,
 ) -> PreTrainedModel:
     """Load the causal language model in a local folder, its attention replaced by ours.
 
@@ -81,7 +99,7 @@ def load_model(
     if dtype not in _DTYPES.values():
         names = ", ".join(map(dtype_name, _DTYPES.values()))
         raise ModelError(f"dtype must be one of {names}, got {dtype_name(dtype)}")
-    config = read_config(path, trust_remote_code=trust_remote_code)
+    config = read_config(path, trust_remote_code=trust_remote_code, rope_scaling=rope_scaling)
     model_class = adapter(config)
     # Typed as returning a model alone, which output_loading_info makes untrue.
     from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained

@@ -62,8 +62,12 @@ def max_positions(config: PretrainedConfig) -> int:
     """The longest context, in tokens, that a model was made for.
 
     ALiBi models have no table of positions, and name the length they were trained with in their
-    own ways; BLOOM's files do not always name it.
+    own ways; BLOOM's files do not always name it. With YaRN the context is a multiple of the
+    original one, whether or not ``max_position_embeddings`` names it (vLLM reads files so, too).
     """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("factor"):
+        return int(rope["factor"] * rope["original_max_position_embeddings"])
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if value is not None:

@@ -12,11 +12,15 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from razor_dist.config.errors import ModelError
+from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.models.adapters import adapter, is_alibi
 
 # Model types whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`).
 # PhiMoE's, say, rescales the embedding by length as well.
 _LONGROPE = ("phi3",)
+
+# Model types whose makers document YaRN for texts beyond their training.
+_YARN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 _SINKS = "its attention has learned sinks in the softmax"
 # Model types whose attention differs in ways that no configuration field tells.
@@ -78,6 +82,33 @@ def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
     if kinds:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     return config
+
+
+def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> None:
+    """Change ``config`` as if ``scaling`` stood in its file; `ModelError` where it does not fit."""
+    if (reason := _scaling_reason(config, scaling)) is not None:
+        raise ModelError(
+            f"rope_scaling is not for this model of type {config.model_type!r}: {reason}"
+        )
+    # A new dict: transformers hands one on to copies of a configuration.
+    config.rope_parameters = {**config.rope_parameters, **scaling.parameters}
+
+
+def _scaling_reason(config: PretrainedConfig, scaling: RopeScaling) -> str | None:
+    if config.model_type not in _YARN:
+        return (
+            f"YaRN is documented for {', '.join(_YARN)}; a file that asks for it "
+            "(rope_scaling in config.json) is served for any model with rotary embeddings"
+        )
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind != "default":
+        return f"its config.json scales the rotary embedding already (rope_type {kind})"
+    if getattr(config, "dual_chunk_attention_config", None) is not None:
+        return "it reaches further by dual chunk attention (dual_chunk_attention_config)"
+    original, most = scaling.original_max_position_embeddings, config.max_position_embeddings
+    if original > most:
+        return f"original_max_position_embeddings is {original}, but it was made for {most}"
+    return None
 
 
 def _kind_reason(config: PretrainedConfig) -> str | None:

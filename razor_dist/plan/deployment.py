@@ -163,7 +163,7 @@ class Deployment:
                 "RAZOR_WEIGHTS=replicated to plan for those"
             )
         folder = config_folder(config.model)
-        model = read_config(folder, trust_remote_code=config.trust_remote_code)
+        model = read_config(folder, **config.model_options)
         shape = ModelShape.from_config(model)
         heads = _choose_heads(config, shape, model_fingerprint(model), fraction)
         found = cls(config, model, shape, kind, *heads)

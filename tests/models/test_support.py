@@ -82,6 +82,8 @@ SERVED = {
     "meta-llama/Llama-3.1-8B": (32, 8, 128, 131072),
     "Qwen/Qwen2.5-7B-Instruct-1M": (28, 4, 128, 262144 - 8192),  # one chunk of its attention
     "Qwen/Qwen3-8B": (32, 8, 128, 40960),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": (32, 4, 128, 262144),
+    "gradientai/Llama-3-8B-Instruct-Gradient-1048k": (32, 8, 128, 1048576),
     "mistralai/Mistral-7B-v0.3": (32, 8, 128, 32768),
     "mistralai/Mixtral-8x7B-v0.1": (32, 8, 128, 32768),
     "microsoft/Phi-3-mini-128k-instruct": (32, 32, 96, 131072),
