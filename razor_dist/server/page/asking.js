@@ -1,14 +1,16 @@
 // Requests to the model: a question, the same again, reading ahead, a summary in parts.
 
 import * as api from "./api.js";
+import { $ } from "./dom.js";
 import { count, plural } from "./format.js";
 import { partsOf, roomFor } from "./parts.js";
+import { reader } from "./reader.js";
 import { Reading } from "./reading.js";
 import { ask } from "./session.js";
-import { locate } from "./sources.js";
+import { locator } from "./sources.js";
 import { app, changed } from "./state.js";
 import * as store from "./store.js";
-import { $, TurnView, usageWords } from "./views.js";
+import { TurnView, usageWords } from "./views.js";
 import { announce, notice, tell } from "./words.js";
 
 // Milliseconds between savings of an answer that grows.
@@ -82,6 +84,9 @@ export async function send(question, more = {}) {
   turn.hadDocuments = app.conversation.documents.length > 0;
   const view = begin(turn);
   const sources = app.tellsSources ? { return_sources: SOURCES } : {};
+  const locate = locator(app.conversation);
+  view.light();
+  reader.isLeftAlone = true;
   let finish = null;
   const error = await work((signal) =>
     stream(() => body(app.conversation.messages(), app.settings.maxTokens, { ...sources, ...more }), view.reading, signal, (chunk) => {
@@ -89,13 +94,14 @@ export async function send(question, more = {}) {
       const choice = chunk.choices?.[0];
       finish = choice?.finish_reason ?? finish;
       if (choice?.sources) {
-        turn.sources = locate(choice.sources, app.conversation);
+        turn.sources = locate(choice.sources);
         turn.grounded = choice.grounded;
       }
-      for (const { start, end, sources } of choice?.sentences ?? []) {
-        turn.sentences.push({ start, end, sources: locate(sources, app.conversation) });
+      for (const { start, end, grounded, sources } of choice?.sentences ?? []) {
+        turn.sentences.push({ start, end, grounded, sources: locate(sources) });
       }
       grow(view, choice?.delta?.content);
+      if (choice?.sentences?.length) showCited(view);
     }),
   );
   return finished(view, error, before, ENDS[finish]?.() ?? "");
@@ -108,6 +114,14 @@ function begin(turn) {
   store.save(app.conversation);
   toEnd();
   return view;
+}
+
+/** Lights what the sentences of an answer cite, as they come, and follows the last. */
+function showCited(view) {
+  view.append("", follow);
+  const before = reader.passages.length;
+  const passages = view.light();
+  if (passages.length > before) reader.follow(passages.at(-1));
 }
 
 let saved = 0;
@@ -134,6 +148,7 @@ function finished(view, error, before, note) {
     notice(stopped ? "Stopped before an answer came." : turn.note);
   } else {
     follow(() => view.show());
+    view.light();
     announce(stopped ? "Stopped." : error ? turn.note : "The answer is complete.");
   }
   store.save(app.conversation);

@@ -88,19 +88,6 @@ export class Conversation {
   get characters() {
     return this.messagesAhead().reduce((sum, { content }) => sum + content.length, 0);
   }
-
-  toMarkdown(model) {
-    const parts = [`# A conversation with ${model}`, new Date().toISOString().slice(0, 10)];
-    for (const turn of this.turns) {
-      parts.push(`## ${turn.question}`);
-      for (const { name, text } of turn.documents) {
-        parts.push(`- ${JSON.stringify(name)}, ${text.length} characters`);
-      }
-      parts.push(turn.answer);
-      if (turn.note) parts.push(`(${turn.note})`);
-    }
-    return parts.join("\n\n") + "\n";
-  }
 }
 
 const BETWEEN = "\n\n";

@@ -1,11 +1,13 @@
 // The list of documents: adding, removing, and what to do with one that is too long.
 
 import * as api from "./api.js";
+import { $, button } from "./dom.js";
 import { count, plural, roughTokens } from "./format.js";
 import { beginning, countTokens, roomFor } from "./parts.js";
+import { reader } from "./reader.js";
 import { app, changed } from "./state.js";
 import * as store from "./store.js";
-import { $, button, documentItem, documentSize } from "./views.js";
+import { documentItem, documentSize } from "./views.js";
 import { announce, tell } from "./words.js";
 
 // Encodings that a text may be read in if it is not UTF-8, by the browser's names.
@@ -14,7 +16,8 @@ const ENCODINGS = { "windows-1252": "Western (Latin-1)", "iso-8859-2": "Central 
 export const uploads = { running: 0, askLater: false }; // askLater: a question waits for them
 
 export async function addFiles(files) {
-  for (const file of files) await addFile(file);
+  const mine = app.conversation;
+  for (const file of files) if (mine === app.conversation) await addFile(file);
 }
 
 export function addDocument(name, text, tokens = 0) {
@@ -89,15 +92,18 @@ export function showDocuments(offer) {
   const place = $("pending");
   place.querySelectorAll("[data-ready]").forEach((item) => item.remove());
   place.prepend(...items);
-  for (const remove of place.querySelectorAll("[data-ready] :is(button, select)")) remove.disabled = working !== null;
+  reader.sync(conversation.documents);
+  for (const remove of place.querySelectorAll("[data-ready] :is(button:not(.name), select)")) remove.disabled = working !== null;
   showRoom();
 }
 
 function itemOf(document, state) {
-  const item = documentItem(document.name, `${documentSize(document)} · ${state}`, () => {
+  const remove = () => {
     app.removing(() => app.conversation.remove(document), `${document.name} is removed.`);
     $("files").focus();
-  });
+  };
+  const size = `${documentSize(document)} · ${state}`;
+  const item = documentItem(document.name, size, remove, false, () => reader.open(null, document));
   item.dataset.ready = state;
   return item;
 }

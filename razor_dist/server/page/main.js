@@ -2,14 +2,17 @@
 
 import * as api from "./api.js";
 import { knowModel, readAhead, send, summarise, viewOf } from "./asking.js";
+import { hide as hideCard } from "./card.js";
 import { Conversation } from "./conversation.js";
 import { addDocument, addFiles, showDocuments, uploads, whyNot } from "./documents.js";
+import { $, button, download } from "./dom.js";
+import { toMarkdown } from "./export.js";
+import { chosenFolder, dropped } from "./files.js";
 import { Gauge } from "./gauge.js";
 import { QUESTIONS, SAMPLE } from "./sample.js";
 import { stateWords } from "./session.js";
 import { app, changed, saveSettings } from "./state.js";
 import * as store from "./store.js";
-import { $, button, download } from "./views.js";
 import { notice, tell } from "./words.js";
 
 // Milliseconds between looks at the server.
@@ -87,7 +90,7 @@ function show() {
   const busy = app.working !== null;
   $("send").hidden = busy;
   $("stop").hidden = !busy;
-  $("new").disabled = $("files").disabled = busy;
+  $("new").disabled = $("files").disabled = $("open-folder").disabled = busy;
   const isNew = conversation.turns.length === 0;
   const hasDocuments = conversation.pending.length > 0 || uploads.running > 0;
   $("empty").hidden = !isNew || hasDocuments;
@@ -133,6 +136,11 @@ function takeSettings() {
 
 // What happens when
 
+function addFolder({ files, left }) {
+  notice(left);
+  return addFiles(files);
+}
+
 function listen(id, event, action) {
   $(id).addEventListener(event, action);
 }
@@ -142,6 +150,12 @@ listen("files", "change", async (event) => {
   const files = [...event.target.files];
   event.target.value = ""; // the same file may be chosen again
   await addFiles(files);
+});
+listen("open-folder", "click", () => $("folder").click());
+listen("folder", "change", async (event) => {
+  const found = chosenFolder(event.target.files);
+  event.target.value = "";
+  await addFolder(found);
 });
 listen("ask", "submit", (event) => {
   event.preventDefault();
@@ -168,16 +182,15 @@ listen("new", "click", () => {
   changed();
   $("files").focus();
 });
-listen("export", "click", () => download("conversation.md", app.conversation.toMarkdown(app.model?.id ?? "a model")));
+listen("export", "click", () => download("conversation.md", toMarkdown(app.conversation, app.model?.id ?? "a model")));
 listen("open-settings", "click", () => app.openSettings());
 listen("save-settings", "click", takeSettings);
 listen("close-settings", "click", () => $("settings").close());
-listen("close-reader", "click", () => $("reader").close());
 listen("settings", "keydown", (event) => {
   if (event.key === "Enter" && event.target.matches("input")) takeSettings();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !document.querySelector("dialog[open]")) app.working?.abort();
+  if (event.key === "Escape" && !hideCard() && !document.querySelector("dialog:modal")) app.working?.abort();
 });
 document.addEventListener("dragover", (event) => {
   event.preventDefault();
@@ -190,7 +203,7 @@ document.addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("dragging");
   if (app.working) notice("Documents can be added when the answer is complete.");
-  else addFiles([...event.dataTransfer.files]);
+  else dropped(event.dataTransfer).then(addFolder);
 });
 document.addEventListener("visibilitychange", () => document.hidden || look());
 addEventListener("pagehide", () => sessionStorage.setItem(SCROLLED, String(scrollY)));

@@ -36,6 +36,16 @@ export function blockElement(text, block, marks = []) {
   return new Renderer(text, marks).block(block);
 }
 
+/** A function that finds the piece of code, {name, from, to}, that a place in a text is in or ends. */
+export function codeFinder(text) {
+  const tree = parser.parse(text);
+  return (at) => {
+    let node = tree.resolveInner(at, -1);
+    while (node && !/^(InlineCode|FencedCode|CodeBlock)$/.test(node.name)) node = node.parent;
+    return node;
+  };
+}
+
 function childrenOf(node) {
   const children = [];
   for (let child = node.firstChild; child; child = child.nextSibling) children.push(child);

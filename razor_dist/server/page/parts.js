@@ -8,15 +8,17 @@ const pieceLength = (limit) => 2 * limit;
 const BESIDE = 200;
 
 /** The end of a piece of at most `length` characters from `begin`: a paragraph's, line's or word's. */
-function endOf(text, begin, length) {
+export function endOf(text, begin, length) {
   const most = begin + length;
   if (most >= text.length) return text.length;
+  const half = begin + Math.ceil(length / 2);
+  const late = text.slice(half, most); // the search must not run through all that is before
   for (const between of ["\n\n", "\n", " "]) {
-    const at = text.lastIndexOf(between, most - between.length);
-    if (at > begin + length / 2) return at + between.length;
+    const at = late.lastIndexOf(between);
+    if (at >= 0) return half + at + between.length;
   }
-  const half = text.codePointAt(most - 1) > 0xffff; // not between the halves of a character
-  return half ? most - 1 : most;
+  const isSplit = text.codePointAt(most - 1) > 0xffff; // not between the halves of a character
+  return isSplit && most - 1 > begin ? most - 1 : most;
 }
 
 /** Tokens of a text, counted by the server; 0 for one that fits whatever it holds. */

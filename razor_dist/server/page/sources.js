@@ -1,87 +1,130 @@
-// Where an answer came from: passages of the documents, and a window that shows one.
+// Where an answer came from: its passages with their numbers, and the sentences that cite them.
 
-import { $ } from "./views.js";
+import { hasCard } from "./card.js";
+import { reader } from "./reader.js";
 
-// Characters of a document that are shown on each side of a passage.
-const AROUND = 20_000;
-const QUOTE = 160;
+const QUOTE = 160; // characters
 // Passages of less weight were never the place that was asked for (docs/sources.md).
 const LEAST = 0.05;
+// What a sentence cites: as in the citations of `/v1/messages` (docs/sources.md).
+const CITED = 0.1;
+const GROUNDED = 0.3;
+const STEP = 1024; // characters between two known indices
 
 /** The index in a string of its n-th character: the server counts whole ones, not halves. */
-function indexOf(text, n) {
-  let index = 0;
+export function indexOf(text, n, from = 0) {
+  let index = from;
   for (; n > 0 && index < text.length; n--) index += text.codePointAt(index) > 0xffff ? 2 : 1;
   return index;
 }
 
+/** Indices of characters in a long text that is asked about often. */
+class Characters {
+  constructor(text) {
+    this.text = text;
+    this.known = /[\ud800-\udbff]/.test(text) ? [0] : null; // null: no halves
+  }
+
+  index(n) {
+    const { text, known } = this;
+    if (!known) return Math.min(n, text.length);
+    while (known.length <= n / STEP && known.at(-1) < text.length) known.push(indexOf(text, STEP, known.at(-1)));
+    const at = Math.min(Math.floor(n / STEP), known.length - 1);
+    return indexOf(text, n - at * STEP, known[at]);
+  }
+}
+
 /**
- * What the server's `sources` are in the conversation: the document's name and text, and where in
- * it; a passage of a question or an answer has no document.
+ * A function that finds the server's `sources` in a conversation: the document's id and where in
+ * its text; a passage of a question or an answer has no document.
  */
-export function locate(sources, conversation) {
-  const messages = conversation.messages();
-  return sources.map(({ start, end, weight, text, message }) => {
-    const { content } = messages[message];
-    const from = indexOf(content, start);
-    const to = from + indexOf(content.slice(from), end - start);
-    return { text, weight, ...conversation.documentAt(message, from), length: to - from };
-  });
+export function locator(conversation) {
+  const contents = conversation.messages().map(({ content }) => new Characters(content));
+  return (sources) =>
+    sources.map(({ start, end, weight, text, message }) => {
+      const [from, to] = [contents[message].index(start), contents[message].index(end)];
+      return { text, weight, ...conversation.documentAt(message, from), length: to - from };
+    });
 }
 
 /** A heading points at the passage below it and says nothing itself. */
 const isHeading = (text) => /^#{1,6} [^\n]*$/.test(text.trim());
 
-/** The list of an answer's sources; `documentOf` gives a document by its id. */
-export function sourceItems(sources, documentOf) {
-  const worth = sources.filter(({ weight, text }) => weight >= LEAST && !isHeading(text));
-  const shown = worth.length ? worth : sources.slice(0, 1);
-  return shown.map((source, number) => {
+/**
+ * {passages, sentences} of a turn: passages of documents with the numbers by which they are cited,
+ * in the order of the answer; sentences {from, to, passages} in the answer's text.
+ */
+export function citations({ answer, sentences = [], sources = [] }, documentOf) {
+  const passages = [];
+  const numbered = (source) => {
+    let found = passages.find(({ document, begin }) => document === source.document && begin === source.begin);
+    if (!found) passages.push((found = { ...source, number: passages.length + 1 }));
+    found.weight = Math.max(found.weight, source.weight);
+    return found;
+  };
+  const worth = (all, least) => all.filter(({ document, weight, text }) => documentOf(document) && weight >= least && !isHeading(text));
+  const citing = [];
+  for (const { start, end, grounded = 1, sources: own } of sentences) {
+    const cited = grounded < GROUNDED ? [] : worth(own, CITED).map(numbered);
+    if (cited.length) citing.push({ from: indexOf(answer, start), to: indexOf(answer, end), passages: cited });
+  }
+  const rest = worth(sources, LEAST);
+  (rest.length || passages.length ? rest : sources.filter(({ document }) => documentOf(document)).slice(0, 1)).forEach(numbered);
+  return { passages, sentences: citing };
+}
+
+/** The list of an answer's passages; `light` lights them all in the text. */
+export function sourceItems(passages, documentOf, light) {
+  return passages.map((passage) => {
     const item = document.createElement("li");
-    const quote = source.text.length > QUOTE ? `${source.text.slice(0, QUOTE)}…` : source.text;
-    const found = documentOf(source.document);
-    const words = document.createElement(found ? "button" : "span");
-    words.className = "source";
-    const quoted = document.createElement("bdi");
-    quoted.textContent = quote;
-    words.append(quoted);
+    const button = document.createElement("button");
+    const quote = document.createElement("bdi");
+    quote.textContent = passage.text.length > QUOTE ? `${passage.text.slice(0, QUOTE)}…` : passage.text;
+    Object.assign(button, { type: "button", className: "source" });
+    button.append(quote);
+    button.addEventListener("click", () => {
+      light();
+      reader.open(passage);
+    });
     const about = document.createElement("span");
     about.className = "size";
-    about.textContent = ` ${found ? `${found.name}, ` : ""}${Math.round(100 * source.weight)} %`;
-    if (found) {
-      words.type = "button";
-      words.setAttribute("aria-haspopup", "dialog");
-      words.addEventListener("click", () => show(found, source, `Source ${number + 1}`));
-    }
-    item.append(words, about);
+    about.textContent = ` ${documentOf(passage.document).name}, ${Math.round(100 * passage.weight)} %`;
+    item.append(button, about);
     return item;
   });
 }
 
-/** The parts of an answer that came from a document, as marks for `markdown.js`. */
-export function sentenceMarks(answer, sentences, documentOf) {
-  return sentences.flatMap(({ start, end, sources }) => {
-    const source = sources.find(({ document }) => documentOf(document));
-    if (!source) return [];
-    const [from, to] = [indexOf(answer, start), indexOf(answer, end)];
-    const open = () => show(documentOf(source.document), source, "Source of a sentence");
-    return [{ from, to, make: (isFirst) => sentencePiece(answer.slice(from, to), open, isFirst) }];
+/** The sentences of an answer that cite something, as marks for `markdown.js`. */
+export function sentenceMarks(answer, sentences, documentOf, light) {
+  return sentences.map(({ from, to, passages }, at) => {
+    const open = () => {
+      light();
+      reader.open(passages[0]);
+    };
+    const make = (isFirst) => {
+      const words = document.createElement("span"); // a button element would not break into lines
+      words.className = "sentence";
+      words.dataset.sentence = at;
+      words.addEventListener("click", open);
+      hasCard(words, passages, documentOf, light);
+      if (isFirst) asButton(words, answer.slice(from, to), open);
+      return words;
+    };
+    const key = `${from} ${to} ${numbersOf(passages)}`;
+    return { from, to, make, key, numbers: numbersOf(passages) };
   });
 }
 
-/** A piece of a sentence; the first is a button for the whole, others answer to the pointer. */
-function sentencePiece(sentence, open, isFirst) {
-  const words = document.createElement("span"); // a button element would not break into lines
-  words.className = "sentence";
-  words.addEventListener("click", open);
-  if (!isFirst) return words;
-  Object.assign(words, { role: "button", tabIndex: 0, ariaHasPopup: "dialog", ariaLabel: sentence.trim() });
+const numbersOf = (passages) => passages.map(({ number }) => number).join(", ");
+
+/** Of the pieces of a sentence the first is a button for the whole; others answer to the pointer. */
+function asButton(words, sentence, open) {
+  Object.assign(words, { role: "button", tabIndex: 0, ariaLabel: sentence.trim() });
   words.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" && event.key !== " ") return;
     event.preventDefault();
     open();
   });
-  return words;
 }
 
 const NUMBER = /\d[\d.,]*/g;
@@ -99,20 +142,4 @@ export function strangeNumbers(answer, sentences, documentOf) {
     for (const number of numbersIn(said.replace(/^\s*\d+[.)]\s/gm, ""))) if (!written.has(number)) found.add(number);
   }
   return [...found];
-}
-
-function show({ name, text }, { begin, length }, title) {
-  $("reader-title").textContent = `${title}: ${name}`;
-  const mark = document.createElement("mark");
-  mark.textContent = text.slice(begin, begin + length);
-  const first = Math.max(0, begin - AROUND);
-  const last = Math.min(text.length, begin + length + AROUND);
-  $("reader-text").replaceChildren(
-    (first > 0 ? "…" : "") + text.slice(first, begin),
-    mark,
-    text.slice(begin + length, last) + (last < text.length ? "…" : ""),
-  );
-  $("reader").showModal();
-  mark.scrollIntoView({ block: "center" });
-  $("reader-text").focus({ preventScroll: true });
 }

@@ -1,25 +1,33 @@
 // Documents and turns as elements. What comes from outside becomes text, never markup.
 
+import { button, copyOf, copyText } from "./dom.js";
 import { count, plural, roughTokens } from "./format.js";
 import { blockElement, blocksOf } from "./markdown.js";
-import { sentenceMarks, sourceItems, strangeNumbers } from "./sources.js";
+import { isSame, reader } from "./reader.js";
+import { citations, sentenceMarks, sourceItems, strangeNumbers } from "./sources.js";
 
 // Milliseconds between two renderings of an answer that grows.
 const RENDER = 100;
-
-export const $ = (id) => document.getElementById(id);
-
-const copyOf = (id) => $(id).content.firstElementChild.cloneNode(true);
 
 export function documentSize({ text, tokens }) {
   const size = tokens ? plural(tokens, "token") : `about ${plural(roughTokens(text), "token")}`;
   return `${plural(text.length, "character")}, ${size}`;
 }
 
-/** An item for a file: `size` tells how it is, `remove` is called by its button. */
-export function documentItem(name, size, remove, problem = false) {
+function nameButton(name, open) {
+  const made = button("", open);
+  const shown = document.createElement("bdi");
+  shown.textContent = name;
+  made.className = "name";
+  made.append(shown);
+  return made;
+}
+
+/** An item for a file: `size` tells how it is, `remove` is called by its button, `open` by its name. */
+export function documentItem(name, size, remove, problem = false, open = null) {
   const item = copyOf("document-template");
   item.querySelector(".name").textContent = name;
+  if (open) item.querySelector(".name").replaceWith(nameButton(name, open));
   const words = item.querySelector(".size");
   words.textContent = size;
   words.classList.toggle("problem", problem);
@@ -29,11 +37,13 @@ export function documentItem(name, size, remove, problem = false) {
   return item;
 }
 
-export function button(words, action) {
-  const made = document.createElement("button");
-  Object.assign(made, { type: "button", textContent: words });
-  made.addEventListener("click", action);
-  return made;
+/** Gives the last piece of each sentence in a block the numbers of what it cites. */
+function numbered(block, marks) {
+  const pieces = [...block.querySelectorAll(".sentence")];
+  pieces.forEach((piece, at) => {
+    if (pieces[at + 1]?.dataset.sentence !== piece.dataset.sentence) piece.dataset.numbers = marks[piece.dataset.sentence].numbers;
+  });
+  return block;
 }
 
 export class TurnView {
@@ -43,6 +53,7 @@ export class TurnView {
     this.documentOf = documentOf;
     this.element = copyOf("turn-template");
     this.blocks = []; // keys of the blocks of the answer that are shown
+    this.cited = []; // by its sentences
     this.timer = null;
     this.part(".question").textContent = turn.question;
     for (const { name } of turn.documents) {
@@ -67,7 +78,7 @@ export class TurnView {
     return this.part(".reading");
   }
 
-  /** Takes more of the answer; `follow` runs what makes the page longer. */
+  /** Takes more of the answer, or of its sources; `follow` runs what makes the page longer. */
   append(text, follow) {
     this.turn.answer += text;
     this.timer ??= setTimeout(() => {
@@ -76,35 +87,56 @@ export class TurnView {
     }, this.blocks.length ? RENDER : 0);
   }
 
-  /** Renders the blocks of the answer that have changed, or all if there are marks to show. */
-  render(marks = []) {
+  /** Renders the blocks of the answer that have changed, by themselves or in what they cite. */
+  render() {
     const { answer } = this.turn;
     const place = this.part(".answer");
-    const known = marks.length ? [] : this.blocks;
-    const blocks = blocksOf(answer).map((block) => ({ block, key: `${block.name} ${block.from} ${block.to}` }));
-    const same = blocks.findIndex(({ key }, at) => key !== known[at]);
+    this.cited = citations(this.turn, this.documentOf).sentences;
+    const marks = sentenceMarks(answer, this.cited, this.documentOf, () => this.light());
+    const marked = document.activeElement?.closest?.(".answer") === place && document.activeElement.dataset.sentence;
+    const blocks = blocksOf(answer).map((block) => {
+      const own = marks.filter(({ from, to }) => from < block.to && to > block.from);
+      return { block, own, key: [block.name, block.from, block.to, ...own.map(({ key }) => key)].join(" ") };
+    });
+    const same = blocks.findIndex(({ key }, at) => key !== this.blocks[at]);
     const kept = same < 0 ? blocks.length : same;
     while (place.childNodes.length > kept) place.lastChild.remove();
-    for (const { block } of blocks.slice(kept)) place.append(blockElement(answer, block, marks));
-    this.blocks = marks.length ? [] : blocks.map(({ key }) => key);
+    for (const { block, own } of blocks.slice(kept)) place.append(numbered(blockElement(answer, block, own), marks));
+    this.blocks = blocks.map(({ key }) => key);
+    // Who is at a sentence stays there.
+    if (marked && document.activeElement === document.body) place.querySelector(`[data-sentence="${marked}"]`)?.focus();
+  }
+
+  /** Lights the passages of this turn in the text; returns those. */
+  light() {
+    const { passages } = citations(this.turn, this.documentOf);
+    reader.light(passages, (passage) => this.point(passage));
+    return passages;
+  }
+
+  /** Marks the sentences that cite a passage, or none. */
+  point(passage) {
+    for (const piece of this.element.querySelectorAll(".sentence")) {
+      piece.classList.toggle("pointed", Boolean(passage) && this.cited[piece.dataset.sentence].passages.some((one) => isSame(one, passage)));
+    }
   }
 
   /** Shows the turn as it is when nothing more comes. */
   show() {
     clearTimeout(this.timer);
     this.timer = null;
-    const { answer, note, usage, sentences = [], sources = [], grounded = null } = this.turn;
-    this.render(sentenceMarks(answer, sentences, this.documentOf));
+    const { answer, note, usage, sentences = [], grounded = null } = this.turn;
+    this.render();
+    const { passages } = citations(this.turn, this.documentOf);
     this.part(".note").textContent = note;
     this.part(".note").hidden = !note;
     this.part(".usage").textContent = usage ? usageWords(usage) : "";
     this.part(".actions").hidden = !answer;
     // The document of a summary in parts is not there to be read again.
     this.part(".regenerate").hidden = this.part(".edit").hidden = Boolean(this.turn.summary);
-    const asksDocuments = sources.some(({ document }) => this.documentOf(document)) || this.turn.hadDocuments;
-    this.part(".sources").hidden = grounded === null || !asksDocuments;
-    this.part(".sources ol").replaceChildren(...sourceItems(sources, this.documentOf));
-    this.part(".grounded").textContent = grounded === null ? "" : groundedWords(grounded, sources);
+    this.part(".sources").hidden = !(passages.length || (grounded !== null && this.turn.hadDocuments));
+    this.part(".sources ol").replaceChildren(...sourceItems(passages, this.documentOf, () => this.light()));
+    this.part(".grounded").textContent = grounded === null ? "" : groundedWords(grounded, passages);
     const strange = strangeNumbers(answer, sentences, this.documentOf);
     this.part(".numbers").hidden = !strange.length;
     this.part(".numbers").textContent = `Check ${strange.join(", ")}: not so in the sources of the sentence.`;
@@ -118,10 +150,10 @@ export class TurnView {
 }
 
 /** What the server's score says of where an answer's words come from (docs/sources.md). */
-export function groundedWords(grounded, sources) {
-  if (!sources.length) return "Few of the words come from the documents: the model's own, mostly.";
+export function groundedWords(grounded, passages) {
+  if (!passages.length) return "Few of the words come from the documents: the model's own, mostly.";
   const share = grounded >= 0.7 ? "Most of the words come" : grounded >= 0.5 ? "About half of the words come" : "Some of the words come";
-  return `${share} from ${sources.length > 1 ? "these passages" : "this passage"}:`;
+  return `${share} from ${passages.length > 1 ? "these passages" : "this passage"}:`;
 }
 
 export function usageWords({ prompt_tokens, completion_tokens, prompt_tokens_details }) {
@@ -129,26 +161,4 @@ export function usageWords({ prompt_tokens, completion_tokens, prompt_tokens_det
   const news = known === undefined ? "" : `, ${count(prompt_tokens - known)} of them new`;
   const answer = completion_tokens === undefined ? "" : ` · answer ${plural(completion_tokens, "token")}`;
   return `Prompt ${plural(prompt_tokens, "token")}${news}${answer}`;
-}
-
-async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    // Without TLS only pages of this machine have the clipboard.
-    const area = document.createElement("textarea");
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-}
-
-export function download(name, text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "text/markdown;charset=utf-8" }));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }

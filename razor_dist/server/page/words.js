@@ -1,8 +1,8 @@
 // What the page says of itself: to who cannot see it, and when something went wrong.
 
 import * as api from "./api.js";
+import { $, button } from "./dom.js";
 import { app } from "./state.js";
-import { $, button } from "./views.js";
 
 export function announce(words) {
   $("announce").textContent = words;
