@@ -5,8 +5,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from playwright.sync_api import Browser
 
-from tests.server.process import fake_server
+from tests.server.browser import chromium
+from tests.server.page_reader import KEY, Reader
+from tests.server.process import ServerProcess, fake_server, server_on
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +38,28 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     except FileNotFoundError:
         pytest.skip("there is no openssl to make a certificate")
     return files
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[ServerProcess]:
+    """A server that wants a key, has room for two requests, and answers at a pace."""
+    limits = ("--max-queue", "2", "--max-model-len", "2M")
+    with server_on("tests.server.page_rank", *limits, "--api-key", KEY) as started:
+        started.url()
+        yield started
+
+
+@pytest.fixture
+def reader(browser: Browser, page_server: ServerProcess) -> Iterator[Reader]:
+    context = browser.new_context(accept_downloads=True)
+    found = Reader(context, page_server.url())
+    yield found
+    assert found.problems == [], "the page's own errors, or what its policy has forbidden"
+    assert found.foreign == []
+    context.close()

@@ -11,15 +11,13 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests import fake_engine
 from tests.documents import files
-from tests.server.browser import chromium
+from tests.server.page_reader import KEY, STORY, Reader
 from tests.server.process import ServerProcess, fake_server, server_on
 
-KEY = "sk-reader-0123456789"
-STORY = "The fox went over the hill. " * 100
 # Names and contents that would run, call out or change the page if anything took them for markup.
 NASTY = "<img src=x onerror=hacked()>\"'&amp;\u202e.html"
 NASTY_HTML = (
@@ -27,78 +25,6 @@ NASTY_HTML = (
     "&lt;script&gt;hacked()&lt;/script&gt; &lt;img src=http://evil.example/x onerror=hacked()&gt;"
     "<img src=http://evil.example/y onerror=hacked()><iframe src=javascript:hacked()></iframe></p>"
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """A server that wants a key, has room for two requests, and answers at a pace."""
-    limits = ("--max-queue", "2", "--max-model-len", "2M")
-    with server_on("tests.server.page_rank", *limits, "--api-key", KEY) as started:
-        started.url()
-        yield started
-
-
-class Reader:
-    """Somebody with the page open."""
-
-    def __init__(self, context: BrowserContext, url: str, *, max_tokens: int = 40) -> None:
-        self.context, self.url = context, url
-        self.problems: list[str] = []
-        self.foreign: list[str] = []
-        settings = json.dumps({"maxTokens": max_tokens})
-        context.add_init_script(
-            f"if (!sessionStorage['razor_dist key']) sessionStorage['razor_dist key'] = '{KEY}';"
-            f"sessionStorage['razor_dist settings'] = '{settings}';"
-            "window.hacked = () => { window.isHacked = true; };"
-            "addEventListener('securitypolicyviolation', (e) => console.error(e.violatedDirective))"
-        )
-        self.page = context.new_page()
-        self.page.set_default_timeout(20_000)
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", lambda m: self.problems.append(m.text) if self._bad(m) else None)
-        self.page.on("request", self._note)
-        self.open()
-
-    def open(self) -> None:
-        self.page.goto(self.url)
-        expect(self.page.locator("html[data-loaded]")).to_be_attached()
-
-    def _bad(self, message: Any) -> bool:
-        return message.type == "error" and "Failed to load resource" not in message.text
-
-    def _note(self, request: Any) -> None:
-        if not request.url.startswith((self.url, "blob:" + self.url)):
-            self.foreign.append(request.url)
-
-    def __getattr__(self, id: str) -> Locator:
-        """The element of an id, with ``_`` for ``-``."""
-        if id.startswith("_"):
-            raise AttributeError(id)
-        return self.page.locator("#" + id.replace("_", "-"))
-
-    def add(self, *named: tuple[str, bytes]) -> None:
-        payloads = [{"name": n, "mimeType": "", "buffer": data} for n, data in named]
-        self.files.set_input_files(payloads)  # type: ignore[arg-type]
-
-    def ask(self, question: str) -> Locator:
-        """Type a question and Enter; the turn that it makes."""
-        turns = self.page.locator("article")
-        turn = turns.nth(turns.count())  # not the last: that is another one later
-        self.question.fill(question)
-        expect(self.send).to_be_visible()
-        self.question.press("Enter")
-        return turn
-
-    def answered(self, question: str) -> Locator:
-        turn = self.ask(question)
-        expect(turn.locator(".copy")).to_be_visible()
-        return turn
 
 
 @pytest.fixture(scope="module")
@@ -110,21 +36,11 @@ def small() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def reader(browser: Browser, server: ServerProcess) -> Iterator[Reader]:
-    context = browser.new_context(accept_downloads=True)
-    found = Reader(context, server.url())
-    yield found
-    assert found.problems == [], "the page's own errors, or what its policy has forbidden"
-    assert found.foreign == []
-    context.close()
-
-
-@pytest.fixture
-def full(server: ServerProcess) -> Iterator[httpx.Response]:
+def full(page_server: ServerProcess) -> Iterator[httpx.Response]:
     """A request that fills the queue until it is closed."""
     body = {"model": "smollm2", "prompt": [[fake_engine.HANG]] * 2, "stream": True}
     headers = {"Authorization": f"Bearer {KEY}"}
-    path = f"{server.url()}/v1/completions"
+    path = f"{page_server.url()}/v1/completions"
     with httpx.stream("POST", path, json=body, headers=headers, timeout=30) as stream:
         yield stream
 
@@ -196,27 +112,29 @@ def test_a_source_is_lit_in_its_document(reader: Reader) -> None:
     button = sources.get_by_role("button")
     button.focus()
     reader.page.keyboard.press("Enter")
-    window = reader.page.get_by_role("dialog", name="Source 1: history \U0001f4dc.txt")
-    lit = window.locator("mark")
+    tab = reader.page.get_by_role("tab", name="history \U0001f4dc.txt")
+    expect(tab).to_have_attribute("aria-selected", "true")
+    expect(tab.locator(".badge")).to_have_text("1")
+    lit = reader.page.locator("#reader mark")
     expect(lit).to_have_text(fact)
     expect(lit).to_be_in_viewport()
-    shown = window.get_by_role("region", name="Text of the document")
+    shown = reader.page.get_by_role("tabpanel", name="history \U0001f4dc.txt")
     expect(shown).to_be_focused()
     assert shown.inner_text().split() == text.split()
     reader.page.keyboard.press("Escape")
-    expect(window).to_be_hidden()
     expect(button).to_be_focused()
     # So is what a sentence of the answer came from.
     answer = turn.locator(".answer")
     words = answer.get_by_role("button", name="The fox went over the hill.").first
+    reader.page.get_by_role("tab", name="fox.txt").click()
+    expect(lit).to_have_count(0)
     words.click()
-    window = reader.page.get_by_role("dialog", name="Source of a sentence: history \U0001f4dc.txt")
-    expect(window.locator("mark")).to_have_text(fact)
-    expect(window.locator("mark")).to_be_in_viewport()
+    expect(lit).to_have_text(fact)
+    expect(lit).to_be_in_viewport()
     reader.page.keyboard.press("Escape")
     expect(words).to_be_focused()
     reader.page.keyboard.press("Enter")
-    expect(window).to_be_visible()
+    expect(shown).to_be_focused()
     reader.page.keyboard.press("Escape")
     # A later answer may come from an earlier question's document; a reload keeps what was found.
     later = reader.answered("And then?")
@@ -241,8 +159,8 @@ def test_what_waits_is_read_ahead(reader: Reader) -> None:
     assert _new_tokens(turn) < 60
 
 
-def test_what_is_stopped_can_be_asked_again(browser: Browser, server: ServerProcess) -> None:
-    reader = Reader(browser.new_context(), server.url(), max_tokens=2000)
+def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: ServerProcess) -> None:
+    reader = Reader(browser.new_context(), page_server.url(), max_tokens=2000)
     reader.add(("fox-2.txt", STORY.encode() * 2))
     expect(reader.pending).to_contain_text("fox-2.txt")
     turn = reader.ask("Who went?")
@@ -261,7 +179,7 @@ def test_what_is_stopped_can_be_asked_again(browser: Browser, server: ServerProc
     # The ranks die in mid-answer; the next question waits until they are back.
     body = {"model": "smollm2", "prompt": [fake_engine.DIE]}
     headers = {"Authorization": f"Bearer {KEY}"}
-    assert httpx.post(f"{server.url()}/v1/completions", json=body, headers=headers).is_error
+    assert httpx.post(f"{page_server.url()}/v1/completions", json=body, headers=headers).is_error
     expect(turn.locator(".note")).to_contain_text("rank")
     again = reader.ask("Still there?")
     expect(again.locator(".answer")).to_contain_text("there", timeout=60_000)
@@ -473,15 +391,34 @@ def test_numbers_that_the_sources_do_not_have(reader: Reader) -> None:
     assert found == [["41.3"], [], [], [], ["7"]]
 
 
-def test_a_heading_is_no_source(reader: Reader) -> None:
-    script = """async (sources) => {
-      const { sourceItems } = await import('/page/sources.js');
-      return sourceItems(sources, () => null).map((item) => item.textContent);
+def test_headings_and_weak_passages_are_not_cited(reader: Reader) -> None:
+    script = """async (turn) => {
+      const { citations } = await import('/page/sources.js');
+      const { passages, sentences } = citations(turn, (id) => id && { name: id });
+      return [passages.map(({ text, number, weight }) => [text, number, weight]),
+        sentences.map((one) => [one.from, one.to, one.passages.map(({ number }) => number)])];
     }"""
-    pier, heading = ({"text": text, "weight": 0.5} for text in ("The pier.\n", "## The storm\n"))
-    faint = {"text": "Faint.", "weight": 0.04}
-    assert reader.page.evaluate(script, [heading, pier, faint]) == ["The pier.\n 50 %"]
-    assert len(reader.page.evaluate(script, [heading])) == 1  # rather than none
+
+    def source(text: str, weight: float, begin: int, document: str | None = "d") -> dict[str, Any]:
+        return {"text": text, "weight": weight, "begin": begin, "document": document}
+
+    pier, storm = source("The pier.\n", 0.5, 40), source("## The storm\n", 0.5, 20)
+    faint, said = source("Faint.", 0.04, 60), source("said", 0.9, 0, None)
+    turn: dict[str, Any] = {"answer": "🦊 a. b. c.", "sources": [storm, said, pier, faint]}
+    assert reader.page.evaluate(script, turn) == [[["The pier.\n", 1, 0.5]], []]
+    # Rather than none.
+    assert reader.page.evaluate(script, turn | {"sources": [storm]})[0] == [
+        ["## The storm\n", 1, 0.5]
+    ]
+    one, two = source("One.", 0.3, 70), source("Two.", 0.11, 80)
+    turn["sentences"] = [
+        {"start": 0, "end": 4, "grounded": 0.3, "sources": [two, source("Weak.", 0.09, 90)]},
+        {"start": 5, "end": 7, "grounded": 0.29, "sources": [source("Lost.", 0.2, 99)]},
+        {"start": 8, "end": 10, "grounded": 0.9, "sources": [one, pier | {"weight": 0.8}, two]},
+    ]
+    passages, sentences = reader.page.evaluate(script, turn)
+    assert passages == [["Two.", 1, 0.11], ["One.", 2, 0.3], ["The pier.\n", 3, 0.8]]
+    assert sentences == [[0, 5, [1]], [9, 11, [2, 3, 1]]]
 
 
 def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
@@ -614,10 +551,10 @@ def test_five_megabytes(reader: Reader) -> None:
     expect(turn.locator(".usage")).to_contain_text("Prompt 1,")
 
 
-def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
+def test_everybody_can_use_it(browser: Browser, page_server: ServerProcess) -> None:
     """axe-core finds no fault, whole flows go by keyboard, and a phone need not scroll sideways."""
     context = browser.new_context(bypass_csp=True)
-    reader = Reader(context, server.url())
+    reader = Reader(context, page_server.url())
     page = reader.page
     assert _faults(page) == []  # empty, with the sample's questions
     reader.add(("fox-3.txt", f"{STORY} A castle.".encode()), ("cat.png", b"\0"))

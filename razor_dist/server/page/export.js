@@ -31,7 +31,7 @@ function withNotes(answer, sentences, before) {
     // Code would take marks for its own text: they stand behind it, behind a block as a paragraph.
     const code = codeAt(to);
     const at = Math.max(done, code?.to ?? to);
-    made += answer.slice(done, at) + (code && code.name !== "InlineCode" ? `\n\n${marks}\n\n` : marks);
+    made += answer.slice(done, at) + (code && code.name !== "InlineCode" ? `\n\n${marks}` : marks);
     done = at;
   }
   return made + answer.slice(done);
