@@ -32,6 +32,13 @@ class KeptContext(msgspec.Struct, frozen=True):
     segments: list[Segment] = []
     cites: bool = False
 
+    def content(self) -> Json:
+        """Return the messages, the last with what stands between it and more of it."""
+        *first, last = self.messages
+        if self.goes_on and self.apart:
+            last = last | {"content": (last["content"] or "") + APART}
+        return {"messages": [*first, last], "goes_on": self.goes_on}
+
     def before(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the whole conversation of a request with these messages."""
         kept = [ChatMessage(**message) for message in self.messages]

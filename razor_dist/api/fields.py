@@ -41,11 +41,11 @@ class Strict(BaseModel):
 
 class CacheControl(Strict):
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: Literal["5m", "1h", "1d", "7d"] | None = None
 
     @property
     def seconds(self) -> int:
-        return 3600 if self.ttl == "1h" else 300
+        return {"1h": 3600, "1d": 86_400, "7d": 604_800}.get(self.ttl or "5m", 300)
 
 
 CONTENT = (

@@ -26,6 +26,7 @@ from razor_dist.protocol.sampling_params import (
 )
 
 _INT64 = 2**63 - 1
+_NO_MODEL = "There is no such model."
 
 
 def _bounds(field: str, low: float | None = None) -> Json:
@@ -61,12 +62,13 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/documents/text": _document_text(),
         "/v1/models": _get("The models that are served.", "ModelList"),
         "/v1/models/{name}": _get("One model.", "Model", name=limits.model),
-        "/v1/contexts": _get("The contexts of the key.", "ContextList", 503),
+        "/v1/contexts": _get("The contexts of the key.", "ContextList"),
         "/v1/contexts/{name}": _context(),
-        "/health": _get("200 if requests are answered, else 503.", "Health", 503),
-        "/ping": _get("As /health.", "Health", 503),
+        "/v1/contexts/{name}/messages": _of_context("What it holds.", "ContextMessages"),
+        "/health": _get("200 if requests are answered, else 503.", "Health"),
+        "/ping": _get("As /health.", "Health"),
         "/version": _get("The version of razor_dist.", "Version"),
-        "/stats": _get("Counters of the engine.", "Stats", 503),
+        "/stats": _get("Counters of the engine.", "Stats"),
         "/metrics": _metrics(),
     }
     for path, example in examples(limits.model).items():
@@ -333,7 +335,7 @@ def _post(body: type[Strict], answer: str, summary: str, streams: bool = False) 
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     errors = {
         "400": _error("A field is wrong, by its name in `param`."),
-        "404": _error("There is no such model."),
+        "404": _error(_NO_MODEL),
         "408": _error("The request took longer than it may."),
         "413": _error("The body is too large."),
         "415": _error("The body is not said to be JSON."),
@@ -349,22 +351,25 @@ def _post(body: type[Strict], answer: str, summary: str, streams: bool = False) 
     return {"post": operation}
 
 
-def _get(summary: str, answer: str, *more: int, name: str | None = None) -> Json:
+def _get(summary: str, answer: str, name: str | None = None, missing: str = _NO_MODEL) -> Json:
     parameters = [_REQUEST_ID]
     responses = {"200": _answer(answer, "The answer."), **_ERRORS}
     if name is not None:
         schema = {"type": "string", "enum": [name]}
         parameters.append({"name": "name", "in": "path", "required": True, "schema": schema})
-        responses["404"] = _error("There is no such model.")
+        responses["404"] = _error(missing)
     if answer == "Health":
         responses["503"] = _answer(answer, "Not ready, and why.")
     operation = {"summary": summary, "parameters": parameters, "responses": responses}
     return {"get": operation}
 
 
+def _of_context(summary: str, answer: str) -> Json:
+    return _get(summary, answer, "ctx_0", "The key has no such context.")
+
+
 def _context() -> Json:
-    read = _get("One context.", "Context", name="ctx_0")["get"]
-    read["responses"] |= {"404": _error("The key has no such context.")}
+    read = _of_context("One context.", "Context")["get"]
     ended = read | {"summary": "End a context."}
     ended["responses"] = {**read["responses"], "200": _answer("EndedContext", "It has ended.")}
     return {"get": read, "delete": ended}

@@ -86,13 +86,23 @@ _TOOL_USE_BLOCK = _object(
 )
 _CONTEXT: Json = _object(
     {
-        **{"id": TEXT, "object": {"const": "context"}, "bytes": {"type": "object"}},
+        **{"id": TEXT, "object": {"const": "context"}, "bytes": {"type": "object"}, "begins": TEXT},
         **dict.fromkeys(("tokens", "created_at", "last_used_at", "expires_at", "ttl"), _COUNT),
     }
 )
 ANSWERS: Json = {
     "Context": _CONTEXT,
-    "ContextList": _object({"data": {"type": "array", "items": _CONTEXT}}),
+    "ContextList": _object(
+        {"data": {"type": "array", "items": _CONTEXT}, "limit_bytes": {"type": "integer"}}
+    ),
+    "ContextMessages": _object(
+        {
+            "id": TEXT,
+            "object": {"const": "context.messages"},
+            "messages": {"type": "array", "items": {"type": "object"}},
+            "goes_on": {"type": "boolean"},
+        }
+    ),
     "EndedContext": _object({"id": TEXT, "deleted": {"const": True}}),
     "Error": _object(
         {

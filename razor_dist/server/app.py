@@ -121,11 +121,17 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/contexts")
     async def contexts() -> dict[str, Any]:
-        return {"object": "list", "data": await service.described_contexts()}
+        found = await service.described_contexts()
+        return {"object": "list", "data": found, "limit_bytes": service.contexts.most}
 
     @app.get("/v1/contexts/{name}")
     async def context(name: str) -> dict[str, Any]:
         return (await service.described_contexts(name))[0]
+
+    @app.get("/v1/contexts/{name}/messages")
+    async def context_messages(name: str) -> dict[str, Any]:
+        kept = service.contexts.find(name, current_record().key).kept
+        return {"id": name, "object": "context.messages", **kept.content()}
 
     @app.delete("/v1/contexts/{name}")
     async def end_context(name: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from razor_dist.server.context_files import ContextFiles, Head
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
 _REMEMBERED = 1000
+# Characters of a context's text in a list.
+_BEGINS = 120
 
 
 @dataclass(eq=False)
@@ -54,6 +56,12 @@ class Context:
         return self.used + self.ttl
 
     @property
+    def begins(self) -> str:
+        """The beginning of its text, to know it again by."""
+        texts = (message.get("content") or "" for message in self.kept.messages)
+        return next(filter(None, texts), "")[:_BEGINS]
+
+    @property
     def brief(self) -> Fields:
         """The context as an answer names it."""
         tokens = len(self.kept.text.tokens)
@@ -64,7 +72,7 @@ class Contexts:
     """The contexts of all keys; ``most`` are the bytes of KV cache that one key's may take."""
 
     def __init__(self, client: EngineClient, most: float) -> None:
-        self._client, self._most = client, int(most)
+        self._client, self.most = client, int(most)
         self._contexts: dict[str, Context] = {}
         self._by_name: dict[bytes, Context] = {}
         self._writing: set[asyncio.Task[None]] = set()
@@ -81,7 +89,7 @@ class Contexts:
         if found is not None and found.owner == owner:
             return found
         whose, how = self._ended.get(id_, (owner, ""))
-        if not self._most:
+        if not self.most:
             how = "; this server keeps none: it runs without --pinned-gb"
         raise RequestError(
             f"there is no context {id_!r:.80}" + (how if whose == owner else ""),
@@ -92,7 +100,7 @@ class Contexts:
     @property
     def _files(self) -> ContextFiles | None:
         info = self._client.info
-        if not self._most or info is None or info.prefix_folder is None:
+        if not self.most or info is None or info.prefix_folder is None:
             return None
         return ContextFiles(Path(info.prefix_folder))
 
@@ -211,7 +219,7 @@ class Contexts:
         self, kept: KeptContext, before: Context | None, owner: str | None, salt: str | None
     ) -> Pin:
         behind = before.pin if before is not None and before.is_pinned else None
-        quota = owner or "", self._most
+        quota = owner or "", self.most
         tokens = kept.text.tokens
         return Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=salt)
 
@@ -270,6 +278,7 @@ def described(context: Context, tiers: Callable[[str], Fields] | None) -> dict[s
     return {
         **context.brief,
         "object": "context",
+        "begins": context.begins,
         "created_at": int(context.created),
         "last_used_at": int(context.used),
         "ttl": context.ttl,

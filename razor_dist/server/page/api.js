@@ -69,6 +69,19 @@ export async function model() {
   return (await (await request("v1/models")).json()).data[0];
 }
 
+/** {data, limit_bytes}: the contexts that are kept for this key, and how much they may take; 0 for none. */
+export async function contexts() {
+  return (await request("v1/contexts")).json();
+}
+
+export async function contextMessages(id) {
+  return (await request(`v1/contexts/${id}/messages`)).json();
+}
+
+export async function endContext(id) {
+  await request(`v1/contexts/${id}`, { method: "DELETE" });
+}
+
 export async function stats() {
   return (await request("stats")).json();
 }

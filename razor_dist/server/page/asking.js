@@ -35,6 +35,12 @@ async function body(messages, maxTokens, more = {}) {
   return { model: app.model.id, messages, max_tokens: maxTokens, ...temperature, ...more };
 }
 
+/** The body of a request for the next answer, without what a context stands for. */
+const asked = (messages, maxTokens, more) => {
+  const { messages: sent, ...context } = app.conversation.asSent(messages);
+  return body(sent, maxTokens, { ...more, ...context });
+};
+
 /** Does something that Stop ends; returns the error it ended with, if any. */
 async function work(action) {
   app.working = new AbortController();
@@ -62,7 +68,7 @@ async function stream(request, place, signal, use) {
     told = sentence;
   };
   try {
-    for await (const chunk of ask(request, signal, say)) {
+    for await (const chunk of ask(request, signal, say, withoutContext)) {
       if (chunk.prompt_progress) reading.update(chunk.prompt_progress);
       if (chunk.choices?.[0]?.delta?.content) reading.end();
       use(chunk);
@@ -70,6 +76,14 @@ async function stream(request, place, signal, use) {
   } finally {
     reading.end();
   }
+}
+
+/** What was kept has expired: its text is sent again. Returns whether there was any. */
+function withoutContext() {
+  const had = app.conversation.kept !== null;
+  app.conversation.kept = null;
+  if (had) announce("The documents are no longer kept and are sent again.");
+  return had;
 }
 
 /** A turn as an element; its sources may be documents of earlier ones. */
@@ -89,7 +103,7 @@ export async function send(question, more = {}) {
   reader.isLeftAlone = true;
   let finish = null;
   const error = await work((signal) =>
-    stream(() => body(app.conversation.messages(), app.settings.maxTokens, { ...sources, ...more }), view.reading, signal, (chunk) => {
+    stream(() => asked(app.conversation.messages(), app.settings.maxTokens, { ...sources, ...more }), view.reading, signal, (chunk) => {
       if (chunk.usage) turn.usage = chunk.usage;
       const choice = chunk.choices?.[0];
       finish = choice?.finish_reason ?? finish;
@@ -170,7 +184,7 @@ async function regenerate(turn) {
 export async function readAhead() {
   let usage = null;
   const error = await work((signal) =>
-    stream(() => body(app.conversation.messagesAhead(), 1), document.querySelector("#ahead .reading"), signal, (chunk) => {
+    stream(() => asked(app.conversation.messagesAhead(), 1), document.querySelector("#ahead .reading"), signal, (chunk) => {
       usage = chunk.usage ?? usage;
     }),
   );
@@ -179,6 +193,26 @@ export async function readAhead() {
   const { prompt_tokens, prompt_tokens_details } = usage;
   announce("The documents are read.");
   $("ahead-note").textContent = `Read. ${usageWords({ prompt_tokens, prompt_tokens_details })}`;
+}
+
+/** Has the documents of the first question kept by the server for a time: "5m", "1h", "1d", "7d". */
+export async function keep(ttl) {
+  const { conversation } = app;
+  let kept = null;
+  const request = () => {
+    const { messages, ...context } = conversation.toKeep(ttl);
+    return body(messages, 1, context);
+  };
+  const error = await work((signal) =>
+    stream(request, document.querySelector("#ahead .reading"), signal, ({ contexts }) => (kept = contexts?.at(-1) ?? kept)),
+  );
+  if (error && error.name !== "AbortError") notice(tell(error));
+  if (error || conversation !== app.conversation) return;
+  if (!kept) return notice("This is too short to be kept: it is read in a moment.");
+  conversation.kept = { ...kept, documents: conversation.first.map(({ id }) => id) };
+  announce("The documents are kept.");
+  store.save(conversation);
+  changed();
 }
 
 /** Summarises a document that is longer than the context: each part by a request, then all. */

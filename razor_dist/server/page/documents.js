@@ -1,6 +1,7 @@
 // The list of documents: adding, removing, and what to do with one that is too long.
 
 import * as api from "./api.js";
+import { newId } from "./conversation.js";
 import { $, button } from "./dom.js";
 import { count, plural, roughTokens } from "./format.js";
 import { beginning, countTokens, roomFor } from "./parts.js";
@@ -21,7 +22,7 @@ export async function addFiles(files) {
 }
 
 export function addDocument(name, text, tokens = 0) {
-  app.conversation.pending.push({ id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, name, text, tokens });
+  app.conversation.pending.push({ id: newId(), name, text, tokens });
   store.save(app.conversation);
   changed();
 }
@@ -79,13 +80,16 @@ function encodingChoice(file, item) {
 /** Shows all documents; `offer` has what can be done with one that is too long. */
 export function showDocuments(offer) {
   const { conversation, working } = app;
-  const items = [];
+  const held = conversation.holds ? [...conversation.base.map(({ id }) => id), ...conversation.kept.documents] : [];
+  const isKept = ({ id }) => held.includes(id);
+  const items = conversation.base.map((message) => itemOf(message, isKept(message) ? "kept" : "sent"));
   for (const turn of conversation.turns) {
     const state = turn.usage || turn.note ? "read" : working ? "being read" : "sent";
-    for (const document of turn.documents) items.push(itemOf(document, state));
+    for (const document of turn.documents) items.push(itemOf(document, isKept(document) ? "kept" : state));
   }
   for (const document of conversation.pending) {
-    const item = itemOf(document, isTooLong(document) ? "too long" : "waits for a question");
+    const state = isKept(document) ? "kept" : "waits for a question";
+    const item = itemOf(document, isTooLong(document) ? "too long" : state);
     if (isTooLong(document)) item.append(offers(document, offer));
     items.push(item);
   }

@@ -1,8 +1,9 @@
 // The page: what its buttons do.
 
 import * as api from "./api.js";
-import { knowModel, readAhead, send, summarise, viewOf } from "./asking.js";
+import { keep, knowModel, readAhead, send, summarise, viewOf } from "./asking.js";
 import { hide as hideCard } from "./card.js";
+import { kept, showContexts } from "./contexts.js";
 import { Conversation } from "./conversation.js";
 import { addDocument, addFiles, showDocuments, uploads, whyNot } from "./documents.js";
 import { $, button, download } from "./dom.js";
@@ -74,6 +75,7 @@ async function look(counters = true) {
       changed();
     }
     app.tellsSources = found.source_heads > 0;
+    await showContexts();
   } catch (error) {
     if (error.wantsKey && !keyAsked) {
       keyAsked = true;
@@ -92,7 +94,7 @@ function show() {
   $("stop").hidden = !busy;
   $("new").disabled = $("files").disabled = $("open-folder").disabled = busy;
   const isNew = conversation.turns.length === 0;
-  const hasDocuments = conversation.pending.length > 0 || uploads.running > 0;
+  const hasDocuments = conversation.documents.length > 0 || uploads.running > 0;
   $("empty").hidden = !isNew || hasDocuments;
   $("hint").hidden = !isNew || !hasDocuments;
   $("hint").textContent = whyNot() ? "Too much to ask about at once: shorten a document above, or have it summarised in parts." : "Ask something about them: answers stand here.";
@@ -100,7 +102,11 @@ function show() {
   $("export").disabled = busy || conversation.turns.length === 0;
   $("model").textContent = model ? model.id : "";
   $("ahead").hidden = !(conversation.pending.length && $("ahead").dataset.known === "true" && !whyNot());
-  $("read-ahead").hidden = busy;
+  const canKeep = kept.isPossible && conversation.notKept.length > 0 && !whyNot();
+  if (canKeep) $("ahead").hidden = false;
+  $("keep-row").hidden = busy || !canKeep;
+  $("read-ahead").hidden = busy || !conversation.pending.length || conversation.holds;
+  for (const one of document.querySelectorAll("#contexts button")) one.disabled = busy;
   $("turns").classList.toggle("busy", busy);
   if (!busy && !wasBusy) $("ahead-note").textContent = "";
   showDocuments({ summarise });
@@ -174,9 +180,13 @@ listen("question", "keydown", (event) => {
 });
 listen("stop", "click", () => app.working?.abort());
 listen("read-ahead", "click", readAhead);
+listen("keep", "click", async () => {
+  await keep($("keep-for").value);
+  await showContexts().catch((error) => notice(tell(error)));
+});
 listen("new", "click", () => {
   $("pending").replaceChildren();
-  const isEmpty = !app.conversation.turns.length && !app.conversation.pending.length;
+  const isEmpty = !app.conversation.turns.length && !app.conversation.documents.length;
   if (isEmpty) notice("");
   else app.removing(() => (app.conversation = new Conversation()), "A new conversation.");
   changed();

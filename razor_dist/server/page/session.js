@@ -48,9 +48,10 @@ async function untilReady(signal, say) {
 
 /**
  * Yields the chunks of an answer to what `request` returns. While nothing has come, a server that is
- * busy, not ready or gone is asked again; `say` gets a sentence about each wait.
+ * busy, not ready or gone is asked again; `say` gets a sentence about each wait. So it is if its
+ * context is gone and `withoutContext` returns that the request can be made without.
  */
-export async function* ask(request, signal, say) {
+export async function* ask(request, signal, say, withoutContext) {
   let begun = false;
   while (true) {
     try {
@@ -63,7 +64,7 @@ export async function* ask(request, signal, say) {
       if (begun || !(error instanceof api.ApiError)) throw error;
       if (error.isBusy) await countdown(error.retryAfter ?? 5, signal, say);
       else if (error.isNotReady || error.isGone) await untilReady(signal, say);
-      else throw error;
+      else if (error.code !== "context_not_found" || !withoutContext()) throw error;
     }
   }
 }

@@ -39,10 +39,10 @@ export async function load() {
   }
 }
 
-export async function save({ turns, pending }) {
+export async function save(conversation) {
   try {
     const tabs = await table("readwrite");
-    await done(tabs.put({ time: Date.now(), conversation: { turns, pending } }, tab()));
+    await done(tabs.put({ time: Date.now(), conversation: { ...conversation } }, tab()));
   } catch {
     // A reload will begin anew.
   }
