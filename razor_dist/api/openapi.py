@@ -27,6 +27,7 @@ from razor_dist.protocol.sampling_params import (
 
 _INT64 = 2**63 - 1
 _NO_MODEL = "There is no such model."
+_ONE = "ctx_0", "The key has no such context."
 
 
 def _bounds(field: str, low: float | None = None) -> Json:
@@ -64,7 +65,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/v1/models/{name}": _get("One model.", "Model", name=limits.model),
         "/v1/contexts": _get("The contexts of the key.", "ContextList"),
         "/v1/contexts/{name}": _context(),
-        "/v1/contexts/{name}/messages": _of_context("What it holds.", "ContextMessages"),
+        "/v1/contexts/{name}/messages": _get("What it holds.", "ContextMessages", *_ONE),
         "/health": _get("200 if requests are answered, else 503.", "Health"),
         "/ping": _get("As /health.", "Health"),
         "/version": _get("The version of razor_dist.", "Version"),
@@ -364,12 +365,8 @@ def _get(summary: str, answer: str, name: str | None = None, missing: str = _NO_
     return {"get": operation}
 
 
-def _of_context(summary: str, answer: str) -> Json:
-    return _get(summary, answer, "ctx_0", "The key has no such context.")
-
-
 def _context() -> Json:
-    read = _of_context("One context.", "Context")["get"]
+    read = _get("One context.", "Context", *_ONE)["get"]
     ended = read | {"summary": "End a context."}
     ended["responses"] = {**read["responses"], "200": _answer("EndedContext", "It has ended.")}
     return {"get": read, "delete": ended}

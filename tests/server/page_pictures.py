@@ -1,7 +1,7 @@
 """Pictures of the page for the documentation, with real answers of the embedded model on two ranks.
 
 ``python -m tests.server.page_pictures [FOLDER]``: the page's own sample and its first question, the
-source of the answer lit in its document; Python's language reference while it is read; a document
+passages of the answer lit in its text; what is kept; Python's language reference while it is read; a document
 that is too long; print. Light, dark, and as wide as a phone.
 """
 
@@ -19,7 +19,7 @@ from tests.server.process import ROOT, ServerProcess
 
 # Characters of a document that is read for some seconds, and of one that is beyond 8,192 tokens.
 SOME, MANY = 24_000, 120_000
-SCREENS = {"light": (1100, 820), "dark": (1100, 820), "phone": (390, 780)}
+SCREENS = {"light": (1200, 820), "dark": (1200, 820), "phone": (390, 780)}
 
 
 def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
@@ -45,11 +45,21 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     expect(turn.locator(".copy")).to_be_visible(timeout=120_000)
     page.wait_for_timeout(1000)
     picture("answer")
-    if screen != "phone":
+    if screen == "phone":
         turn.locator("button.source").first.click()
-        expect(page.locator("#reader mark")).to_be_in_viewport()
-        picture("source")
+    else:
+        turn.locator(".sentence").first.hover()
+        expect(page.locator("#card")).to_be_visible()
+    expect(page.locator("#reader mark").first).to_be_in_viewport()
+    picture("source")
+    page.keyboard.press("Escape")
+    if screen == "phone":
         page.locator("#close-reader").click()
+    else:
+        page.mouse.move(0, 0)
+        page.locator("#keep").click()
+        expect(page.locator("#contexts-list li").first).to_be_visible(timeout=60_000)
+        picture("kept")
     if screen == "light":
         page.emulate_media(media="print")
         page.screenshot(path=folder / "page-print.png", full_page=True)
@@ -86,6 +96,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images"
     command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", "2"]
     command += ["--chunked-prefill-size", "512", "--window-max", "512", "--window-min", "512"]
+    command += ["--pinned-gb", "0.2"]
     with ServerProcess(*command) as server, chromium() as browser:
         url = server.url(timeout=180)
         for screen in SCREENS:

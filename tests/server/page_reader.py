@@ -14,13 +14,15 @@ STORY = "The fox went over the hill. " * 100
 class Reader:
     """Somebody with the page open."""
 
-    def __init__(self, context: BrowserContext, url: str, *, max_tokens: int = 40) -> None:
+    def __init__(
+        self, context: BrowserContext, url: str, *, max_tokens: int = 40, key: str = KEY
+    ) -> None:
         self.context, self.url = context, url
         self.problems: list[str] = []
         self.foreign: list[str] = []
         settings = json.dumps({"maxTokens": max_tokens})
         context.add_init_script(
-            f"if (!sessionStorage['razor_dist key']) sessionStorage['razor_dist key'] = '{KEY}';"
+            f"if (!sessionStorage['razor_dist key']) sessionStorage['razor_dist key'] = '{key}';"
             f"sessionStorage['razor_dist settings'] = '{settings}';"
             "window.hacked = () => { window.isHacked = true; };"
             "addEventListener('securitypolicyviolation', (e) => console.error(e.violatedDirective))"

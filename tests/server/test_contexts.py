@@ -181,8 +181,12 @@ def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) 
     assert listed["id"] == context["id"] and listed["ttl"] == 3600
     assert listed["bytes"]["device"] > 0 == listed["bytes"]["disk"]
     assert listed["expires_at"] == pytest.approx(listed["last_used_at"] + 3600, abs=1)
+    assert listed["begins"] == text[:120]
+    held = call(server, f"/v1/contexts/{context['id']}/messages").json()
+    assert held["messages"] == [user(text)] and held["goes_on"] is True
     assert call(server, "/v1/contexts", key="b").json()["data"] == []
     for foreign in (
+        call(server, f"/v1/contexts/{context['id']}/messages", key="b"),
         chat(server, "b", **by_handle),
         call(server, f"/v1/contexts/{context['id']}", key="b"),
         call(server, f"/v1/contexts/{context['id']}", key="b", method="DELETE"),

@@ -25,7 +25,7 @@ export class Conversation {
   /** A copy that later changes leave as it is, to go back to. */
   snapshot() {
     const turns = this.turns.map((turn) => ({ ...turn, documents: [...turn.documents] }));
-    return new Conversation({ ...this, turns, pending: [...this.pending] });
+    return new Conversation({ ...this, turns, pending: [...this.pending], base: [...this.base] });
   }
 
   /** The documents that the first question begins with. */
@@ -64,9 +64,11 @@ export class Conversation {
 
   /** Takes a document out, wherever it is. */
   remove(document) {
-    for (const part of [...this.turns.map((turn) => turn.documents), this.pending]) {
+    for (const part of [this.base, ...this.turns.map((turn) => turn.documents), this.pending]) {
       const at = part.indexOf(document);
-      if (at >= 0) part.splice(at, 1);
+      if (at < 0) continue;
+      part.splice(at, 1);
+      if (part === this.base) this.kept = null;
     }
   }
 
