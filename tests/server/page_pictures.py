@@ -1,8 +1,8 @@
 """Pictures of the page for the documentation, with real answers of the embedded model on two ranks.
 
 ``python -m tests.server.page_pictures [FOLDER]``: the page's own sample and its first question, the
-passages of the answer lit in its text; what is kept; Python's language reference while it is read; a document
-that is too long; print. Light, dark, and as wide as a phone.
+passages of the answer lit in its text; what is kept; Python's language reference while it is read;
+a document that is too long; print. Light, dark, and as wide as a phone.
 """
 
 from __future__ import annotations
