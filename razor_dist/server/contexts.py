@@ -57,9 +57,9 @@ class Context:
 
     @property
     def begins(self) -> str:
-        """The beginning of its text, to know it again by."""
-        texts = (message.get("content") or "" for message in self.kept.messages)
-        return next(filter(None, texts), "")[:_BEGINS]
+        """The beginning of what the user said, to know it again by; of all, if that is nothing."""
+        messages = sorted(self.kept.messages, key=lambda message: message["role"] != "user")
+        return next(filter(None, (one["content"] for one in messages)), "")[:_BEGINS]
 
     @property
     def brief(self) -> Fields:

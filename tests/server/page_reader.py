@@ -15,12 +15,18 @@ class Reader:
     """Somebody with the page open."""
 
     def __init__(
-        self, context: BrowserContext, url: str, *, max_tokens: int = 40, key: str = KEY
+        self,
+        context: BrowserContext,
+        url: str,
+        *,
+        max_tokens: int = 40,
+        key: str = KEY,
+        **more: Any,
     ) -> None:
         self.context, self.url = context, url
         self.problems: list[str] = []
         self.foreign: list[str] = []
-        settings = json.dumps({"maxTokens": max_tokens})
+        settings = json.dumps({"maxTokens": max_tokens, **more})
         context.add_init_script(
             f"if (!sessionStorage['razor_dist key']) sessionStorage['razor_dist key'] = '{key}';"
             f"sessionStorage['razor_dist settings'] = '{settings}';"

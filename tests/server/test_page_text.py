@@ -70,18 +70,19 @@ def test_a_sentence_shows_its_passages_by_pointer_and_by_keyboard(reader: Reader
     expect(page.locator(".sentence")).to_have_count(0)
 
 
-def test_sentences_are_lit_as_they_come(reader: Reader) -> None:
+def test_sentences_are_lit_as_they_come(browser: Browser, page_server: ServerProcess) -> None:
     """The answer is not complete when its first sentence has its passage lit."""
+    reader = Reader(browser.new_context(), page_server.url(), max_tokens=2000)
     reader.add(("history.txt", f"{STORY}\n\n{FACT}".encode()))
     expect(reader.pending.locator("li")).to_have_count(1)
-    reader.page.evaluate("sessionStorage['razor_dist settings'] = '{\"maxTokens\": 2000}'")
-    reader.page.reload()
     turn = reader.ask("When did it fall? It fell.")
     expect(turn.locator(".sentence").first).to_be_visible()
     expect(reader.stop).to_be_visible()
     expect(reader.page.locator("#reader mark")).to_be_in_viewport()
     reader.stop.click()
     expect(turn.locator(".copy")).to_be_visible()
+    assert reader.problems == []
+    reader.context.close()
 
 
 def test_a_long_text_is_rendered_where_it_is_seen(
@@ -200,7 +201,7 @@ def test_an_answer_is_exported_with_footnotes(reader: Reader, tmp_path: Path) ->
         "[^1]",
         "The `end`.[^1]",
         f"[^1]: {escaped}, characters {begin} to {begin + len(FACT)}: “{FACT}”",
-        f"[^2]: {escaped}, characters {begin + len(FACT) + 1} to {begin + len(FACT) + 18}: "
+        f"[^2]: {escaped}, characters {begin + len(FACT) + 1} to {begin + len(FACT) + 19}: "
         "“\\<b\\>Bold\\</b\\> \\# \\[\\^1\\]”\n",
     ]
     assert KEY not in path.read_text()

@@ -17,9 +17,9 @@ export function kept(stats) {
 const MOST = "razor_dist most";
 
 export class Gauge {
-  /** The figures of `place` are unfolded once, when the split saves; `from` says from where it does. */
-  constructor(place, from) {
-    Object.assign(this, { place, from, unfolded: false });
+  /** The figures go to `place`, what they come to into `summary`; `from` says from where it saves. */
+  constructor(place, summary, from) {
+    Object.assign(this, { place, summary, from });
     // What was kept when it was most, since the tab was opened.
     this.most = JSON.parse(sessionStorage.getItem(MOST) ?? "null");
     if (this.most) this.show({});
@@ -32,7 +32,7 @@ export class Gauge {
       sessionStorage.setItem(MOST, JSON.stringify(this.most));
     }
     const saves = this.most && this.most.full > this.most.now;
-    if (saves && !this.unfolded) this.place.closest("details").open = this.unfolded = true;
+    if (saves) this.summary.textContent = `${(this.most.full / this.most.now).toFixed(1)} times less memory`;
     if ("world_size" in stats) this.from.textContent = fromWords(stats);
     const parts = saves ? [memory(this.most)] : [];
     const sent = sum(Object.values(stats.bytes_sent ?? {}));
@@ -52,9 +52,7 @@ function memory({ now, full }) {
   const list = document.createElement("dl");
   row(list, "Keys and values kept", bytes(now), now / full);
   row(list, "Full attention would keep", `about ${bytes(full)}`, 1);
-  const words = document.createElement("p");
-  words.textContent = `${(full / now).toFixed(1)} times less memory.`;
-  return group(words, list);
+  return list;
 }
 
 function sentBetween(stats, total) {
@@ -80,10 +78,4 @@ function row(list, name, value, share) {
   filled.style.width = `${100 * share}%`;
   bar.append(filled);
   list.append(bar);
-}
-
-function group(...elements) {
-  const div = document.createElement("div");
-  div.append(...elements);
-  return div;
 }

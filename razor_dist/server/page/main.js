@@ -20,7 +20,7 @@ import { notice, tell } from "./words.js";
 const LOOK = 4000;
 const SCROLLED = "razor_dist scrolled";
 
-const gauge = new Gauge($("gauge"), $("gauge-from"));
+const gauge = new Gauge($("gauge"), $("gauge-summary"), $("gauge-from"));
 
 // Changing what has been said
 
