@@ -10,6 +10,7 @@ import { $, button, download } from "./dom.js";
 import { toMarkdown } from "./export.js";
 import { chosenFolder, dropped } from "./files.js";
 import { Gauge } from "./gauge.js";
+import { reader } from "./reader.js";
 import { QUESTIONS, SAMPLE } from "./sample.js";
 import { stateWords } from "./session.js";
 import { app, changed, saveSettings } from "./state.js";
@@ -27,9 +28,12 @@ const gauge = new Gauge($("gauge"), $("gauge-summary"), $("gauge-from"));
 /** Shows another conversation instead. */
 app.restore = (conversation) => {
   app.conversation = conversation;
-  $("turns").replaceChildren(...conversation.turns.map((turn) => viewOf(turn).element));
+  const views = conversation.turns.map(viewOf);
+  $("turns").replaceChildren(...views.map(({ element }) => element));
   store.save(conversation);
   changed();
+  if (views.length) views.at(-1).light();
+  else reader.light([]);
 };
 
 /** Changes the conversation and says so, with a way back. */

@@ -27,14 +27,17 @@ class Reader {
     Object.assign(this, { documents: [], shown: null, chunks: [], passages: [], pointed: [], opener: null });
     this.onPoint = () => {}; // gets the lit passage that the pointer is at, or null
     this.scrolled = new Map(); // by document, where its text was left
-    this.isLeftAlone = true; // nobody has moved the text since the last question
+    this.isLeftAlone = true; // the text was not moved by hand since the last question
+    this.at = null; // the passage that was brought into view last
     this.place = $("reader-text");
     for (const event of ["wheel", "pointerdown", "keydown"]) {
       $("reader").addEventListener(event, () => (this.isLeftAlone = false), { passive: true });
     }
     $("reader-tabs").addEventListener("keydown", (event) => this.moveTab(event));
     $("reader").addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.isBeside) this.back();
+      if (event.key !== "Escape" || !this.isBeside || !this.opener) return;
+      event.stopPropagation(); // an answer that is being written goes on
+      this.back();
     });
     $("reader").addEventListener("close", () => this.isBeside || this.back());
     $("close-reader").addEventListener("click", () => $("reader").close());
@@ -64,17 +67,18 @@ class Reader {
 
   lay() {
     const dialog = $("reader");
-    dialog.close();
+    const isWanted = this.documents.length > 0;
+    if (dialog.matches(":modal") && (this.isBeside || !isWanted)) dialog.close();
     // Not by `show`, which would take the focus.
-    dialog.open = this.isBeside && this.documents.length > 0;
-    document.body.classList.toggle("reads", this.documents.length > 0);
+    if (!dialog.matches(":modal")) dialog.open = this.isBeside && isWanted;
+    document.body.classList.toggle("reads", isWanted);
   }
 
   showTabs() {
     const tabs = this.documents.map((one, at) => {
       const tab = document.createElement("button");
       const name = document.createElement("bdi");
-      name.textContent = one.name;
+      name.textContent = one.name.split("/").at(-1);
       Object.assign(tab, { type: "button", id: `tab-${at}`, role: "tab", title: one.name });
       tab.append(name);
       const lit = this.passages.filter((passage) => passage.document === one.id).length;
@@ -181,9 +185,10 @@ class Reader {
   bring(passage) {
     const one = this.documents.find(({ id }) => id === passage.document);
     if (!one) return;
+    this.at = passage;
     this.select(one);
-    this.point([passage]);
-    const mark = this.place.querySelector("mark.pointed");
+    const number = this.passages.findIndex((other) => isSame(other, passage));
+    const mark = this.place.querySelector(`mark[data-passage="${number}"]`);
     // What is not rendered has an estimated height; a frame later it is known.
     const toMark = () => {
       if (!mark?.isConnected) return;
@@ -203,9 +208,14 @@ class Reader {
   open(passage, one = null) {
     this.opener = document.activeElement;
     if (!this.isBeside && !$("reader").open) $("reader").showModal();
-    if (passage) this.bring(passage);
+    if (passage) this.goTo(passage);
     else this.select(one);
     this.place.focus({ preventScroll: true });
+  }
+
+  goTo(passage) {
+    this.bring(passage);
+    this.point([passage]);
   }
 
   back() {
@@ -216,9 +226,8 @@ class Reader {
   /** Goes to the next passage, or the one before, through all tabs. */
   step(by) {
     const { length } = this.passages;
-    const now = this.pointed[0];
-    const at = now ? this.passages.findIndex((one) => isSame(one, now)) : -1;
-    this.bring(this.passages[at < 0 ? (by > 0 ? 0 : length - 1) : (at + by + length) % length]);
+    const at = this.passages.findIndex((one) => this.at && isSame(one, this.at));
+    this.goTo(this.passages[at < 0 ? (by > 0 ? 0 : length - 1) : (at + by + length) % length]);
   }
 }
 
