@@ -28,6 +28,7 @@ class Reader {
     this.onPoint = () => {}; // gets the lit passage that the pointer is at, or null
     this.scrolled = new Map(); // by document, where its text was left
     this.isLeftAlone = true; // the text was not moved by hand since the last question
+    this.litAs = null; // what `light` was last called for
     this.at = null; // the passage that was brought into view last
     this.place = $("reader-text");
     for (const event of ["wheel", "pointerdown", "keydown"]) {
@@ -126,7 +127,7 @@ class Reader {
         const lines = text.split("\n").reduce((sum, line) => sum + Math.ceil((line.length || 1) / LINE), 0);
         chunk.element.style.containIntrinsicBlockSize = `auto ${1.5 * lines}em`;
       }
-      this.shown = one;
+      Object.assign(this, { shown: one, litAs: null });
       this.place.replaceChildren(...this.chunks.map(({ element }) => element));
       if (one) this.place.scrollTop = this.scrolled.get(one.id) ?? 0;
     }
