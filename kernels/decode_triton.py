@@ -136,6 +136,8 @@ def _tile(
             v_factor = tl.load(v_scale, mask=seen, other=1.0)
         else:
             k_factor, v_factor = tl.load(k_scale) * factor, tl.load(v_scale)
+        if BITS == 4:
+            k_factor, v_factor = 2 * k_factor, 2 * v_factor
         scores *= k_factor[None, :]
     else:
         scores *= factor

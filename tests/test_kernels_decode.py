@@ -738,7 +738,7 @@ INTEGER = ("IMAD", "IADD3", "VIADD", "LEA", "LOP3", "SHF", "ISETP", "SEL", "PRMT
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("keys", "most", "most_integer"), [("bf16", 300, 75), ("i8", 820, 425), ("u8", 1300, 920)]
+    ("keys", "most", "most_integer"), [("bf16", 300, 75), ("i8", 820, 425), ("u8", 820, 500)]
 )
 def test_a_tile_of_keys_is_few_instructions(
     keys: str, most: int, most_integer: int, capability: int, compiler: ProcessPoolExecutor
@@ -754,6 +754,13 @@ def test_a_tile_of_keys_is_few_instructions(
         assert sum(name in INTEGER for name in loop) <= most_integer
         # While a tile is computed, the next comes into shared memory by itself.
         assert "LDGSTS" in loop and "LDG" not in loop
+
+
+def test_codes_are_the_mantissa_of_a_bfloat16() -> None:
+    """As `razor_dist.kernels.codes_triton.levels` makes halves of levels of them."""
+    codes = torch.arange(16, dtype=torch.int16)
+    halves = (codes << 3 | 0x4180).view(torch.bfloat16) - 23.5
+    assert (2 * halves).tolist() == list(range(-15, 16, 2))
 
 
 def programs_of_one(sequences: int) -> int:

@@ -246,6 +246,10 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
   std::fill_n(found.most, group, NOTHING);
   std::fill_n(found.total, group, 0.0f);
   std::fill_n(found.out, group * dim, 0.0f);
+  constexpr bool CODES = PARTS<T> > 1;  // which are 2 (code - ZERO)
+  constexpr float STEP = CODES ? 2 : 1;
+  std::vector<float> zero(group);
+  for (int g = 0; CODES && g < group; ++g) zero[g] = ZERO * sum_of(q + g * dim, dim);
   alignas(64) float scores[QUERIES * BLOCK];
   const T *key[BLOCK], *value[BLOCK];
   for (int64_t i = begin; i < end;) {
@@ -268,7 +272,8 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
       for (int r = 0; r < rows; ++r) {
         float* row = scores + r * BLOCK;
         if (cache.k_scale)
-          for (int j = 0; j < keys.count; ++j) row[j] *= k_scale[keys.place[j]];
+          for (int j = 0; j < keys.count; ++j)
+            row[j] = (row[j] - zero[g + r]) * (STEP * k_scale[keys.place[j]]);
         for (int j = 0; j < keys.count; ++j) row[j] = row[j] * scale + keys.bias[j];
         if (slopes)
           for (int j = 0; j < keys.count; ++j) row[j] += slopes[g + r] * keys.far[j];
@@ -292,7 +297,11 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
         if (before != 1)
           for (int d = 0; d < dim; ++d) found.out[(g + r) * dim + d] *= before;
         if (cache.v_scale)
-          for (int j = 0; j < keys.count; ++j) row[j] *= v_scale[keys.place[j]];
+          for (int j = 0; j < keys.count; ++j) row[j] *= STEP * v_scale[keys.place[j]];
+        if (CODES) {
+          const float weights = ZERO * sum_of(row, keys.count);
+          for (int d = 0; d < dim; ++d) found.out[(g + r) * dim + d] -= weights;
+        }
       }
       float* out = found.out + g * dim;
       by_rows(rows,

@@ -107,19 +107,19 @@ inline Floats load(const c10::BFloat16* from) {
 template <class T>
 constexpr int PARTS = std::is_same_v<T, uint8_t> ? 2 : 1;
 
-// What the lower or upper half of a byte stands for: razor_dist.kernels.quantized says which
-// numbers these are.
-inline int level_of(uint8_t codes, int part) { return (codes >> 4 * part & 15) * 2 - 15; }
+// Of the lower or upper half of a byte the code, which stands for 2 (code - ZERO).
+constexpr float ZERO = 7.5f;
+inline int code_of(uint8_t codes, int part) { return codes >> 4 * part & 15; }
 
-// WIDTH of each part.
+// WIDTH of each part; codes of 4 bits as they are, for sums can be put right at once.
 template <class T>
 inline void load_parts(const T* from, Floats (&to)[PARTS<T>]) {
   if constexpr (PARTS<T> == 1) {
     to[0] = load(from);
   } else {
     const Ints codes = integers_of(from);
-    to[0] = __builtin_convertvector(codes & 15, Floats) * 2.0f - 15.0f;
-    to[1] = __builtin_convertvector(codes >> 4, Floats) * 2.0f - 15.0f;
+    to[0] = __builtin_convertvector(codes & 15, Floats);
+    to[1] = __builtin_convertvector(codes >> 4, Floats);
   }
 }
 template <class T>
@@ -127,13 +127,13 @@ inline float load_part(T from, int part) {
   if constexpr (PARTS<T> == 1)
     return static_cast<float>(from);
   else
-    return level_of(from, part);
+    return code_of(from, part);
 }
 
-// The same of a row of `dim`, to 8 bits.
+// What a row of `dim` stands for, in 8 bits.
 inline void widen(const uint8_t* from, int64_t dim, int8_t* to) {
   for (int64_t d = 0; d < dim / 2; ++d)
-    for (int part = 0; part < 2; ++part) to[2 * d + part] = level_of(from[d], part);
+    for (int part = 0; part < 2; ++part) to[2 * d + part] = 2 * code_of(from[d], part) - 15;
 }
 
 template <class T, int N>
@@ -162,6 +162,15 @@ inline Four<NumberOf<Vector>> quarter(Vector vector) {
 inline float sum(Floats vector) {
   const Four<float> four = quarter(vector);
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline float sum_of(const float* from, int64_t count) {
+  Floats total = {};
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) total += load(from + i);
+  float found = sum(total);
+  for (; i < count; ++i) found += from[i];
+  return found;
 }
 
 // The sums of four vectors' numbers.
