@@ -42,6 +42,7 @@ from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
+from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
 from razor_dist.models.shape import ModelShape
@@ -214,6 +215,7 @@ class ReplayModel(InProcess):
         engine = self.engine(method, tokens)
         if method.selection is not None:
             slow = slower_half(self.replay.model, self.shape.head_dim)
+            check_one_chunk(self.replay.model.base_model, tokens)
             self.replay.selected = SelectedHeads(method.selection, slow, tokens)
         with given:
             prefill(engine.core, document)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from razor_dist.kernels.alibi import Distance
+from razor_dist.kernels.alibi import Distance, Places
 from razor_dist.kernels.decode import Pages, Turned, Windows
+from razor_dist.kernels.dual_chunk import DualChunk
 from razor_dist.kernels.fused import rotate
 from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
@@ -66,9 +67,10 @@ def attend(
     slopes: Tensor | None = None,
     pack: bool = False,
     places: Tensor | None = None,
+    dual: DualChunk | None = None,
 ) -> Tensor | None:
-    """See `razor_dist.kernels.decode`."""
-    split, query = 0 if pages is None else len(pages.k), Query(q.float(), scale, slopes)
+    """See `razor_dist.kernels.decode`; ``dual`` is known here alone."""
+    split, query = 0 if pages is None else len(pages.k), Query(q.float(), scale, slopes, dual=dual)
     if windows is not None:
         of = order[split:]
         mine = query.heads(of)
@@ -120,8 +122,17 @@ def _together(partials: Iterator[Partial]) -> Partial:
     return Partial(torch.cat(outs, 2), torch.cat(lses, 2))
 
 
-def _see(query: Query, k: KeysOrValues, v: KeysOrValues, distance: Tensor | None) -> Partial:
-    where = None if distance is None else Distance.of(distance.float(), query.q.dtype)
+def _see(
+    query: Query, k: KeysOrValues, v: KeysOrValues, position: int, places: Tensor | None
+) -> Partial:
+    """Attention of a query at ``position`` to keys at ``places``, which matter if `by_distance`."""
+    where: Places | Distance | None = None
+    if query.dual is not None:
+        assert places is not None
+        where = Places([range(position, position + 1)], places)
+    elif query.slopes is not None:
+        assert places is not None
+        where = Distance.of((places - position).float(), query.q.dtype)
     if isinstance(k, Tensor) and isinstance(v, Tensor):
         k, v = k.float(), v.float()
     return query.attend(k, v, where=where)
@@ -133,26 +144,24 @@ def _read(store: Tensor, scale: Tensor | None, at: slice | Tensor) -> KeysOrValu
 
 def _see_shard(query: Query, pages: Pages, t: int) -> Partial:
     """One query's attention to the pages of its sequence."""
-    stored = int(pages.stored[t])
+    stored, position = int(pages.stored[t]), int(pages.position[t])
     if not stored:
         return empty_partial(query.q)
     table = pages.table[t, : -(-stored // pages.page_size)].long()
     first = int(table[0])
-    if torch.equal(table, torch.arange(first, first + len(table))):
+    device = table.device
+    if torch.equal(table, torch.arange(first, first + len(table), device=device)):
         begin = first * pages.page_size
         spans: list[slice | Tensor] = [slice(begin, begin + stored)]
     else:
-        slots = table[:, None] * pages.page_size + torch.arange(pages.page_size)
+        slots = table[:, None] * pages.page_size + torch.arange(pages.page_size, device=device)
         spans = list(slots.flatten()[:stored].split(_COPIED))
 
     def parts() -> Iterator[Partial]:
         for span in spans:
             k, v = _read(pages.k, pages.k_scale, span), _read(pages.v, pages.v_scale, span)
-            away = None
-            if query.by_distance:
-                assert pages.places is not None
-                away = pages.places[span] - pages.position[t]
-            yield _see(query, k, v, away)
+            places = None if pages.places is None else pages.places[span]
+            yield _see(query, k, v, position, places)
 
     return merge(parts())
 
@@ -175,12 +184,15 @@ def _see_window(query: Query, windows: Windows, t: int) -> Partial:
             if low < high:
                 at = slice(place, place + high - low)
                 k, v = windows.k[:, at], windows.v[:, at]
-                away = torch.arange(low, high) - position if query.by_distance else None
-                yield _see(query, k, v, away)
+                places = None
+                if query.by_distance:
+                    places = torch.arange(low, high, device=query.q.device)
+                yield _see(query, k, v, position, places)
         if windows.compensation and first > sinks:
-            # It stands in the middle of the tokens that it stands for.
+            # It stands in the middle of the tokens that it stands for, or in the first chunk.
             away = torch.tensor([(first + sinks - 1) / 2 - position])
+            one = query.seen_by(0, range(position, position + 1))
             k, v = windows.k[:, begin].float(), windows.v[:, begin].float()
-            yield query.compensate(k, v, first - sinks, away)
+            yield one.compensate(k, v, first - sinks, away)
 
     return merge(parts())

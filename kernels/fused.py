@@ -63,17 +63,21 @@ def rotate(
     first half is read. Pairs are neighbours if ``interleaved``, else dimensions i and i + R/2.
     """
 
-    def turned(x: Tensor) -> Tensor:
-        width = cos.shape[-1]
-        part, rest = x[..., :width].float(), x[..., width:]
-        c, s = (table[:, None, :, : width // 2].float() for table in (cos, sin))
-        pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
-        a, b = pairs.unbind(-1)
-        both = torch.stack([a * c - b * s, b * c + a * s], -1)
-        found = both.flatten(-2) if interleaved else both.mT.flatten(-2)
-        return torch.cat([found.to(x.dtype), rest], -1)
+    half = cos.shape[-1] // 2
+    tables = cos[..., :half], sin[..., :half]
+    return turn(q, *tables, interleaved=interleaved), turn(k, *tables, interleaved=interleaved)
 
-    return turned(q), turned(k)
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """`rotate` of one tensor ``[1, H, T, D]``; ``cos`` and ``sin`` are ``[1, T, R / 2]``."""
+    width = 2 * cos.shape[-1]
+    part, rest = x[..., :width].float(), x[..., width:]
+    c, s = (table[:, None].float() for table in (cos, sin))
+    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
+    a, b = pairs.unbind(-1)
+    both = torch.stack([a * c - b * s, b * c + a * s], -1)
+    found = both.flatten(-2) if interleaved else both.mT.flatten(-2)
+    return torch.cat([found.to(x.dtype), rest], -1)
 
 
 class _Postponed(NamedTuple):

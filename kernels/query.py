@@ -25,6 +25,7 @@ from razor_dist.kernels.alibi import (
     distance_bias,
 )
 from razor_dist.kernels.decode import Rotation
+from razor_dist.kernels.dual_chunk import DualChunk, attend_in_chunks
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import KeysOrValues, unpacked
 
@@ -38,7 +39,10 @@ class Keys(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance."""
+    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance.
+
+    With dual chunk attention, they are rotated differently for keys of different chunks.
+    """
 
     q: Tensor  # [K, G, T, D]
     scale: float
@@ -46,6 +50,8 @@ class Query(NamedTuple):
     slopes: Tensor | None = None
     # Of these queries and their keys, where attention is to rotate them.
     rotation: Rotation | None = None
+    # Where a text is longer than one chunk of it: a model's dual chunk attention.
+    dual: DualChunk | None = None
 
     @classmethod
     def grouped(cls, q: Tensor, scale: float, slopes: Tensor | None, kv_heads: int) -> Query:
@@ -58,14 +64,20 @@ class Query(NamedTuple):
     @property
     def by_distance(self) -> bool:
         """True if scores depend on where tokens stand, beyond what queries and keys hold."""
-        return self.slopes is not None
+        return self.slopes is not None or self.dual is not None
 
     def heads(self, index: slice | Tensor) -> Query:
         slopes = None if self.slopes is None else self.slopes[index]
-        return Query(self.q[index], self.scale, slopes)
+        return Query(self.q[index], self.scale, slopes, dual=self.dual)
 
     def tokens(self, span: slice) -> Query:
         return self._replace(q=self.q[:, :, span])
+
+    def seen_by(self, chunk: int, at: range) -> Query:
+        """The same, at positions ``at``, for keys of one chunk of dual chunk attention."""
+        if self.dual is None:
+            return self
+        return self._replace(q=self.dual.turned(self.q, at, chunk), dual=None)
 
     def attend(
         self,
@@ -79,10 +91,13 @@ class Query(NamedTuple):
 
         They may be packed, as `razor_dist.kernels.quantized` says.
 
-        ``where`` is needed if `by_distance`: where queries and keys stand, or how far the keys are
-        from queries that all stand in one place.
+        ``where`` is needed if `by_distance`: where queries and keys stand, or with ALiBi how far
+        the keys are from queries that all stand in one place.
         """
         k, v = unpacked(k), unpacked(v)
+        if self.dual is not None:
+            assert isinstance(where, Places)
+            return attend_in_chunks(self.q, k, v, self.dual, where, scale=self.scale, causal=causal)
         if self.slopes is None:
             return attend(self.q, k, v, scale=self.scale, causal=causal)
         assert where is not None
@@ -97,7 +112,7 @@ class Query(NamedTuple):
         return self.attend(keys.k, keys.v, where=keys.where)
 
     def takes_windows(self, k: KeysOrValues) -> bool:
-        return self.slopes is None and takes_windows(self.q, k)
+        return not self.by_distance and takes_windows(self.q, k)
 
     def attend_windows(self, k: KeysOrValues, v: KeysOrValues, first: Tensor) -> Partial:
         """See `razor_dist.kernels.attend_windows`."""
@@ -124,8 +139,9 @@ class Query(NamedTuple):
     ) -> Partial:
         """Attention to a compensation token: see `razor_dist.kernels.compensate`.
 
-        ``away`` is needed if `by_distance`: float32 ``[T]``, how far the token is from each query.
+        ``away`` is needed with ALiBi: float32 ``[T]``, how far the token is from each query.
         """
+        assert self.dual is None, "it stands in one chunk: `seen_by`"
         found = compensate(self.q, k_mean, v_mean, count, scale=self.scale)
         if self.slopes is None:
             return found

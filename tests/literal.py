@@ -24,14 +24,9 @@ def literal_head(
     """
     place = torch.arange(q.shape[0], dtype=q.dtype)
     out = torch.empty_like(q)
-    n0, block, ratio = settings["sinks"], settings["block"], settings["ratio"]
+    n0 = settings["sinks"]
     for i in range(q.shape[0]):
-        length = settings["minimum"]
-        if ratio is not None:
-            length = max(length, math.ceil((i + 1) / ratio))
-        if settings["maximum"] is not None:
-            length = min(length, settings["maximum"])
-        start = block * math.floor((i + 1 - length) / block)
+        start = window_start(i, settings)
         if start <= n0:
             weights = torch.exp(scale * (k[: i + 1] @ q[i]) + slope * (place[: i + 1] - i))
             out[i] = weights @ v[: i + 1] / weights.sum()
@@ -47,6 +42,17 @@ def literal_head(
             numerator, denominator = numerator + weight * v_hat, denominator + weight
         out[i] = numerator / denominator
     return out
+
+
+def window_start(i: int, settings: dict[str, Any]) -> int:
+    """Where the window of the query at position ``i`` begins; perhaps before the text."""
+    length, ratio = settings["minimum"], settings["ratio"]
+    if ratio is not None:
+        length = max(length, math.ceil((i + 1) / ratio))
+    if settings["maximum"] is not None:
+        length = min(length, settings["maximum"])
+    start: int = settings["block"] * math.floor((i + 1 - length) / settings["block"])
+    return start
 
 
 def _forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from razor_dist.attention.step import BlockTables, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
+from razor_dist.kernels import decode_torch
 from razor_dist.kernels.decode import Pages, Turned, Windows, implementation, mixes_dtypes
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
@@ -29,15 +31,23 @@ class DecodeContext:
     shard; one all-gather a layer carries ``out`` and ``lse``, packed together.
 
     Which sequences they are follows from ``inputs`` and ``tables`` alone; nothing is read back from
-    the device, here or in `attend`, so that both can be captured.
+    the device, here or in `attend`, so that both can be captured. Not so ``beyond_chunk``, where a
+    token stands beyond the first chunk of dual chunk attention.
     """
 
     def __init__(
-        self, comm: Communicator, caches: Caches, inputs: StepInputs, tables: BlockTables
+        self,
+        comm: Communicator,
+        caches: Caches,
+        inputs: StepInputs,
+        tables: BlockTables,
+        *,
+        beyond_chunk: bool = False,
     ) -> None:
         self.comm, self.caches, self._inputs, self._tables = comm, caches, inputs, tables
         self.tokens = len(inputs.token)
-        self._kernels = implementation(inputs.token.device)
+        self._beyond_chunk = beyond_chunk
+        self._kernels = decode_torch if beyond_chunk else implementation(inputs.token.device)
         if caches.pages.positions is not None:
             caches.pages.positions.index_copy_(0, inputs.at, inputs.position)
 
@@ -55,7 +65,13 @@ class DecodeContext:
         found = None
         for order, windows in self._windows(heads):
             self._kernels.store(k, v, order, pages, windows, turned)
-            options = {"scale": query.scale, "slopes": query.slopes, "places": heads.places}
+            options: dict[str, Any] = {
+                "scale": query.scale,
+                "slopes": query.slopes,
+                "places": heads.places,
+            }
+            if self._beyond_chunk:
+                options["dual"] = self.caches.dual
             found = self._kernels.attend(q, order, pages, windows, out, pack=pack, **options)
             if found is not None:
                 gathered = self.comm.all_gather(found, "merge")

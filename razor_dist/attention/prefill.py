@@ -45,6 +45,7 @@ class PrefillContext:
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads, exact = self.caches.layout.layers[layer], self._chunk.exact
+        query = self.caches.placed(query, self._chunk.chunk.end)
         dtype = query.q.dtype
         kv_heads, group_size, n, dim = query.q.shape
         out = torch.zeros(n, kv_heads, group_size, dim, dtype=dtype, device=k.device)

@@ -74,7 +74,8 @@ class ReplicatedContext:
             both = self._caches.streaming[group.index].stored(k[group.part], v[group.part])
             found = []
             for prompt, windows in zip(self._prompts, self._streaming, strict=True):
-                mine, (k_of, v_of) = of.tokens(prompt.at), (x[:, prompt.at] for x in both)
+                mine = self._caches.placed(of.tokens(prompt.at), prompt.chunk.end)
+                k_of, v_of = (x[:, prompt.at] for x in both)
                 window = windows[group.index]
                 transfers = window.start(layer, group, [], k_of, v_of)
                 out = window.finish(layer, group, mine, transfers)
@@ -85,6 +86,7 @@ class ReplicatedContext:
     def _retrieval(self, heads: ShortHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the retrieval heads: float32 ``[K, G, T, D]``."""
         pages, rows = self._caches.pages, heads.retrieval_rows
+        query = self._caches.placed(query, max(prompt.chunk.end for prompt in self._prompts))
         own = []
         for prompt in self._prompts:
             k_of, v_of = k[:, prompt.at], v[:, prompt.at]

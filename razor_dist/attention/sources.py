@@ -17,7 +17,9 @@ from torch import Tensor
 
 from razor_dist.attention.step import SourceToken
 from razor_dist.cache.caches import Caches
+from razor_dist.cache.pages import Span
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.dual_chunk import INTER
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
@@ -88,7 +90,8 @@ class SourceTracer:
         heads: SourceHeads,
         tokens: Seq[SourceToken],
     ) -> None:
-        self._comm, self._pages, self._heads, self._tokens = comm, caches.pages, heads, tokens
+        self._comm, self._caches, self._heads, self._tokens = comm, caches, heads, tokens
+        self._pages = caches.pages
         shape, device = (len(tokens), heads.count), caches.pages.k.device
         # Scores, indices in the rank's shard, and the lse, for each token and head.
         self._scores = torch.full((*shape, TOP), -torch.inf, device=device)
@@ -106,7 +109,7 @@ class SourceTracer:
                 parts = []
                 for span in token.spans:
                     keys, _ = self._pages.at(slice(head.row, head.row + 1), span)
-                    scores = scores_of(q, keys)
+                    scores = self._score(q, keys, token.position, span)
                     if query.slopes is not None:
                         assert self._pages.positions is not None
                         distance = (self._pages.positions[span] - token.position).float()
@@ -120,6 +123,19 @@ class SourceTracer:
                 self._scores[at][: len(top.values)] = top.values
                 self._indices[at][: len(top.values)] = top.indices
                 self._lse[at] = scores.logsumexp(0)
+
+    def _score(self, q: Tensor, keys: KeysOrValues, position: int, span: Span) -> Tensor:
+        """`scores_of` a query at ``position`` and the keys in the slots ``span``."""
+        dual = self._caches.dual
+        if dual is None or position < dual.length:
+            return scores_of(q, keys)
+        assert self._pages.positions is not None
+        at, chunk = range(position, position + 1), position // dual.length
+        row = q.view(1, 1, 1, -1)
+        turned = [dual.turned(row, at, chunk - away).flatten() for away in range(INTER + 1)]
+        every = torch.stack([scores_of(of_one, keys) for of_one in turned])
+        away = chunk - self._pages.positions[span] // dual.length
+        return every.gather(0, away.clamp(max=INTER).unsqueeze(0)).squeeze(0)
 
     def gather(self) -> list[Sources]:
         """Return, on rank 0, each token's sources; all ranks must call it, after the pass."""

@@ -58,7 +58,7 @@ class StepInputs(NamedTuple):
         return cls(*rows[:5], *rows[5:].chunk(3))
 
 
-_AT, _STORED = StepInputs._fields.index("at"), StepInputs._fields.index("stored")
+_POSITION, _AT, _STORED = map(StepInputs._fields.index, ("position", "at", "stored"))
 
 
 class BlockTables(NamedTuple):
@@ -82,6 +82,11 @@ class DecodeBatch:
 
     def __len__(self) -> int:
         return len(self.pages)
+
+    @property
+    def end(self) -> int:
+        """One more than the largest position of a token."""
+        return int(self.inputs[_POSITION].max()) + 1
 
     def padded(self, rows: int) -> Tensor:
         """`inputs` with further columns that are of no token: these store and see nothing."""

@@ -27,6 +27,7 @@ n runs of B queries each.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,8 @@ class SpanQueries:
 
     def see_windows(self, runs: Sequence[WindowRun], keys: SpanKeys) -> Partial:
         """Attention of adjacent runs, each to its window."""
+        if self.query.dual is not None:
+            return self._see_windows_in_chunks(runs, keys, self.query.dual.length)
         at, start = _range(runs), max(runs[0].start, keys.first)
         k, v = keys.windowed(start, at.stop)
         if self.query.takes_windows(k):
@@ -111,6 +114,29 @@ class SpanQueries:
             for group in _alike(runs, keys.first, most)
         ]
         return Partial(*(torch.cat(x, 2) for x in zip(*found, strict=True)))
+
+    def _see_windows_in_chunks(
+        self, runs: Sequence[WindowRun], keys: SpanKeys, length: int
+    ) -> Partial:
+        """The same with dual chunk attention: windows within one chunk are as without it."""
+
+        def chunk_of(run: WindowRun) -> int | None:
+            chunk = max(run.start, keys.first) // length
+            return chunk if chunk == (run.end - 1) // length else None
+
+        found = []
+        for chunk, group in itertools.groupby(runs, chunk_of):
+            own = list(group)
+            if chunk is None:
+                found += [self._see_window(run, keys) for run in own]
+            else:
+                at = _range(own)
+                queries = SpanQueries(self.part(at).seen_by(chunk, at), at.start)
+                found.append(queries.see_windows(own, keys))
+        return Partial(
+            torch.cat([part.out.float() for part in found], 2),
+            torch.cat([part.lse for part in found], 2),
+        )
 
     def _see_window(self, run: WindowRun, keys: SpanKeys) -> Partial:
         at, start = _range([run]), max(run.start, keys.first)
@@ -149,12 +175,14 @@ class SpanQueries:
         at, device, away = _range(runs), sums.device, None
         run_of, counts = _runs_and_drops(tuple(runs), sinks, device)
         k_mean, v_mean = keys.mean(sums, counts.clamp(min=1).unsqueeze(-1))
-        if self.query.by_distance:
+        if self.query.slopes is not None:
             # It stands where the tokens do that it stands for, on average.
             middle = sinks + (counts[run_of] - 1) / 2
             away = middle - torch.arange(at.start, at.stop, device=device)
         k_mean, v_mean = (x.index_select(1, run_of) for x in (k_mean, v_mean))
-        return self.part(at).compensate(k_mean, v_mean, counts[run_of], away)
+        # With dual chunk attention it stands in the first chunk, as the sinks do.
+        query = self.part(at).seen_by(0, at)
+        return query.compensate(k_mean, v_mean, counts[run_of], away)
 
 
 def window_attention(

@@ -11,6 +11,8 @@ from razor_dist.cache.pages import PagePool
 from razor_dist.cache.slots import Arena
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.dual_chunk import DualChunk
+from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
 
 
@@ -37,6 +39,20 @@ class Caches:
     pages: PagePool  # retrieval heads
     streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
     scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
+    dual: DualChunk | None = None  # the model's dual chunk attention
+
+    def placed(self, query: Query, end: int) -> Query:
+        """The queries of tokens before position ``end``, with what scoring keys takes there."""
+        return query._replace(dual=self.dual) if self.beyond_chunk(end) else query
+
+    def beyond_chunk(self, end: int) -> bool:
+        """True if a text of ``end`` tokens has more than one chunk of dual chunk attention."""
+        return self.dual is not None and end > self.dual.length
+
+    def by_distance(self, end: int) -> bool:
+        """True if scores in a text of ``end`` tokens depend on where keys stand."""
+        tracked = self.pages.positions is not None
+        return tracked and (self.dual is None or self.beyond_chunk(end))
 
     @property
     def stores(self) -> list[PagePool | StreamingCache]:
@@ -67,7 +83,7 @@ def new_caches(
         dim,
         dtype=cache.dtype,
         device=device,
-        track_positions=shape.alibi,
+        track_positions=shape.alibi or shape.dual_chunk is not None,
     )
     scratch, dtype = None, cache.streaming_dtype
     if cache.scratch_pages and layout.streaming_rows:

@@ -87,11 +87,10 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
     """
     length = config.max_model_len or shape.max_positions
     if length > shape.max_positions and not shape.alibi:
-        most = f"{shape.max_positions} positions"
-        limit = (
-            f"is served up to {most}: {shape.beyond}" if shape.beyond else f"was made for {most}"
+        raise ConfigError(
+            f"max_model_len is {length}, but {config.model} was made for {shape.max_positions} "
+            "positions"
         )
-        raise ConfigError(f"max_model_len is {length}, but {config.model} {limit}")
     return length
 
 

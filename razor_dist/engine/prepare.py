@@ -246,7 +246,7 @@ class Preparation:
     ) -> ShardPart:
         old, size = table.tokens, self._comm.size
         positions: list[Tensor] = []
-        if self._caches.pages.positions is not None:
+        if self._caches.by_distance(chunk.end):
             positions = [
                 positions_of(shard_positions(before, chunk.begin, rank, size), self._device)
                 for rank in range(size)

@@ -42,6 +42,7 @@ from razor_dist.kernels.decode import available
 from razor_dist.kernels.fused import postponed_rotations
 from razor_dist.kernels.linear import choose_ways
 from razor_dist.models.bridge import AttentionContext
+from razor_dist.models.dual_chunk import dual_chunk_of
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -83,6 +84,8 @@ class ModelRunner:
         # Rotary embeddings of decode steps, to attention.
         self._postpones = rotates(self.device) and rotations_can_wait(model, shape)
         self.caches = new_caches(layout, shape, cache, self.device)
+        if shape.dual_chunk is not None:
+            self.caches.dual = dual_chunk_of(model.base_model)
         self._preparation = Preparation(comm, self.caches, tensor_parallel=tensor is not None)
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.device.type == "cpu":
@@ -201,12 +204,14 @@ class ModelRunner:
         """The step of ``entries`` as data, without a word to other ranks."""
         return self._preparation.step(entries, self.sequences)
 
-    def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> tuple[Tensor, Tensor]:
+    def decode_logits(
+        self, inputs: StepInputs, tables: BlockTables, *, beyond_chunk: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Logits ``[n, V]`` after n tokens of answers, and `likeliest`; on rank 0, which samples.
 
-        The other ranks have none of the rows.
+        The other ranks have none of the rows. ``beyond_chunk`` is as `DecodeContext` has it.
         """
-        context = DecodeContext(self.comm, self.caches, inputs, tables)
+        context = DecodeContext(self.comm, self.caches, inputs, tables, beyond_chunk=beyond_chunk)
         keep = None if self._tensor is not None or self.comm.rank == 0 else self._nothing
         shares = self._tensor is not None
         with postponed_rotations(self._postpones):
@@ -215,19 +220,22 @@ class ModelRunner:
 
     def _run(self, part: Pass, kept: list[Kept]) -> Tensor:
         """float32 logits ``[n, V]`` of one pass; take what it leaves of its chunks to ``kept``."""
+        beyond = part.decode is not None and self.caches.beyond_chunk(part.decode.end)
         if part.recordable:
             assert part.decode is not None
-            if self.graphs is not None:
+            if self.graphs is not None and not beyond:
                 logits, self.likeliest = self.graphs.run(part.decode)
             else:
                 inputs, tables = part.decode.on(self.device, len(part.decode))
-                logits, self.likeliest = self.decode_logits(inputs, tables)
+                found = self.decode_logits(inputs, tables, beyond_chunk=beyond)
+                logits, self.likeliest = found
             return logits
         contexts: list[DecodeContext | ReplicatedContext | PrefillContext] = []
         ids, positions = [], []
         if part.decode is not None:
             inputs, tables = part.decode.on(self.device, len(part.decode))
-            contexts.append(DecodeContext(self.comm, self.caches, inputs, tables))
+            decode = DecodeContext(self.comm, self.caches, inputs, tables, beyond_chunk=beyond)
+            contexts.append(decode)
             ids, positions = [inputs.token], [inputs.model_position]
         if part.replicated:
             contexts.append(ReplicatedContext(self.comm, self.caches, part.replicated))

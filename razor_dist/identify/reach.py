@@ -30,6 +30,7 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.identify.criterion import Criterion, Sample
 from razor_dist.identify.prose import Prose
 from razor_dist.identify.settings import ReachSettings
+from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 
@@ -55,6 +56,7 @@ class Reach(Criterion):
 
     def begin(self, sample: Sample) -> None:
         super().begin(sample)
+        check_one_chunk(self._body, max(len(sample.ids), self._length))
         self._texts += 1
         self._turns = self._turns_of(len(sample.ids))
         self._places = self._turns_of(self._length)

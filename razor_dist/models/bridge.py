@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from razor_dist.kernels.fused import postponed_rotation
 from razor_dist.kernels.query import Query
+from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.longrope import position_mark
 
 NAME = "razor"
@@ -99,6 +100,7 @@ def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContex
     """Run a prompt, int64 ``[N]``, through a model's body; logits would outweigh all else."""
     ids = input_ids.to(model.device)
     body = model.base_model
+    check_one_chunk(body, len(ids))
     positions = torch.arange(len(ids), device=ids.device) + position_mark(body, len(ids))
     body(
         input_ids=ids.unsqueeze(0),

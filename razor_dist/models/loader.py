@@ -31,6 +31,7 @@ from razor_dist.kernels.fused import use_fused_layers
 from razor_dist.kernels.linear import joins, use_fast_linear, use_joined_linear
 from razor_dist.models.adapters import adapter, is_alibi, register_configs
 from razor_dist.models.bridge import NAME as RAZOR_ATTENTION
+from razor_dist.models.dual_chunk import count_within_chunks
 from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions
 from razor_dist.models.support import (
@@ -189,6 +190,7 @@ def model_from_config(
 
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
     mark_long_positions(model)
+    count_within_chunks(model)
     use_fast_linear(model)
     if joins(model.device.type):
         use_joined_linear(model)

@@ -80,7 +80,7 @@ PUBLISHED["zai-org/glm-4-9b-chat-1m-hf"] = json.loads(GLM.read_text())
 SERVED = {
     "meta-llama/Llama-2-7b-hf": (32, 32, 128, 4096),
     "meta-llama/Llama-3.1-8B": (32, 8, 128, 131072),
-    "Qwen/Qwen2.5-7B-Instruct-1M": (28, 4, 128, 262144 - 8192),  # one chunk of its attention
+    "Qwen/Qwen2.5-7B-Instruct-1M": (28, 4, 128, 1010000),
     "Qwen/Qwen3-8B": (32, 8, 128, 40960),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": (32, 4, 128, 262144),
     "gradientai/Llama-3-8B-Instruct-Gradient-1048k": (32, 8, 128, 1048576),
@@ -120,17 +120,27 @@ def test_published_models_that_are_refused(name: str, tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_dual_chunk_attention_is_served_as_far_as_it_is_ordinary() -> None:
+def test_dual_chunk_attention_is_served_as_far_as_it_was_made_for() -> None:
     fields = PUBLISHED["Qwen/Qwen2.5-7B-Instruct-1M"]
     shape = ModelShape.from_config(AutoConfig.for_model(**fields))
-    with pytest.raises(ConfigError, match=r"up to 253952 .*dual_chunk_attention_config"):
-        context_length(EngineConfig(max_model_len=253953), shape)
-    assert context_length(EngineConfig(), shape) == 253952
-    # A text that never fills one chunk is what the model was made for.
+    assert shape.dual_chunk == 262144 - 8192
+    with pytest.raises(ConfigError, match="made for 1010000 positions"):
+        context_length(EngineConfig(max_model_len=1010001), shape)
+    # A text that never fills one chunk needs none of it.
     short = AutoConfig.for_model(**fields | {"max_position_embeddings": 32768})
-    assert ModelShape.from_config(short).max_positions == 32768
-    plain = {key: fields[key] for key in fields.keys() - {"dual_chunk_attention_config"}}
-    assert ModelShape.from_config(AutoConfig.for_model(**plain)).max_positions == 1010000
+    assert ModelShape.from_config(short).dual_chunk is None
+    llama = PUBLISHED["meta-llama/Llama-3.1-8B"]
+    names = ("dual_chunk_attention_config",)
+    with pytest.raises(ModelError, match="of type 'llama', and its rope_type is llama3"):
+        ModelShape.from_config(AutoConfig.for_model(**llama, **{n: fields[n] for n in names}))
+
+
+@pytest.mark.parametrize("original", [-1, 7, "262144", 1.5])
+def test_dual_chunk_attention_of_another_length(original: object) -> None:
+    fields = {"chunk_size": 10, "local_size": 2, "original_max_position_embeddings": original}
+    config = AutoConfig.for_model("qwen2", dual_chunk_attention_config=fields)
+    with pytest.raises(ModelError, match="must be 0, or an integer of at least"):
+        ModelShape.from_config(config)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"chunk_size": 64}, {"chunk_size": 8, "local_size": 8}, 7])

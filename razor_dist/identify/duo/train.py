@@ -45,6 +45,7 @@ from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo import pattern as duo_pattern
 from razor_dist.identify.duo.attention import GateContext, Ulysses
 from razor_dist.identify.settings import DuoSettings, PasskeySettings
+from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
@@ -106,6 +107,7 @@ class GatedModel(nn.Module):
         ids = nn.functional.pad(sample.ids, (0, extra))[mine].to(device)
         mask = nn.functional.pad(sample.mask, (0, extra))[mine].to(device)
         positions = torch.arange(mine.start, mine.stop, device=device)
+        check_one_chunk(self._body[0], len(sample.ids))
         positions += position_mark(self._body[0], len(sample.ids))
         with torch.no_grad():
             target = self._hidden(ids, positions, None)[mask].float()
