@@ -183,7 +183,8 @@ class ReplayModel(InProcess):
         own = {name: value for name, value in method.settings.items() if name in known}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
         shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
-        shared |= {"prefix_cache": False}  # of another method's, or a replay's, keys
+        # A prefix would hold another method's keys; a replay has those of one token a step.
+        shared |= {"prefix_cache": False, "speculative_config": None}
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
         retrieval, windows = method.retrieval, method.windows
         if retrieval is None:

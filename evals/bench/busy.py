@@ -118,7 +118,9 @@ def _engine(settings: BusyBenchSettings, size: int | None, stack: ExitStack) -> 
     if size is None:
         tokens = str(max(settings.lengths))
         return stock_engine(EngineBenchSettings(model=settings.model, tokens=tokens))
-    llm = stack.enter_context(LLM(settings.model, world_size=size, prefix_cache=False))
+    llm = stack.enter_context(
+        LLM(settings.model, world_size=size, prefix_cache=False, speculative_config=None)
+    )
     return timed_generate(llm)
 
 

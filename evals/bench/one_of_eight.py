@@ -68,6 +68,7 @@ def deployment(bench: Bench, folder: str, context: int, sequences: int) -> Deplo
         window_min=min(4000, window),
         window_max=window,
         prefix_cache=False,
+        speculative_config=None,
         max_step_ms=1e9,  # no prompt is cut
     )
     return Deployment.of(config, "cuda" if bench.cuda else "cpu", _KEPT)

@@ -179,8 +179,33 @@ class EngineBenchSettings(ModelBenchSettings):
             decode=decode,
             threads=max(1, self.threads // world_size),
             prefix_cache=False,  # what is measured is read
+            speculative_config=None,  # and each token takes a step
             **dtypes,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchBenchSettings(PromptBenchSettings):
+    """Settings of ``bench batch``; the embedded model."""
+
+    tokens: Annotated[str, Option(help="Tokens of each prompt.")] = "500"
+    new_tokens: NewTokens = 64
+    answers_at_once: Annotated[str, Option(help="Numbers of answers at once.")] = "1,8,16,32"
+    repeats: Repeats = 3
+    world_size: WorldSize = 1
+    threads: Annotated[
+        int, Option(min=1, help="Threads of one rank; several ranks share them.")
+    ] = 2
+    openvino: Annotated[bool, Option("--openvino", help="Also OpenVINO (extra: peers).")] = False
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.counts
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return _sizes("answers_at_once", self.answers_at_once)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +298,7 @@ class ShapeBenchSettings(PromptBenchSettings):
             window_ratio=5,
             window_max=window_max,
             prefix_cache=False,
+            speculative_config=None,
         )
 
 
@@ -400,6 +426,7 @@ def _sizes(name: str, text: str) -> tuple[int, ...]:
 # The benches by name, which is their module's and their command's too.
 BENCHES: Mapping[str, tuple[type[BenchSettings], str]] = {
     "engine": (EngineBenchSettings, "transformers' generate, our engine, and our ranks."),
+    "batch": (BatchBenchSettings, "Several answers at once beside one; the embedded model."),
     "busy": (BusyBenchSettings, "The same beside processes that compute without end."),
     "shape": (
         ShapeBenchSettings,

@@ -154,11 +154,11 @@ class EngineConfig(BaseModel):
         True, "Decode steps are recorded and repeated: in CUDA graphs, and on CPU."
     )
     speculative_config: Annotated[
-        SpeculativeConfig | None, BeforeValidator(SpeculativeConfig.of)
+        SpeculativeConfig | Literal["auto"] | None, BeforeValidator(SpeculativeConfig.of)
     ] = _ranks(
-        None,
+        "auto",
         "Drafts from what the prompt says, as JSON with vLLM's names: method (lookup or ngram), "
-        "num_speculative_tokens, prompt_lookup_min and _max; none: no drafts.",
+        "num_speculative_tokens, prompt_lookup_min and _max; auto: lookup on cpu; none: no drafts.",
     )
     shared_memory: bool = _ranks(
         True, "Ranks of one host talk through memory that they share; off: over gloo."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from razor_dist.config.validation import SettingError, object_setting
 
@@ -52,9 +53,9 @@ class SpeculativeConfig:
             )
 
     @classmethod
-    def of(cls, value: object) -> SpeculativeConfig | None:
-        """Make one of a setting's value: a mapping of these fields, or that as JSON."""
-        return object_setting(cls, _NAME, value)
+    def of(cls, value: object) -> SpeculativeConfig | Literal["auto"] | None:
+        """Make one of a setting's value: a mapping of these fields, that as JSON, auto or none."""
+        return "auto" if value == "auto" else object_setting(cls, _NAME, value)
 
     @property
     def lookup_min(self) -> int:

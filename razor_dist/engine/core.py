@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.draws import Draws, Run
 from razor_dist.engine.intake import Intake
@@ -78,9 +79,12 @@ class EngineCore:
             end_ids=eos_token_ids,
         )
         self._drafts: Drafts | None = None
-        if config.speculative_config is not None:
-            drafts = config.speculative_config, prefill_policy.cost, runner.most_decoded
-            self.scheduler.batch.drafter = self._drafts = Drafts(*drafts)
+        speculative = config.speculative_config
+        if speculative == "auto":  # measured on CPU only
+            speculative = SpeculativeConfig() if runner.device.type == "cpu" else None
+        if speculative is not None:
+            self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
+            self.scheduler.batch.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
         self._draws = Draws(runner, eos_token_ids)
         self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)

@@ -238,3 +238,4 @@ def test_the_setting_reaches_the_ranks() -> None:
     assert (again.speculative_config.lookup_min, again.speculative_config.lookup_max) == (3, 3)
     assert EngineConfig(speculative_config={"method": "lookup"}).speculative_config is not None
     assert load_config(EngineConfig, {"speculative_config": "none"}, {}).speculative_config is None
+    assert EngineConfig.from_json(EngineConfig().engine_json()).speculative_config == "auto"

@@ -1,0 +1,133 @@
+"""Tokens per second of several answers at once, beside one answer.
+
+Seconds of the answers are those of prompts with all their tokens, less those of the same prompts
+with one token each: the same for any engine. Engines take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from razor_dist.evals.bench.engine import greedy
+from razor_dist.evals.bench.measure import BenchRecord, Table, random_tokens
+from razor_dist.evals.bench.settings import PEERS, BatchBenchSettings
+from razor_dist.llm.llm import LLM
+from razor_dist.models.smollm2 import gguf_file
+
+log = logging.getLogger(__name__)
+
+Answers = Callable[[list[list[int]], int], None]  # an engine; of prompts and tokens of each answer
+
+# Eight answers at once should give this many times the tokens per second of one.
+_BARS = {8: 5.0}
+_INT8 = {"kv_dtype": "int8", "weight_dtype": "int8"}
+_VOCAB = 49152  # of the embedded model
+
+
+@contextmanager
+def _razor(settings: BatchBenchSettings, **dtypes: str) -> Iterator[Answers]:
+    longest = settings.prompt_tokens + settings.new_tokens
+    with LLM(
+        "smollm2",
+        world_size=settings.world_size,
+        threads=max(1, settings.threads // settings.world_size),
+        max_num_seqs=max(settings.counts),
+        max_model_len=longest,
+        kv_tokens=max(settings.counts) * (longest + 256),  # some pages are not full
+        prefix_cache=False,  # what is measured is read
+        speculative_config=None,  # and each token takes a step
+        **dtypes,
+    ) as llm:
+
+        def answer(prompts: list[list[int]], new_tokens: int) -> None:
+            outputs = llm.generate(prompts, greedy(new_tokens))
+            assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
+
+        yield answer
+
+
+@contextmanager
+def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
+    import openvino
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False
+    scheduler.max_num_seqs = max(settings.counts)
+    own = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": settings.threads}
+    pipeline = genai.LLMPipeline(str(gguf_file()), "CPU", **own)
+
+    def answer(prompts: list[list[int]], new_tokens: int) -> None:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = new_tokens, True, False
+        ids = np.array(prompts, dtype=np.int64)
+        tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
+        found = pipeline.generate(genai.TokenizedInputs(*tensors), config).tokens
+        assert [len(tokens) for tokens in found] == [new_tokens] * len(prompts)
+
+    yield answer
+
+
+def _seconds(answer: Answers, prompts: list[list[int]], new_tokens: int) -> float:
+    began = time.perf_counter()
+    answer(prompts, 1)
+    read = time.perf_counter()
+    answer(prompts, new_tokens)
+    return (time.perf_counter() - read) - (read - began)
+
+
+def run(settings: BatchBenchSettings) -> BenchRecord:
+    """Time all engines at every number of answers."""
+    seconds: dict[str, dict[int, list[float]]] = {}
+    missing = []
+    with ExitStack() as stack:
+        engines: dict[str, Answers] = {
+            "razor": stack.enter_context(_razor(settings)),
+            "razor, int8": stack.enter_context(_razor(settings, **_INT8)),
+        }
+        if settings.openvino:
+            package = PEERS["openvino"]
+            try:
+                engines[f"{package} {version(package)}"] = stack.enter_context(_openvino(settings))
+            except ImportError as error:
+                missing.append(f"openvino was left out: {error}; pip install {package}")
+        for count in settings.counts:
+            prompts = [
+                random_tokens(_VOCAB, settings.prompt_tokens, settings.seed + number)
+                for number in range(count)
+            ]
+            for turn in range(settings.repeats + 1):  # the first records steps
+                for name, answer in engines.items():
+                    taken = _seconds(answer, prompts, settings.new_tokens)
+                    log.info("%s, %d at once: %.2f s", name, count, taken)
+                    if turn:
+                        seconds.setdefault(name, {}).setdefault(count, []).append(taken)
+    return BenchRecord("batch", settings, *_figures(settings, seconds), notes=missing)
+
+
+def _figures(
+    settings: BatchBenchSettings, seconds: Mapping[str, Mapping[int, list[float]]]
+) -> tuple[dict[str, Any], list[Table]]:
+    speeds = {
+        name: {
+            count: count * (settings.new_tokens - 1) / statistics.median(taken)
+            for count, taken in by_count.items()
+        }
+        for name, by_count in seconds.items()
+    }
+    first = settings.counts[0]
+    rows = [["tokens/s (of one answer's)", *(f"{count} at once" for count in settings.counts)]]
+    for name, of in speeds.items():
+        cells = [f"{speed:.1f} ({speed / of[first]:.2f} x)" for speed in of.values()]
+        rows.append([name, *cells])
+    bars = [f"≥ {_BARS[count]:g} x" if count in _BARS else "" for count in settings.counts]
+    rows.append(["bar", *bars])
+    return {"seconds": seconds, "tokens_per_second": speeds}, [Table("", rows)]
