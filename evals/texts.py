@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Self
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
@@ -151,13 +152,31 @@ class Prompter:
 
         ``earlier`` are the questions and answers of the conversation before it.
         """
+        prompt = self._prompt(text, cue, earlier)
+        return self._encoder.text(prompt, special_tokens=not self.is_chat)
+
+    def located(
+        self, text: str, cue: str, earlier: Sequence[tuple[str, str]], passages: Sequence[str]
+    ) -> tuple[list[int], list[range]]:
+        """Return what `whole` does, and the tokens of passages, of each where it stands last."""
+        prompt = self._prompt(text, cue, earlier)
+        ids, places = self._encoder.text_with_ends(prompt, special_tokens=not self.is_chat)
+        found = []
+        for passage in passages:
+            begin = prompt.rindex(passage)
+            first, last = (
+                int(np.flatnonzero(places.ends > at)[0]) for at in (begin, begin + len(passage) - 1)
+            )
+            found.append(range(first, last + 1))
+        return ids, found
+
+    def _prompt(self, text: str, cue: str, earlier: Sequence[tuple[str, str]]) -> str:
         if not self.is_chat:
-            before = "".join(f"{asked} {answer}\n\n" for asked, answer in earlier)
-            return self._encoder.text(f"{before}{text} {cue}")
+            return "".join(f"{asked} {answer}\n\n" for asked, answer in earlier) + f"{text} {cue}"
         turns = [*(part for turn in earlier for part in turn), text]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": part} for role, part in zip(roles, turns)]  # noqa: B905
-        return self.encode(self._encoder.chat_text(messages) + cue)
+        return self._encoder.chat_text(messages) + cue
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True

@@ -247,6 +247,15 @@ class PublishedConfig(SuiteConfig):
         return min(self.samples, len(content.records))
 
 
+CONFIGS: Mapping[str, type[SuiteConfig]] = {
+    "ruler": RulerConfig,
+    "shared": SharedConfig,
+    "nonliteral": NonliteralConfig,
+    "graph": GraphConfig,
+    "world": WorldConfig,
+    "nth": NthConfig,
+    PUBLISHED: PublishedConfig,
+}
 GENERATED = (RULER, SHARED, NONLITERAL, GRAPH, WORLD, NTH)
 # Titles by name, of all that write results of one form.
 SUITES = {suite.name: suite.title for suite in GENERATED} | {PUBLISHED: "Published sets"}
