@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
@@ -155,20 +156,13 @@ class Prompter:
         prompt = self._prompt(text, cue, earlier)
         return self._encoder.text(prompt, special_tokens=not self.is_chat)
 
-    def located(
-        self, text: str, cue: str, earlier: Sequence[tuple[str, str]], passages: Sequence[str]
-    ) -> tuple[list[int], list[range]]:
-        """Return what `whole` does, and the tokens of passages, of each where it stands last."""
+    def with_ends(
+        self, text: str, cue: str, earlier: Sequence[tuple[str, str]] = ()
+    ) -> tuple[list[int], str, npt.NDArray[np.int32]]:
+        """Return what `whole` does, the prompt as text, and its character at each token's end."""
         prompt = self._prompt(text, cue, earlier)
-        ids, places = self._encoder.text_with_ends(prompt, special_tokens=not self.is_chat)
-        found = []
-        for passage in passages:
-            begin = prompt.rindex(passage)
-            first, last = (
-                int(np.flatnonzero(places.ends > at)[0]) for at in (begin, begin + len(passage) - 1)
-            )
-            found.append(range(first, last + 1))
-        return ids, found
+        ids, found = self._encoder.text_with_ends(prompt, special_tokens=not self.is_chat)
+        return ids, prompt, found.ends
 
     def _prompt(self, text: str, cue: str, earlier: Sequence[tuple[str, str]]) -> str:
         if not self.is_chat:

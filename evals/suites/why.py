@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -268,13 +269,21 @@ class WhyTask:
         [method] = methods_of(engine, {self.method: {"attention": engine.attention}})
         sample = self.suite.sample(model.prompter, name, length, number)
         question, task = sample.questions[index], self.suite.config.suite.tasks[name]
-        asked = self.suite.conversations(sample)[index]
-        stated = [sample.document[begin:end] for begin, end in question.places]
-        ids, [begin, *places] = model.prompter.located(*asked, [question.text, *stated])
+        ids, prompt, ends = model.prompter.with_ends(*self.suite.conversations(sample)[index])
+        document, asked = prompt.index(sample.document), prompt.rindex(question.text)
+
+        def token(character: int) -> int:
+            return int(np.flatnonzero(ends > character)[0])
+
+        begin = token(asked)
+        places = [
+            range(token(document + first), token(document + last - 1) + 1)
+            for first, last in question.places
+        ]
         said = model.answer(ids, task.answer_tokens)
         text, score = earned(task, model, said, question.answers)
         scored = Scored((*ids, *text), len(ids) - 1)
-        mass = model.watched(scored, method, begin.start, places)
+        mass = model.watched(scored, method, begin, places)
         group = model.shape.query_heads // model.shape.kv_heads
         others = other_heads(method, mass.dropped, group)
         tried = variants(method, others) if kind == LOST else {}
