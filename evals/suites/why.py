@@ -115,7 +115,9 @@ class WhyModel(FidelityModel):
         self.replay.watch = Watch(begin, marks, self._dropped(method))
         try:
             self._reference(text)
-            return self.replay.watch.mass
+            # Without what was generated behind the text.
+            count = text.positions.stop - begin
+            return Mass(*(found[:count] for found in self.replay.watch.mass))
         finally:
             self.replay.watch = None
 
