@@ -183,7 +183,7 @@ def attention_figures(mass: Mass, method: Method, group: int, answer: int) -> di
     return {
         "carriers": top(on_places, _HEADS_SHOWN),
         "steps": [top(step, 1)[0] for step in places],
-        "carried_by_retrieval": (on_places[kept].sum() / max(on_places.sum(), 1e-9)).item(),
+        "carried_by_retrieval": (on_places[kept].sum() / on_places.sum().clamp(min=1e-9)).item(),
         "dropped_answer": dropped[:, ~kept].mean().item() if not kept.all() else 0.0,
         "dropped_question": mass.dropped[:-answer, ~kept].mean().item() if not kept.all() else 0.0,
         "dropped_most": top(dropped.mean(0).masked_fill(kept, 0), _HEADS_SHOWN),
