@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from razor_dist.attention.sources import TOP as TOP
 from razor_dist.attention.sources import Sources as Sources
-from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy as StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine as RankEngine
 from razor_dist.engine.build import build_engine, check_model, load, make_engine
@@ -37,6 +37,7 @@ from razor_dist.evals.methods import FULL_METHOD, Method
 from razor_dist.evals.selection import SelectedHeads, SelectingContext, slower_half
 from razor_dist.evals.settings import METHOD_SETTINGS
 from razor_dist.evals.texts import Prompter
+from razor_dist.evals.watch import Watch, WatchedContext
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
@@ -69,6 +70,7 @@ class Replay:
         self.model = model
         self.observer: Observer | None = None  # of every forward pass, if there is one
         self.selected: SelectedHeads | None = None  # whose results replace the engine's own
+        self.watch: Watch | None = None  # of every forward pass, if there is one
         self._shape = ModelShape.from_config(model.config)
         self._layers: Layers | None = None
 
@@ -91,6 +93,9 @@ class Replay:
             if self.selected is not None:
                 context = inputs["attention_context"]
                 inputs["attention_context"] = SelectingContext(context, self.selected, positions)
+            if self.watch is not None:
+                context = inputs["attention_context"]
+                inputs["attention_context"] = WatchedContext(context, self.watch, positions)
             output = self.model(**inputs)
             if self.observer is not None:
                 keep = inputs["logits_to_keep"]

@@ -154,6 +154,14 @@ def slower_half(model: nn.Module, head_dim: int) -> Tensor:
     return turned.norm(dim=-1).argsort(stable=True)[: head_dim // 2].sort().values
 
 
+def turned(query: Query, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries ``[K, G, T, D]`` and keys ``[K, T, D]``, rotated copies where asked for."""
+    if query.rotation is None:
+        return query.q, k
+    q, k = rotate(query.q.flatten(0, 1)[None], k[None], *query.rotation)
+    return q[0].view(query.q.shape), k[0]
+
+
 class SelectedHeads:
     """The selecting heads of a model, which is run for one sequence at a time, and their keys."""
 
@@ -188,10 +196,8 @@ class SelectedHeads:
         heads = self.heads.get(layer)
         if heads is None:
             return None
-        q, span = query.q, slice(first, first + k.shape[1])
-        if query.rotation is not None:
-            q, k = rotate(q.flatten(0, 1)[None], k[None], *query.rotation)
-            q, k = q[0].view(query.q.shape), k[0]
+        span = slice(first, first + k.shape[1])
+        q, k = turned(query, k)
         if layer not in self._kv:
             self._kv[layer] = k.new_empty(2, len(heads), self._tokens, k.shape[-1])
         self._kv[layer][:, :, span] = torch.stack([k[heads], v[heads]])

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
@@ -151,13 +153,24 @@ class Prompter:
 
         ``earlier`` are the questions and answers of the conversation before it.
         """
+        prompt = self._prompt(text, cue, earlier)
+        return self._encoder.text(prompt, special_tokens=not self.is_chat)
+
+    def with_ends(
+        self, text: str, cue: str, earlier: Sequence[tuple[str, str]] = ()
+    ) -> tuple[list[int], str, npt.NDArray[np.int32]]:
+        """Return what `whole` does, the prompt as text, and its character at each token's end."""
+        prompt = self._prompt(text, cue, earlier)
+        ids, found = self._encoder.text_with_ends(prompt, special_tokens=not self.is_chat)
+        return ids, prompt, found.ends
+
+    def _prompt(self, text: str, cue: str, earlier: Sequence[tuple[str, str]]) -> str:
         if not self.is_chat:
-            before = "".join(f"{asked} {answer}\n\n" for asked, answer in earlier)
-            return self._encoder.text(f"{before}{text} {cue}")
+            return "".join(f"{asked} {answer}\n\n" for asked, answer in earlier) + f"{text} {cue}"
         turns = [*(part for turn in earlier for part in turn), text]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": part} for role, part in zip(roles, turns)]  # noqa: B905
-        return self.encode(self._encoder.chat_text(messages) + cue)
+        return self._encoder.chat_text(messages) + cue
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True

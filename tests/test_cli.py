@@ -147,6 +147,7 @@ EVAL_OPTIONS = {
     "ruler": {*SUITE_OPTIONS, "--squad", "--hotpotqa"},
     "shared": {*SUITE_OPTIONS, "--ask"},
     "published": {*SUITE_OPTIONS, "--data"},
+    "why": {"--out", "--method", "--most"},
     **dict.fromkeys(("nonliteral", "graph", "world", "nth"), SUITE_OPTIONS),
     "fidelity": {
         *("--out", "--config", "--methods", "--tokens", "--prompt-tokens", "--ranges", "--steps"),

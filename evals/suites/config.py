@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,9 +30,12 @@ from razor_dist.evals.suites.published import (
 )
 from razor_dist.evals.suites.qa import QA, READERS
 from razor_dist.evals.suites.ruler import RULER
-from razor_dist.evals.suites.shared import SHARED
+from razor_dist.evals.suites.shared import SHARED, WORDS
 from razor_dist.evals.suites.tasks import DataFile, Suite
 from razor_dist.evals.suites.world import WORLD
+
+if TYPE_CHECKING:
+    from razor_dist.models.shape import ModelShape
 
 _BUILT_IN = ("full", "razor", "streaming")
 # A suite's question is a part of its prompt, so every press sees it: one SnapKV is enough.
@@ -184,11 +187,29 @@ class SharedConfig(SuiteConfig):
 
     own_suite = SHARED
 
+    tasks: Annotated[tuple[str, ...], LISTED] = Field(
+        default=("all",), description="Tasks, with commas; all: but for words, the needle model's."
+    )
     ask: Literal["turns", "requests"] = Field(
         default="turns",
         description="Questions about one document: turns of a conversation, in which earlier "
         "questions are answered right, or requests that each begin with the document.",
     )
+
+    @property
+    def several(self) -> Mapping[str, Sequence[str]]:
+        return {"all": [task for task in SHARED.tasks if task != WORDS]}
+
+    def limits(self) -> tuple[ModelShape, int]:
+        from razor_dist.evals.needle.model import needle_vocabulary
+
+        shape, most = super().limits()
+        if WORDS in self.task_names and shape.vocab_size != len(needle_vocabulary()):
+            raise ConfigError(
+                f"task {WORDS} is for the needle model (razor-dist needle-model), not for "
+                f"{self.model}"
+            )
+        return shape, most
 
     @property
     def in_turns(self) -> bool:
@@ -247,6 +268,15 @@ class PublishedConfig(SuiteConfig):
         return min(self.samples, len(content.records))
 
 
+CONFIGS: Mapping[str, type[SuiteConfig]] = {
+    "ruler": RulerConfig,
+    "shared": SharedConfig,
+    "nonliteral": NonliteralConfig,
+    "graph": GraphConfig,
+    "world": WorldConfig,
+    "nth": NthConfig,
+    PUBLISHED: PublishedConfig,
+}
 GENERATED = (RULER, SHARED, NONLITERAL, GRAPH, WORLD, NTH)
 # Titles by name, of all that write results of one form.
 SUITES = {suite.name: suite.title for suite in GENERATED} | {PUBLISHED: "Published sets"}

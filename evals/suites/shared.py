@@ -25,10 +25,11 @@ from razor_dist.evals.suites.sample import (
     single_words,
     uuids,
 )
-from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
+from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word, words_from_start
 
 _QUESTIONS = 5
 _HOPS = 3
+_LEAST_WORDS = 100  # tokens of a document for the needle model
 _DECOYS = 2  # strings that share a wanted one's prefix, and as many that share its suffix
 _COUNTS = range(2, 10)
 _COLOURS = ("amber", "black", "blue", "green", "grey", "purple", "red", "white", "yellow")
@@ -157,6 +158,30 @@ def _question(document: str, asked: Asked) -> Question:
     return Question(f"Question: {asked.question}", asked.cue, (asked.answer,), places)
 
 
+def _words(making: Making) -> Units:
+    """Return sentences to remember in the needle model's own words; a unit is a token."""
+    seed = making.draw.getrandbits(63)
+    depths = sorted(making.draw.uniform(0, 100) for _ in range(_QUESTIONS))
+
+    def build(count: int) -> Sample:
+        from razor_dist.evals.needle.documents import hide_words  # imports transformers
+
+        text, facts = hide_words(count, depths, seed)
+        order = random.Random(seed).sample(facts, len(facts))
+        return Sample(
+            text,
+            tuple(
+                Question(
+                    fact.question, "", (fact.answer,), places_of(text, {fact.answer: fact.sentence})
+                )
+                for fact in order
+            ),
+        )
+
+    return Units(build, least=_LEAST_WORDS)
+
+
+WORDS = "words"  # the task for the needle model alone
 SHARED = Suite(
     "shared",
     "Shared contexts",
@@ -170,5 +195,6 @@ SHARED = Suite(
             "The text below has keys and values, assignments to variables, and things brought in.",
             48,
         ),
+        WORDS: Task(_words, 8, words_from_start),
     },
 )

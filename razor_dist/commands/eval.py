@@ -133,6 +133,24 @@ def _run_suite(config: SuiteConfig, out: Path) -> None:
     _run_job(SuiteTask.plan(config), config, out, write)
 
 
+@eval.command("why")
+def why(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a suite's run.")],
+    out: Out,
+    method: Annotated[str, typer.Option(help="The method that lost them.")] = "razor",
+    most: Annotated[int, typer.Option(min=1, help="Lost answers, and as many kept ones.")] = 10,
+) -> None:
+    """Say why a method lost answers of a suite: its heads, its windows, or the model."""
+    from razor_dist.evals.needle.task import run_here
+    from razor_dist.evals.suites.why import WhyTask, config_of
+    from razor_dist.evals.suites.why_report import write_report
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    task = WhyTask.plan(folder, config_of(folder), method, most)
+    typer.echo(write_report(out, method, run_here(task, out)))
+    typer.echo(f"wrote {out}")
+
+
 @eval.command("fidelity")
 @with_config_flags(FidelityConfig, leave_out=_NOT_FIDELITY)
 def fidelity(

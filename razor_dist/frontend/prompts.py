@@ -31,9 +31,11 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
 
-    def text_with_ends(self, text: str) -> tuple[list[int], PromptText]:
+    def text_with_ends(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[list[int], PromptText]:
         """Return a text's tokens as `text` does, and where they are in it."""
-        ids, ends = self._encode(text, "prompt", special_tokens=True)
+        ids, ends = self._encode(text, "prompt", special_tokens=special_tokens)
         return ids, PromptText([Part(text, 0, question_begin(text))], ends)
 
     def chat_with_ends(

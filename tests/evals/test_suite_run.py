@@ -11,6 +11,7 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
+from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.suites.config import (
     GraphConfig,
     NonliteralConfig,
@@ -41,7 +42,8 @@ def untimed(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("config", OWN)
 def test_settings(config: type[SuiteConfig]) -> None:
     own = config()
-    assert own.samples == 50 and own.task_names == tuple(config.own_suite.tasks)
+    every = [task for task in config.own_suite.tasks if task != "words"]  # the needle model's
+    assert own.samples == 50 and own.task_names == tuple(every)
     last = list(config.own_suite.tasks)[-1]
     assert config(tasks=last).task_names == (last,)
     with pytest.raises(ConfigError, match=r"tasks: unknown task 'vt'; tasks are .*, or alone all"):
@@ -121,6 +123,34 @@ def test_prompts(ask: str, letters: Path) -> None:
         assert ("Who?" in shown) is ("ItisAnn,Bo" in shown) is (ask == "turns")
         if ask == "turns":
             assert second[: len(first)] == first, "all of the first prompt can be cached"
+
+
+def test_the_needle_model_remembers_all(tmp_path: Path) -> None:
+    model, out = build_needle_model(tmp_path / "needle"), tmp_path / "out"
+    command = ["eval", "shared", "--model", str(model), "--no-ray", "--out", str(out)]
+    command += ["--tasks", "words", "--lengths", "2000,4000", "--samples", "2"]
+    command += [
+        "--window-min",
+        "128",
+        "--block",
+        "16",
+        "--methods",
+        "full,razor,streaming",
+        "--head-map",
+        str(model / HEAD_MAP),
+    ]
+    assert cli.main(command) == 0
+    scores: dict[str, list[float]] = {method: [] for method in ("full", "razor", "streaming")}
+    for result in results_of(out):
+        scores[result["method"]].append(result["score"])
+    assert scores["full"] == scores["razor"] == [1.0] * 4
+    assert max(scores["streaming"]) < 1
+
+
+def test_the_needle_models_task_is_its_own(letters: Path) -> None:
+    config = SharedConfig(tasks="words", model=str(letters), lengths=1000)
+    with pytest.raises(ConfigError, match="task words is for the needle model"):
+        SuiteTask.plan(config)
 
 
 def test_lost_and_gained_are_of_the_same_samples() -> None:

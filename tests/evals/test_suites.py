@@ -74,6 +74,10 @@ def of_counts(text: str, question: str) -> list[str]:
     return [str(len(re.findall(rf"^An? {kind} is brought in\.$", text, re.MULTILINE)))]
 
 
+def of_words(text: str, question: str) -> list[str]:
+    return re.findall(rf"\b{question} (.*?) \.", text)
+
+
 def of_mixed(text: str, question: str) -> list[str]:
     readers = {"the key": of_keys, "VAR": of_variables, "How many": of_counts}
     return next(read for mark, read in readers.items() if mark in question)(text, question)
@@ -167,6 +171,7 @@ READERS: dict[str, Callable[[str, str], list[str]]] = {
     "variables": of_variables,
     "counts": of_counts,
     "mixed": of_mixed,
+    "words": of_words,
     "children": of_children,
     "grandchildren": of_grandchildren,
     "parents": of_parents,

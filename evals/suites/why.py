@@ -1,0 +1,323 @@
+"""Why a method lost samples that full attention answered: its heads, its windows, or the model.
+
+A folder of a suite names the samples. For each, full attention answers once more while every head
+is watched from the question on, and variants of the method are held against its answer, token by
+token (`razor_dist.evals.fidelity`): exact prefill, windows of twice the length, and as many other
+KV heads, those whose windows drop the most of their attention in this very sample. A variant keeps
+the answer if each token that earned the score is its likeliest one, so that it says it itself.
+Samples that the method kept are watched too: without them no figure says anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.fidelity.model import FidelityModel, Scored
+from razor_dist.evals.methods import FULL, FULL_METHOD, Method, methods_of
+from razor_dist.evals.one_rank import StreamingPolicy, run_core
+from razor_dist.evals.report import CONFIG, Run
+from razor_dist.evals.suites.config import CONFIGS, SuiteConfig
+from razor_dist.evals.suites.job import SuiteTask
+from razor_dist.evals.suites.tasks import Task
+from razor_dist.evals.watch import Mass, Watch
+from razor_dist.heads.decision import flags
+from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import ExternalEngineConfig, Item
+from razor_dist.protocol.sampling_params import SamplingParams
+
+KIND = "why"  # of task, in a folder's settings
+LOST, KEPT = "lost", "kept"
+_HEADS_SHOWN = 5
+# Full attention was unsure of a token that it gave less than this.
+UNSURE = 0.5
+
+
+class WhyEngineConfig(ExternalEngineConfig):
+    """Settings that the method and its variants share, of one rank in this process; frozen."""
+
+    def open(self) -> WhyModel:
+        return WhyModel(self)
+
+
+def variants(method: Method, others: Method | None) -> dict[str, Method]:
+    """Return the method and what is tried in its place, by what differs."""
+    own = method.settings
+    wider = {"window_min": 2 * own["window_min"], "window_max": _twice(own["window_max"])}
+    if own["window_ratio"] is not None:
+        wider["window_ratio"] = max(1, own["window_ratio"] // 2)
+    windows = method.windows and tuple(tuple(map(_twice, row)) for row in method.windows)
+    found = {
+        "as it is": method,
+        "longer windows": replace(method, settings={**own, **wider}, windows=windows),
+    }
+    exact = own["prefill"] != "exact"
+    if exact:
+        found["exact prefill"] = replace(method, settings={**own, "prefill": "exact"})
+    if others is not None:
+        found["other heads"] = others
+        if exact:
+            settings = {**own, "prefill": "exact"}
+            found["other heads, exact prefill"] = replace(others, settings=settings)
+    return found
+
+
+def _twice(window: int | None) -> int | None:
+    return None if window is None else 2 * window
+
+
+def verdict(tried: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
+    """Return the reason of a loss, by what was tried (`WhyModel.compare`), and a probability.
+
+    It is what would have kept the answer, or ``model`` if full attention was unsure: of the first
+    token that was lost, whose probability is returned, it gave less than `UNSURE`.
+    """
+    own = tried["as it is"]
+    if own["kept"]:  # what follows the part that earned the score differs
+        return "the answer's end", 1.0
+    sure = math.exp(-own["loss_full"][own["first"]])
+    if sure < UNSURE:
+        return "model", sure
+    kept = {name: result["kept"] for name, result in tried.items()}
+    single = {"other heads": "heads", "longer windows": "windows", "exact prefill": "local prefill"}
+    if found := [reason for name, reason in single.items() if kept.get(name)]:
+        return " or ".join(found), sure
+    both = kept.get("other heads, exact prefill")
+    return "heads and local prefill" if both else "more than one of these", sure
+
+
+class WhyModel(FidelityModel):
+    """Explains samples of one method."""
+
+    def answer(self, ids: Sequence[int], most: int) -> list[int]:
+        """Return full attention's answer to a prompt, greedily, of up to ``most`` tokens."""
+        engine = self.read(FULL_METHOD, len(ids) + most, list(ids[:-1]))
+        params = SamplingParams(temperature=0, max_tokens=most)
+        engine.core.add("question", list(ids[-1:]), params, prefix_id="document")
+        return run_core(engine.core)
+
+    def watched(self, text: Scored, method: Method, begin: int, places: Sequence[range]) -> Mass:
+        """Return where full attention's heads look from the position ``begin`` on."""
+        marks = torch.zeros(len(text.ids), dtype=torch.bool)
+        for place in places:
+            marks[place.start : place.stop] = True
+        self._full = self._read = None
+        self.replay.watch = Watch(begin, marks, self._dropped(method))
+        try:
+            self._reference(text)
+            # Without what was generated behind the text.
+            count = text.positions.stop - begin
+            return Mass(*(found[:count] for found in self.replay.watch.mass))
+        finally:
+            self.replay.watch = None
+
+    def _dropped(self, method: Method) -> Any:
+        own = {name: value for name, value in method.settings.items() if name != "head_map"}
+        shared = self.config.model_dump(include=set(EngineConfig.model_fields)) | own
+        policy = StreamingPolicy.of(EngineConfig(**shared | {"attention": "razor"}))
+
+        def dropped(layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+            row = method.windows[layer] if method.windows else [None] * self.shape.kv_heads
+            heads = [policy.with_window(window) for window in row]
+            starts = [[head.start(at) for at in positions.tolist()] for head in heads]
+            sinks = torch.tensor([head.sinks for head in heads], device=positions.device)
+            return sinks, torch.tensor(starts, device=positions.device)
+
+        return dropped
+
+    def compare(self, method: Method, text: Scored) -> dict[str, Any]:
+        """Hold a variant against full attention's answer: the text behind the prompt."""
+        figures, _ = self.measure(method, text, one_by_one=True)
+        different = (~figures.same).nonzero().flatten().tolist()
+        return {
+            "kept": not different,
+            "first": different[0] if different else None,
+            "loss": figures.loss.sum().item(),
+            "loss_full": figures.loss_full.tolist(),
+        }
+
+
+def other_heads(method: Method, dropped: Tensor, group: int) -> Method | None:
+    """Return a method of as many retrieval heads, those that lose the most by a window.
+
+    ``dropped`` is `Mass.dropped`; a KV head loses what the query head of its group that loses most
+    does, on average over positions. None where the method has no retrieval heads, or all are.
+    """
+    total = 0 if method.retrieval is None else sum(map(sum, method.retrieval))
+    by_kv = dropped.mean(0).unflatten(-1, (-1, group)).amax(-1)  # [layers, K]
+    if total in (0, by_kv.numel()):
+        return None
+    order = by_kv.flatten().argsort(descending=True, stable=True)[:total].tolist()
+    layers, heads = by_kv.shape
+    chosen = flags([divmod(at, heads) for at in order], layers, heads)
+    return replace(method, retrieval=chosen)
+
+
+def attention_figures(mass: Mass, method: Method, group: int, answer: int) -> dict[str, Any]:
+    """Return what the report says of where heads look; the last ``answer`` positions give it.
+
+    Heads are ``[layer, query head, part of its weight, retrieval]``.
+    """
+    layers, heads = mass.places.shape[1:]
+    kept = torch.zeros(layers, heads, dtype=torch.bool)
+    if method.retrieval is not None:
+        kept = torch.tensor(method.retrieval).repeat_interleave(group, 1)
+    places, dropped = (found[-answer:] for found in mass)
+
+    def top(found: Tensor, count: int) -> list[list[Any]]:
+        best = found.flatten().argsort(descending=True, stable=True)[:count].tolist()
+        at = [divmod(number, heads) for number in best]
+        return [[*place, round(found[place].item(), 4), bool(kept[place])] for place in at]
+
+    on_places = places.mean(0)
+    return {
+        "carriers": top(on_places, _HEADS_SHOWN),
+        "steps": [top(step, 1)[0] for step in places],
+        "carried_by_retrieval": (on_places[kept].sum() / on_places.sum().clamp(min=1e-9)).item(),
+        "dropped_answer": dropped[:, ~kept].mean().item() if not kept.all() else 0.0,
+        "dropped_question": mass.dropped[:-answer, ~kept].mean().item() if not kept.all() else 0.0,
+        "dropped_most": top(dropped.mean(0).masked_fill(kept, 0), _HEADS_SHOWN),
+    }
+
+
+def config_of(folder: Path) -> SuiteConfig:
+    """Return the settings that a suite's folder was run with, those that are no defaults."""
+    kind = read_job(folder).settings["task"].get("kind")
+    if kind not in CONFIGS:
+        raise ConfigError(f"{folder} holds results of {kind}; give one of {', '.join(CONFIGS)}")
+    try:
+        noted = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {folder / CONFIG}: {error}") from None
+    config = CONFIGS[kind]
+    own = {
+        name: noted[name]
+        for name, field in config.model_fields.items()
+        if name in noted and noted[name] != _as_json(field.get_default(call_default_factory=True))
+    }
+    return config(**own)
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class WhyTask:
+    """A task of `razor_dist.jobs`; build it with `plan`. An item is a question of a sample."""
+
+    suite: SuiteTask
+    method: str
+    questions: tuple[tuple[str, str, int, int, int], ...]  # kind, task, length, number, question
+
+    @classmethod
+    def plan(cls, folder: Path, config: SuiteConfig, method: str, most: int) -> WhyTask:
+        """Choose up to ``most`` lost and as many kept questions of a suite's folder."""
+        if method not in config.method_settings or method == FULL:
+            names = [name for name in config.method_settings if name != FULL]
+            raise ConfigError(f"--method: {method!r} is none of the folder's {', '.join(names)}")
+        if "press" in config.method_settings[method]:
+            raise ConfigError(f"--method: {method} is kvpress's, whose heads cannot be watched")
+        run = Run(folder, config.suite.name, config.suite.title)
+        scores: dict[str, dict[tuple[str, int, int, int], float]] = {FULL: {}, method: {}}
+        for result in run.results:
+            for index, answer in enumerate(result.get("answers", ())):
+                at = result["task"], result["length"], result["number"], index
+                scores.setdefault(result["method"], {})[at] = answer["score"]
+        found: dict[str, list[tuple[str, int, int, int]]] = {LOST: [], KEPT: []}
+        for at, full in scores[FULL].items():
+            own = scores[method].get(at)
+            if full > 0 and own is not None:
+                found[LOST if own < full else KEPT].append(at)
+        if not found[LOST]:
+            raise ConfigError(f"{folder} holds no answer that full attention had and {method} lost")
+        chosen = [(kind, *at) for kind, every in found.items() for at in _spread(every, most)]
+        return cls(SuiteTask.plan(config), method, tuple(chosen))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {**self.suite.settings, "kind": KIND, "suite": self.suite.config.suite.name}
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        own = self._engine.model_dump(include=set(EngineConfig.model_fields))
+        whole = {"attention": "full", "head_map": None, "world_size": 1, "prefix_cache": False}
+        return {KIND: WhyEngineConfig(**own | whole)}
+
+    @property
+    def _engine(self) -> EngineConfig:
+        return self.suite.config.engine(self.method)
+
+    def items(self) -> Sequence[Item]:
+        return [
+            Item("/".join(map(str, (self.method, *at))), at[2], KIND, {"at": at})
+            for at in self.questions
+        ]
+
+    def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
+        model: WhyModel = llm
+        kind, name, length, number, index = item.data["at"]
+        engine = self._engine
+        [method] = methods_of(engine, {self.method: {"attention": engine.attention}})
+        sample = self.suite.sample(model.prompter, name, length, number)
+        question, task = sample.questions[index], self.suite.config.suite.tasks[name]
+        ids, prompt, ends = model.prompter.with_ends(*self.suite.conversations(sample)[index])
+        document, asked = prompt.index(sample.document), prompt.rindex(question.text)
+
+        def token(character: int) -> int:
+            return int(np.flatnonzero(ends > character)[0])
+
+        begin = token(asked)
+        places = [
+            range(token(document + first), token(document + last - 1) + 1)
+            for first, last in question.places
+        ]
+        said = model.answer(ids, task.answer_tokens)
+        text, score = earned(task, model, said, question.answers)
+        scored = Scored((*ids, *text), len(ids) - 1)
+        mass = model.watched(scored, method, begin, places)
+        group = model.shape.query_heads // model.shape.kv_heads
+        others = other_heads(method, mass.dropped, group)
+        tried = variants(method, others) if kind == LOST else {}
+        return {
+            "kind": kind,
+            "task": name,
+            "length": length,
+            "number": number,
+            "question": index,
+            "wanted": list(question.answers),
+            "answer": model.prompter.decode(text),
+            "score": score,
+            "places": len(places),
+            "variants": {what: model.compare(own, scored) for what, own in tried.items()},
+            **attention_figures(mass, method, group, len(text)),
+        }
+
+
+def _spread(every: Sequence[Any], most: int) -> list[Any]:
+    """Return up to ``most`` at even distances, so that each task and length has some."""
+    count = min(most, len(every))
+    return [every[number * len(every) // count] for number in range(count)]
+
+
+def earned(
+    task: Task, model: WhyModel, said: Sequence[int], wanted: Sequence[str]
+) -> tuple[list[int], float]:
+    """Return the tokens of an answer up to where it has its whole score, and the score."""
+    score = task.score(model.prompter.decode(said), wanted)
+    for count in range(1, len(said)):
+        # The word that it ends in may go on: one more token must leave the score as it is.
+        both = (task.score(model.prompter.decode(said[:n]), wanted) for n in (count, count + 1))
+        if all(part == score for part in both):
+            return list(said[:count]), score
+    return list(said), score

@@ -1,0 +1,110 @@
+"""The report of ``eval why``: each lost answer with its reason, and lost beside kept ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from razor_dist.evals.report import interval, join, markdown, section, write_json, write_page
+from razor_dist.evals.suites.why import KEPT, LOST, UNSURE, verdict
+
+SUMMARY, PAGE = "why.json", "report.md"
+Result = Mapping[str, Any]
+_FIGURES = {
+    "carried_by_retrieval": "on the place, by retrieval heads",
+    "dropped_question": "dropped, question",
+    "dropped_answer": "dropped, answer",
+}
+
+
+def write_report(folder: Path, method: str, results: Sequence[Result]) -> str:
+    """Write what follows from the results of a `WhyTask`; returns the Markdown."""
+    lost = [{**result, **_reason(result)} for result in results if result["kind"] == LOST]
+    write_json(folder / SUMMARY, {"method": method, "lost": lost, "results": list(results)})
+    reasons = Counter(result["reason"] for result in lost)
+    counts = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+    return write_page(
+        folder / PAGE,
+        f"# Why {method} lost {len(lost)} answers",
+        f"{counts}. `model`: full attention gave the first lost token less than {UNSURE:.0%}. Else "
+        "the reason is the change that keeps the answer: each of the tokens that earned full "
+        "attention's score is then the likeliest. Other heads are as many KV heads, those whose "
+        "windows drop most of their attention in this sample: a bound, not a map to be had.",
+        _answers(lost),
+        _heads(lost),
+        _beside_kept(results),
+    )
+
+
+def _reason(result: Result) -> dict[str, Any]:
+    reason, sure = verdict(result["variants"])
+    return {"reason": reason, "sure": sure}
+
+
+def _name(result: Result) -> str:
+    question = f", question {result['question'] + 1}" if result["question"] else ""
+    return f"{result['task']} {result['length']}/{result['number']}{question}"
+
+
+def _answers(lost: Sequence[Result]) -> str:
+    tried = list(dict.fromkeys(name for result in lost for name in result["variants"]))
+    rows = [["answer", "wanted", "full says", "reason", "full was sure", *tried]]
+    for result in lost:
+        said = " ".join(result["answer"].split()).replace("|", "\\|")[:60]
+        cells = [
+            f"{'kept, ' if own['kept'] else ''}{own['loss']:.2f}"
+            if (own := result["variants"].get(name))
+            else "-"
+            for name in tried
+        ]
+        wanted = ", ".join(result["wanted"])[:60]
+        about = [_name(result), wanted, said, result["reason"], f"{result['sure']:.0%}"]
+        rows.append([*about, *cells])
+    note = "Numbers are the loss of full attention's answer in nats, all of its tokens together."
+    return section("## Answers", rows, note)
+
+
+def _heads(lost: Sequence[Result]) -> str:
+    rows = [["answer", "on the place, at most", "step by step", "dropped, at most"]]
+    for result in lost:
+        carriers = _shown(result["carriers"]) if result["places"] else "-"
+        steps = _shown(result["steps"]) if result["places"] else "-"
+        rows.append([_name(result), carriers, steps, _shown(result["dropped_most"])])
+    note = (
+        "Layer.head, and the part of its attention, of full attention: on the tokens that state "
+        "the answer, mean over the answer's tokens and the strongest at each; and of streaming "
+        "heads, on what their windows drop. `*` marks the method's retrieval heads."
+    )
+    return section("## Heads", rows, note)
+
+
+def _shown(heads: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(
+        f"{layer}.{head}{'*' if kept else ''} {weight:.0%}" for layer, head, weight, kept in heads
+    )
+
+
+def _beside_kept(results: Sequence[Result]) -> str:
+    rows = [["answers", "", *_FIGURES.values()]]
+    for kind in (LOST, KEPT):
+        own = [result for result in results if result["kind"] == kind]
+        if own:
+            rows.append([kind, str(len(own)), *(_mean(own, name) for name in _FIGURES)])
+    note = (
+        "Means with the interval that holds 95 % of 2,000 resamplings: of the attention to the "
+        "tokens that state the answer, the part that is the retrieval heads' (where they are "
+        "stated); and of streaming heads' attention the part that their windows drop."
+    )
+    return join("## Lost beside kept", markdown(rows), note)
+
+
+def _mean(results: Sequence[Result], name: str) -> str:
+    stated = name == "carried_by_retrieval"
+    found = [result[name] for result in results if result["places"] or not stated]
+    if not found:
+        return "-"
+    low, high = interval(found)
+    return f"{fmean(found):.1%} ({low:.1%}-{high:.1%})"
