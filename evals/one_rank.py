@@ -39,6 +39,7 @@ from razor_dist.evals.settings import METHOD_SETTINGS
 from razor_dist.evals.texts import Prompter
 from razor_dist.evals.watch import Watch, WatchedContext
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.quantized import Codes, KeysOrValues
@@ -191,19 +192,14 @@ class ReplayModel(InProcess):
         # A prefix would hold another method's keys; a replay has those of one token a step.
         shared |= {"prefix_cache": False, "speculative_config": None}
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
-        retrieval, windows = method.retrieval, method.windows
-        if retrieval is None:
+        if method.retrieval is None:
             head_map = head_map_of(config, self.shape, self.fingerprint)
-            retrieval, windows = head_map.retrieval, head_map.windows
-        return make_engine(
-            cast("PreTrainedModel", self.replay),
-            config,
-            retrieval,
-            Communicator(None),
-            eos_token_ids=self._eos,
-            windows=windows,
-            ring=self.replay.ring,
-        )
+            roles = HeadRoles(head_map.retrieval, head_map.windows)
+        else:
+            roles = HeadRoles(method.retrieval, method.windows)
+        model, ring = cast("PreTrainedModel", self.replay), self.replay.ring
+        comm = Communicator(None)
+        return make_engine(model, config, roles, comm, eos_token_ids=self._eos, ring=ring)
 
     def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
         """Return an engine of a method that has read a document; see the module."""

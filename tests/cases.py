@@ -14,6 +14,7 @@ from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.slots import Arena
 from razor_dist.engine.capacity import streaming_dtype
+from razor_dist.engine.decode_mode import DecodeMode
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
@@ -102,8 +103,9 @@ def make_runner(
     layout = HeadLayout.from_decision(
         case.retrieval, torch.device(case.device), case.windows, share
     )
-    if tensor:
-        _SHARED[case.model] = TensorParallel(model, shape, layout, comm)
+    mode = DecodeMode(layout, TensorParallel(model, shape, layout, comm) if tensor else None)
+    if mode.tensor is not None:
+        _SHARED[case.model] = mode.tensor
     policies = [case.policy.with_window(window) for window in layout.windows]
     cache = CacheConfig(
         tuple(Arena.of(policy, total, sequences, case.tail) for policy in policies),
@@ -115,16 +117,7 @@ def make_runner(
         case.kv_dtype,
         streaming_dtype(case.kv_dtype, case.dtype),
     )
-    return ModelRunner(
-        model,
-        shape,
-        layout,
-        cache,
-        comm,
-        recorder=recorder,
-        source_heads=source_heads,
-        tensor=_SHARED.get(case.model),
-    )
+    return ModelRunner(model, mode, cache, comm, recorder=recorder, source_heads=source_heads)
 
 
 def answer(*tokens: tuple[int, int]) -> StepPlan:

@@ -9,7 +9,7 @@ from razor_dist.frontend.ranks import RankGroup
 
 
 class FakeLLM(LLM):
-    _start_ranks = partial(RankGroup.start, module="tests.fake_engine")
+    start_ranks = partial(RankGroup.start, module="tests.fake_engine")
 
 
 class FakeAsyncLLM(AsyncLLM):

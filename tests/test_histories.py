@@ -28,6 +28,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
 from razor_dist.engine.build import RankEngine, make_engine
 from razor_dist.engine.worker import follow
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix import transfer
 from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, answer_ids
@@ -225,8 +226,8 @@ def make(comm: Communicator, path: str, heads: bool | None, changed: dict[str, A
     split = split_of(Path(path))
     if heads is not None:
         split = tuple((heads,) * len(row) for row in split)
-    asked = [] if heads is False else SOURCE_HEADS
-    return make_engine(model, config, split, comm, eos_token_ids=(END,), source_heads=asked)
+    roles = HeadRoles(split, sources=[] if heads is False else SOURCE_HEADS)
+    return make_engine(model, config, roles, comm, eos_token_ids=(END,))
 
 
 @contextmanager

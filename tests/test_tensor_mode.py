@@ -28,6 +28,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.decode_mode import share_short_steps, why_replicated
 from razor_dist.engine.tensor_parallel import is_compact, part_of, why_not
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.kernels.quantized import INT4, INT8
@@ -340,7 +341,7 @@ def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
     retrieval = [[True] * shape.kv_heads] * shape.layers
     config = EngineConfig(decode="tensor", world_size=2)
     with caplog.at_level(logging.WARNING):
-        mode = share_short_steps(config, model, shape, retrieval, None, comm)
+        mode = share_short_steps(config, model, shape, HeadRoles(retrieval), comm)
     assert mode.tensor is None and mode.layout.share is None
     assert mode.reason == "transformers has no tensor-parallel plan for bloom"
     assert "every rank computes all of a short step: transformers has no" in caplog.text
@@ -356,7 +357,7 @@ def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
         heads = [[True] * of_it.kv_heads] * of_it.layers
         chosen = EngineConfig(world_size=2, **given)
         assert chosen.decode == "auto"
-        mode = share_short_steps(chosen, model, of_it, heads, None, comm)
+        mode = share_short_steps(chosen, model, of_it, HeadRoles(heads), comm)
         assert (mode.tensor, mode.reason) == (None, reason)
     mixtral, phi3 = (
         load_model(tiny(name), device=CPU, dtype=torch.float32) for name in ("mixtral", "phi3")

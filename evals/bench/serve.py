@@ -23,7 +23,7 @@ from matplotlib.ticker import LogFormatter
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.measure import BenchRecord, Table
-from razor_dist.evals.bench.settings import ServeBenchSettings
+from razor_dist.evals.bench.serve_settings import ServeBenchSettings
 from razor_dist.evals.needle.model import needle_words
 from razor_dist.evals.report import save_picture
 from razor_dist.files import read_lines

@@ -6,8 +6,6 @@ Imported for ``--help``, so nothing here may wait for torch.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,6 +36,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where it runs.")
 NewTokens = Annotated[int, Option(min=2, help="Tokens generated after it.")]
 Repeats = Annotated[int, Option(min=1, help="Timed runs of each engine.")]
 Seed = Annotated[int, Option(min=0, help="Of the prompt's random token ids.")]
+Threads = Annotated[int, Option(min=1, help="Threads of one rank; several ranks share them.")]
 WorldSize = Annotated[int, Option(min=1, help="Number of ranks.")]
 OwnThreads = Annotated[int | None, Option(min=1, help="Default: torch's own number.")]
 Folder = Annotated[
@@ -100,6 +99,8 @@ class PromptBenchSettings(FileBenchSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("lengths", "ranks", "busy_processes", "counts"):
+            getattr(self, name, None)  # its own error, if what it is made of is no list of sizes
         if self.one_length and len(self.lengths) > 1:
             raise ConfigError(f"tokens is {self.tokens!r}; this bench takes one length")
 
@@ -124,10 +125,6 @@ class ModelBenchSettings(PromptBenchSettings):
     repeats: Repeats = 3
     seed: Seed = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.ranks
-
     @property
     def ranks(self) -> tuple[int, ...]:
         return () if self.world_sizes == "none" else _sizes("world_sizes", self.world_sizes)
@@ -135,9 +132,7 @@ class ModelBenchSettings(PromptBenchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBenchSettings(ModelBenchSettings):
-    threads: Annotated[
-        int, Option(min=1, help="Threads of one rank; several ranks share them.")
-    ] = 2
+    threads: Threads = 2
     int8: Annotated[
         bool,
         Option(
@@ -193,15 +188,9 @@ class BatchBenchSettings(PromptBenchSettings):
     answers_at_once: Annotated[str, Option(help="Numbers of answers at once.")] = "1,8,16,32"
     repeats: Repeats = 3
     world_size: WorldSize = 1
-    threads: Annotated[
-        int, Option(min=1, help="Threads of one rank; several ranks share them.")
-    ] = 2
+    threads: Threads = 2
     openvino: Annotated[bool, Option("--openvino", help="Also OpenVINO (extra: peers).")] = False
     seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.counts
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -215,10 +204,6 @@ class BusyBenchSettings(ModelBenchSettings):
     repeats: Repeats = 1
     busy: Annotated[str, Option(help="Numbers of processes that compute beside it.")] = "1,2,4"
     world_sizes: Annotated[str, Option(help="Numbers of our ranks.")] = "1,2,8"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.busy_processes
 
     @property
     def busy_processes(self) -> tuple[int, ...]:
@@ -252,13 +237,7 @@ class DraftsBenchSettings(PromptBenchSettings):
     new_tokens: NewTokens = 200
     repeats: Repeats = 3
     world_sizes: Annotated[str, Option(help="Numbers of ranks; several share short steps.")] = "1,8"
-    threads: Annotated[
-        int, Option(min=1, help="Threads of one rank; several ranks share them.")
-    ] = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.ranks
+    threads: Threads = 2
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -347,71 +326,6 @@ class GpuBenchSettings(BenchSettings):
         return self.out / "gpu.json", self.out / "gpu.md"
 
 
-# Text that fields of `ServeBenchSettings` may have.
-_PATTERNS = {
-    "base_url": r"https?://[^/]+.*",
-    "percentile_metrics": r"(ttft|tpot|itl|e2el)(,(ttft|tpot|itl|e2el))*",
-    "metric_percentiles": r"\d\d?(\.\d+)?(,\d\d?(\.\d+)?)*",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeBenchSettings(FileBenchSettings):
-    """Settings of ``bench serve``; the names are those of ``vllm bench serve``."""
-
-    base_url: Annotated[str, Option(help="Of the server.")] = "http://127.0.0.1:8000"
-    model: Annotated[str | None, Option(help="Default: the first that the server lists.")] = None
-    endpoint: Annotated[
-        Literal["/v1/completions", "/v1/chat/completions"], Option(help="Where requests go.")
-    ] = "/v1/completions"
-    num_prompts: Annotated[
-        int | None, Option(min=0, help="Short requests. Default: 20, or all of the dataset.")
-    ] = None
-    dataset: Annotated[
-        Path | None, Option(metavar="FILE", help="Short requests as JSON lines, not random words.")
-    ] = None
-    random_input_len: Annotated[int, Option(min=1, help="Words, about a token each.")] = 50
-    random_output_len: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 32
-    long_prompts: Annotated[int, Option(min=0, help="Long requests, sent at time 0.")] = 0
-    long_input_len: Annotated[int, Option(min=1, help="Their words.")] = 7000
-    long_output_len: Annotated[int | None, Option(min=1, help="Default: as short ones.")] = None
-    request_rate: Annotated[float, Option(help="Short ones a second; inf: all at once.")] = math.inf
-    arrival_window: Annotated[
-        float | None, Option(help="Instead of a rate: seconds in which they arrive.")
-    ] = None
-    burstiness: Annotated[float, Option(help="1: Poisson; above, to inf: more even.")] = 1.0
-    max_concurrency: Annotated[int | None, Option(min=1, help="Most requests in flight.")] = None
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Answers of full length.")] = False
-    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0
-    seed: Annotated[int, Option(min=0, help="Of the words and of the arrivals.")] = 0
-    percentile_metrics: Annotated[str, Option(help="Metrics to report.")] = "ttft,tpot,itl,e2el"
-    metric_percentiles: Annotated[str, Option(help="Percentiles to report.")] = "95,99"
-    plot: Annotated[Path | None, Option(metavar="FILE", help="Picture of TTFT over arrival.")] = (
-        None
-    )
-    answers: Annotated[
-        Path | None, Option(metavar="FILE", help="Text of each answer to write.")
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, pattern in _PATTERNS.items():
-            if not re.fullmatch(pattern, text := getattr(self, name)):
-                example = getattr(type(self), name)
-                raise ConfigError(f"{name} is {text!r}; give something like {example}")
-        for name in ("request_rate", "arrival_window", "burstiness"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError(f"{name} must be greater than 0, got {value}")
-        if self.arrival_window and self.request_rate != math.inf:
-            raise ConfigError("give --request-rate or --arrival-window, not both")
-        if self.num_prompts == self.long_prompts == 0:
-            raise ConfigError("nothing to send; give --num-prompts or --long-prompts")
-
-    def values(self) -> dict[str, Any]:
-        """See `BenchSettings.values`; JSON has no infinity."""
-        return {k: "inf" if v == math.inf else v for k, v in super().values().items()}
-
-
 def _sizes(name: str, text: str) -> tuple[int, ...]:
     with suppress(ConfigError):
         sizes = tuple(map(parse_size, text.split(",")))
@@ -421,24 +335,3 @@ def _sizes(name: str, text: str) -> tuple[int, ...]:
         f"{name} is {text!r}; give positive numbers such as 1,8 or 8K,1M (8K is 8192, 8k is 8000), "
         "each once"
     )
-
-
-# The benches by name, which is their module's and their command's too.
-BENCHES: Mapping[str, tuple[type[BenchSettings], str]] = {
-    "engine": (EngineBenchSettings, "transformers' generate, our engine, and our ranks."),
-    "batch": (BatchBenchSettings, "Several answers at once beside one; the embedded model."),
-    "busy": (BusyBenchSettings, "The same beside processes that compute without end."),
-    "shape": (
-        ShapeBenchSettings,
-        "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
-    ),
-    "probe": (ProbeBenchSettings, "Razor's probe against one that holds attention matrices."),
-    "serve": (
-        ServeBenchSettings,
-        "Load on a server with OpenAI's API: ours, llama-server, vLLM.",
-    ),
-    "prefix": (PrefixBenchSettings, "What the prefix cache saves over HTTP, and after a kill."),
-    "drafts": (DraftsBenchSettings, "Answers about a document, with drafts and without."),
-    "sources": (SourcesBenchSettings, "Cost of asking for an answer's sources."),
-    "gpu": (GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network."),
-}

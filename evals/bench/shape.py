@@ -34,6 +34,7 @@ from razor_dist.evals.bench.measure import (
     random_tokens,
 )
 from razor_dist.evals.bench.settings import ShapeBenchSettings
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.models.loader import dtype_name, model_from_config, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
@@ -70,8 +71,8 @@ def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTr
 
 def engine_around(model: PreTrainedModel, d: Deployment) -> OwnEngine:
     """Return an engine of one rank that no token ends, with steady decode times."""
-    retrieval, comm = d.head_map.retrieval, Communicator(None)
-    built = make_engine(model, d.config, retrieval, comm, eos_token_ids=())
+    roles, comm = HeadRoles(d.head_map.retrieval), Communicator(None)
+    built = make_engine(model, d.config, roles, comm, eos_token_ids=())
     return OwnEngine(built, steady=True)
 
 

@@ -138,8 +138,7 @@ def build_needle_model(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = needle_vocabulary()
-    model = _construct(vocabulary)
+    model = _construct(needle_vocabulary())
     save_model(model, folder)
     needle_tokenizer(MAX_TOKENS).save_pretrained(folder)
     HeadMap.of_model(

@@ -189,10 +189,7 @@ class ChatFormat(ChoicesFormat):
         rendered = self._sources(index, [piece])
         calls: list[Json] = []
         if parser := self._parsers[index]:
-            text = parser.push(piece)
-            if finish:
-                rest, calls, finish = parser.end(finish)
-                text += rest
+            text, calls, finish = parser.read([piece], finish)
         if text or logprobs:
             news.append({"delta": {"content": text}, "logprobs": logprobs})
         if calls:

@@ -70,10 +70,7 @@ class MessagesFormat(Format):
         if isinstance(piece.stop_reason, str):
             self._stop = piece.stop_reason
         if parser := self._calls_parser:
-            text = parser.push(piece)
-            if self._finish:
-                rest, self._calls, self._finish = parser.end(self._finish)
-                text += rest
+            text, self._calls, self._finish = parser.read([piece], self._finish)
         self._text += text
         self._sentences += piece.sentences
         return self._advance()

@@ -361,8 +361,7 @@ def _get(summary: str, answer: str, name: str | None = None, missing: str = _NO_
         responses["404"] = _error(missing)
     if answer == "Health":
         responses["503"] = _answer(answer, "Not ready, and why.")
-    operation = {"summary": summary, "parameters": parameters, "responses": responses}
-    return {"get": operation}
+    return {"get": {"summary": summary, "parameters": parameters, "responses": responses}}
 
 
 def _context() -> Json:

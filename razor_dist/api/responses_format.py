@@ -82,10 +82,7 @@ class ResponsesFormat(Format):
         """Add a piece; return its text that belongs to the message."""
         text, self._finish = piece.text, piece.finish_reason
         if parser := self._calls_parser:
-            text = parser.push(piece)
-            if self._finish:
-                rest, self._calls, self._finish = parser.end(self._finish)
-                text += rest
+            text, self._calls, self._finish = parser.read([piece], self._finish)
         self._text += text
         if self._request.titles is not None:
             found = citations(piece.sentences, self._request.titles, len(self._text))

@@ -85,8 +85,7 @@ class DetokenizeBody(Strict):
         if encoder.tokenizer is None:
             raise RequestError("the model has no tokenizer", param="tokens")
         tokens = as_tokens(self.tokens, limits.vocab_size, "tokens").tolist()
-        text = token_texts(encoder.tokenizer).decode(tokens, skip_special=False)
-        return {"prompt": text}
+        return {"prompt": token_texts(encoder.tokenizer).decode(tokens, skip_special=False)}
 
 
 def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:

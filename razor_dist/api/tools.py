@@ -363,9 +363,11 @@ class ToolParser:
         return rest + unread, messages, reason
 
     def read(
-        self, pieces: Iterable[TextPiece], finish: str
-    ) -> tuple[str, list[dict[str, Any]], str]:
-        """Return what `push` and `end` return of a whole answer."""
+        self, pieces: Iterable[TextPiece], finish: str | None
+    ) -> tuple[str, list[dict[str, Any]], str | None]:
+        """Return what `push` and, if the answer ends with these pieces, `end` return of them."""
         text = "".join(map(self.push, pieces))
+        if not finish:
+            return text, [], None
         rest, calls, finish = self.end(finish)
         return text + rest, calls, finish

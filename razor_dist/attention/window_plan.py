@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,13 @@ class WindowPlan:
         return self.edges[-1] > self.edges[0]
 
 
+class Storage(NamedTuple):
+    """How the ranks store the window at a prompt's end, for decode to read it without traffic."""
+
+    tail: int = 0  # tokens before the window that are stored too
+    shared: bool = False  # a rank stores some of the heads; else every rank all of them
+
+
 def plan_window(
     policy: StreamingPolicy,
     chunk: Chunk,
@@ -73,16 +81,12 @@ def plan_window(
     *,
     base: int,
     held: Sequence[tuple[Interval, int]],
-    last: bool,
-    tail: int = 0,
-    shared: bool = False,
+    stored: Storage | None,
 ) -> WindowPlan:
-    """Plan one chunk with local prefill; ``last`` says that the prompt ends with it.
+    """Plan one chunk with local prefill; ``stored`` is None unless the prompt ends with it.
 
     The compensation sums cover ``[N0, base)`` when the chunk begins. ``held`` names the ranks that
-    hold parts of ``[base - tail, chunk.begin)``; it is empty if every rank holds all of it. At the
-    end every rank keeps ``tail`` tokens more than the window has: for all heads, unless these are
-    ``shared`` out.
+    hold parts of ``[base - tail, chunk.begin)``; it is empty if every rank holds all of it.
     """
     sinks = policy.sinks
     # Sinks are kept for good: a window, and what is dropped, begin after them.
@@ -90,8 +94,8 @@ def plan_window(
     next_start = max(sinks, policy.start(chunk.end))
     edges = [max(sinks, base), *starts, next_start]
 
-    window = _stored(sinks, next_start, chunk.end, tail) if last else None
-    # At a prompt's end every rank wants the window, which decode reads without traffic.
+    window = None if stored is None else _window(sinks, next_start, chunk.end, stored.tail)
+    shared = stored is not None and stored.shared
     at_end = [[window] if window else [] for _ in range(chunk.world_size)]
     wants: list[list[Interval]] = [[] if shared else list(want) for want in at_end]
     for owner in range(chunk.world_size):
@@ -119,11 +123,11 @@ def plan_window(
         *_plan_sinks(sinks, chunk, own, rank),
         window,
         next_start,
-        Exchange([*held, *own], at_end, rank) if shared and last else None,
+        Exchange([*held, *own], at_end, rank) if shared else None,
     )
 
 
-def _stored(sinks: int, start: int, end: int, tail: int) -> Interval:
+def _window(sinks: int, start: int, end: int, tail: int) -> Interval:
     return Interval(max(sinks, start - tail), max(start, end))
 
 
@@ -131,25 +135,23 @@ def plan_compression(
     policy: StreamingPolicy,
     done: Sequence[Chunk],
     rank: int,
-    tail: int = 0,
-    *,
-    shared: bool = False,
+    stored: Storage,
 ) -> WindowPlan:
     """Plan the end of an exact prefill: sinks, sums and window of all chunks of the prompt."""
     world_size, end = done[-1].world_size, done[-1].end
     next_start = max(policy.sinks, policy.start(end))
-    window = _stored(policy.sinks, next_start, end, tail)
+    window = _window(policy.sinks, next_start, end, stored.tail)
     whole = Chunk(done[0].begin, end, world_size)
     held = holdings(done, whole.span)
     windows, nothing = Exchange(held, [[window]] * world_size, rank), Exchange([], [], rank)
     return WindowPlan(
         [policy.sinks, next_start],
         [],
-        nothing if shared else windows,
+        nothing if stored.shared else windows,
         *_plan_sinks(policy.sinks, whole, held, rank),
         window,
         next_start,
-        windows if shared else None,
+        windows if stored.shared else None,
     )
 
 

@@ -151,8 +151,7 @@ class CacheAccounts:
             for rank in range(self.world_size)
         ]
         widths = [self._widths(one.totals) for one in held]
-        places = [sum(of_arena) for of_arena in zip(*widths, strict=True)]
-        return self._table(pages, places)
+        return self._table(pages, [sum(of_arena) for of_arena in zip(*widths, strict=True)])
 
     def stored(self, key: int | None, end: int) -> Ints:
         """Return the tokens on every rank of a sequence's first ``end``, once they are prefilled.

@@ -61,6 +61,10 @@ class Arena:
         """
         return max(source, self.policy.sinks, self.policy.start(length) - self.tail)
 
+    def can_cut(self, slot: StreamingSlot, length: int) -> bool:
+        """True if a slot has all that is seen after its first ``length`` tokens."""
+        return max(self.policy.sinks, self.policy.start(length)) >= slot.tail_begin
+
     def least_cut(self, length: int, tail_begin: int) -> int:
         """The least n, at most ``length``, such that such a slot has all that is seen at n."""
         if tail_begin <= self.policy.sinks:
@@ -89,6 +93,12 @@ class StreamingSlot:
         """Places that it takes; its ring begins at index ``ring``."""
         return ring + self.capacity + self.tail_capacity
 
+    def advance(self, start: int) -> None:
+        """Note that the window in the ring begins at ``start``, and the tail goes up to there."""
+        assert self.ring_begin <= start
+        self.start = self.ring_begin = start
+        self.tail_begin = max(self.tail_begin, start - self.tail_capacity)
+
 
 class SlotPool:
     """The slots of up to ``slots`` sequences in an arena.
@@ -109,8 +119,7 @@ class SlotPool:
 
     def places(self, *, cached: bool | None = None) -> int:
         """Places that slots take: all, or those that are or are not ``cached``."""
-        held = self.slots(cached=cached)
-        return sum(slot.width(self.arena.ring) for slot in held)
+        return sum(slot.width(self.arena.ring) for slot in self.slots(cached=cached))
 
     def slots(self, *, cached: bool | None = None) -> list[StreamingSlot]:
         return [slot for slot in self._held if cached is None or slot.cached == cached]

@@ -162,10 +162,6 @@ class StreamingCache:
         rows = self.rows.stop
         return [slice(a, min(a + step, rows)) for a in range(0, max(1, rows), step)]
 
-    def can_cut(self, slot: StreamingSlot, length: int) -> bool:
-        """Tell if a slot has all that is seen after its first ``length`` tokens."""
-        return max(self.policy.sinks, self.policy.start(length)) >= slot.tail_begin
-
     def state(
         self, slot: StreamingSlot, rows: slice, length: int, tail: int = 0
     ) -> dict[str, Tensor]:
@@ -281,13 +277,7 @@ class StreamingCache:
             kept = min(slot.tail_capacity, end - begin)
             if kept:
                 self.put_tail(rows, slot, end - kept, end, k[:, -kept:], v[:, -kept:])
-        self.advance(slot, end)
-
-    def advance(self, slot: StreamingSlot, start: int) -> None:
-        """Note that the window in the ring begins at ``start``, and the tail goes up to there."""
-        assert slot.ring_begin <= start
-        slot.start = slot.ring_begin = start
-        slot.tail_begin = max(slot.tail_begin, start - slot.tail_capacity)
+        slot.advance(end)
 
     def refresh(self, rows: slice, slot: StreamingSlot, count: int) -> None:
         """Set the compensation tokens to the mean of the ``count`` dropped tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -10,7 +11,31 @@ import typer
 from typer.core import TyperGroup
 
 from razor_dist.commands.options import with_options
-from razor_dist.evals.bench.settings import BENCHES, BenchSettings
+from razor_dist.evals.bench import settings as given
+from razor_dist.evals.bench.serve_settings import ServeBenchSettings
+
+# The benches by name, which is their module's too.
+BENCHES: Mapping[str, tuple[type[given.BenchSettings], str]] = {
+    "engine": (given.EngineBenchSettings, "transformers' generate, our engine, and our ranks."),
+    "batch": (given.BatchBenchSettings, "Several answers at once beside one; the embedded model."),
+    "busy": (given.BusyBenchSettings, "The same beside processes that compute without end."),
+    "shape": (
+        given.ShapeBenchSettings,
+        "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
+    ),
+    "probe": (given.ProbeBenchSettings, "Razor's probe against one that holds attention matrices."),
+    "serve": (ServeBenchSettings, "Load on a server with OpenAI's API: ours, llama-server, vLLM."),
+    "prefix": (
+        given.PrefixBenchSettings,
+        "What the prefix cache saves over HTTP, and after a kill.",
+    ),
+    "drafts": (given.DraftsBenchSettings, "Answers about a document, with drafts and without."),
+    "sources": (given.SourcesBenchSettings, "Cost of asking for an answer's sources."),
+    "gpu": (
+        given.GpuBenchSettings,
+        "All that only a GPU can show, in ten minutes, without a network.",
+    ),
+}
 
 
 class _BenchGroup(TyperGroup):
@@ -31,8 +56,8 @@ bench = typer.Typer(
 )
 
 
-def _add(name: str, kind: type[BenchSettings], summary: str) -> None:
-    def run(settings: BenchSettings) -> None:
+def _add(name: str, kind: type[given.BenchSettings], summary: str) -> None:
+    def run(settings: given.BenchSettings) -> None:
         # Every run is logged on stderr: a benchmark that is silent for minutes looks stuck.
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("razor_dist.evals.bench").setLevel(logging.INFO)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import typer
 from typing_extensions import Doc
@@ -18,9 +19,27 @@ from razor_dist.config.schema import RENAMED, EngineConfig
 from razor_dist.config.sizes import takes_sizes
 from razor_dist.config.sources import load_config, shipped_names
 
+if TYPE_CHECKING:
+    from razor_dist.documents.collect import Source
+
 # Exit code of a command that has done what could be done, where some of its inputs (documents,
 # requests, prefixes) were not usable. 1 is a failure of the command, 2 a mistake in its arguments.
 EXIT_SOME_FAILED = 3
+
+_Parameters: TypeAlias = dict[str, inspect.Parameter]
+Encoding = Annotated[
+    str | None, typer.Option(help="Of plain text that is not UTF-8, such as latin-1.")
+]
+
+
+def documents(inputs: Sequence[str], encoding: str | None) -> list[Source]:
+    """Collect the documents that a command is given; name on stderr what cannot be read."""
+    from razor_dist.documents.collect import collect
+
+    sources, left_out = collect(inputs, encoding)
+    for path in left_out:
+        typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
+    return sources
 
 
 def with_config_flags(
@@ -30,8 +49,8 @@ def with_config_flags(
 
     A command with a parameter ``config`` gets the settings. Another is called with ``config_file``
     (path or None) and ``flags``, a dict of the flags by field name in which None means "not given":
-    what `load_config` wants. Its own options, if any, are keyword arguments with typer defaults.
-    Fields in ``leave_out`` get no flag.
+    what `load_config` wants. Its own options, if any, are keyword arguments with typer defaults, or
+    dataclasses as those of `with_options`. Fields in ``leave_out`` get no flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -41,8 +60,13 @@ def with_config_flags(
         loads = "config" in own
         for name in ("config",) if loads else ("config_file", "flags"):
             del own[name]
+        kinds = {name: p.annotation for name, p in own.items()}
+        groups: dict[str, Any] = {k: v for k, v in kinds.items() if dataclasses.is_dataclass(v)}
+        options = [_options(groups[k]) if k in groups else {k: p} for k, p in own.items()]
 
         def run(config: str | None, **given: Any) -> None:
+            for name, kind in groups.items():
+                given[name] = kind(**{option: given.pop(option) for option in _options(kind)})
             flags = {name: _as_text(given.pop(name)) for name in (*names, *old)}
             if loads:
                 command(config=load_config(cls, flags, os.environ, config), **given)
@@ -52,7 +76,7 @@ def with_config_flags(
         file = typer.Option(None, "--config", metavar="FILE", help="YAML file with settings.")
         hidden = typer.Option(None, hidden=True)
         parameters = [
-            *own.values(),
+            *(p.replace(kind=p.KEYWORD_ONLY) for found in options for p in found.values()),
             *(_flag(cls, name) for name in names),
             *(_parameter(name, str | None, hidden) for name in old),
             _parameter("config", str | None, file),
@@ -68,35 +92,38 @@ def with_options(
     """Give a typer command a parameter for each field of dataclasses; it takes one object of each.
 
     Fields are ``Annotated`` with ``typer.Option``, ``typer.Argument``, or a `Doc` to be a flag's
-    help. One that several classes have is one flag. ``flags`` has the names of those flags that are
-    not their fields'.
+    help; others keep their defaults. One that several classes have is one flag. ``flags`` has the
+    names of those flags that are not their fields'.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        parameters: dict[str, inspect.Parameter] = {}
-        for cls in classes:
-            hints = get_type_hints(cls, include_extras=True)
-            for field in dataclasses.fields(cls):
-                name, (kind, *notes) = field.name, get_args(hints[field.name])
-                flag = [flags[name]] if flags and name in flags else []
-                for place, note in enumerate(notes):
-                    if isinstance(note, Doc):
-                        notes[place] = typer.Option(*flag, help=note.documentation)
-                required = field.default is dataclasses.MISSING
-                default = inspect.Parameter.empty if required else field.default
-                parameters[name] = _parameter(name, Annotated[(kind, *notes)], default)
+        options = [_options(cls, flags or {}) for cls in classes]
+        parameters = {name: one for found in options for name, one in found.items()}
 
         def run(**given: Any) -> None:
-            command(
-                *(
-                    cls(**{f.name: given[f.name] for f in dataclasses.fields(cls)})
-                    for cls in classes
-                )
-            )
+            pairs = zip(classes, options, strict=True)
+            command(*(cls(**{name: given[name] for name in found}) for cls, found in pairs))
 
         return _signed(run, command, list(parameters.values()))
 
     return decorate
+
+
+def _options(cls: Any, flags: Mapping[str, str] = MappingProxyType({})) -> _Parameters:
+    parameters: _Parameters = {}
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        name, hint = field.name, hints[field.name]
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        flag = [flags[name]] if name in flags else []
+        for place, note in enumerate(notes):
+            if isinstance(note, Doc):
+                notes[place] = typer.Option(*flag, help=note.documentation)
+        required = field.default is dataclasses.MISSING
+        default = inspect.Parameter.empty if required else field.default
+        if notes:
+            parameters[name] = _parameter(name, Annotated[(kind, *notes)], default)
+    return parameters
 
 
 def _signed(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from razor_dist.commands.options import EXIT_SOME_FAILED, with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, Encoding, documents, with_config_flags
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
@@ -31,9 +31,7 @@ def prefill(
             "--plain", help="As a message that begins with the text; else as the page sends it."
         ),
     ] = False,
-    encoding: Annotated[
-        str | None, typer.Option(help="Of plain text that is not UTF-8, such as latin-1.")
-    ] = None,
+    encoding: Encoding = None,
 ) -> None:
     """Read documents into a store, so that a server answers questions about them at once.
 
@@ -44,13 +42,10 @@ def prefill(
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.config.logs import set_up_logging
-    from razor_dist.documents.collect import collect
     from razor_dist.llm.llm import LLM
     from razor_dist.prefix.store import WriterLock
 
-    sources, left_out = collect(inputs, encoding)
-    for path in left_out:
-        typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
+    sources = documents(inputs, encoding)
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = WriterLock(store)
     if not lock.acquire():

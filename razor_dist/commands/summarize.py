@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from razor_dist.commands.options import EXIT_SOME_FAILED, with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, Encoding, documents, with_config_flags
 from razor_dist.config.schema import JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
@@ -31,8 +32,7 @@ def summarize(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the results; what is there is kept.")],
-    words: Annotated[int, typer.Option(help="Length asked for.")] = Style.words,
-    language: Annotated[str, typer.Option(help="Such as French.")] = Style.language,
+    style: Style,
     template: Annotated[
         Path | None,
         typer.Option(
@@ -40,19 +40,7 @@ def summarize(
             help="The prompt, with {document} and, if wanted, {kind}, {words} and {language}.",
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Where a summary is cut off. [default: 3 for each word]")
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Of the draws; 0 is greedy.")
-    ] = Style.temperature,
-    with_sources: Annotated[
-        bool,
-        typer.Option("--sources", help="Also tell where each sentence of a summary came from."),
-    ] = False,
-    encoding: Annotated[
-        str | None, typer.Option(help="Of plain text that is not UTF-8, such as latin-1.")
-    ] = None,
+    encoding: Encoding = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Also write a page for each document.")
     ] = False,
@@ -62,17 +50,15 @@ def summarize(
     Documents that cannot be read are skipped and named at the end; the exit code is 3 then.
     """
     from razor_dist.config.logs import set_up_logging
-    from razor_dist.documents.collect import collect
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
     from razor_dist.jobs.summarize import SummaryTask, loops
     from razor_dist.jobs.summary_pages import write_pages
 
-    prompt = Style.template if template is None else read_text(template, "the --template file")
-    style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0, with_sources)
-    sources, left_out = collect(inputs, encoding)
-    for path in left_out:
-        typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
+    style = replace(style, seed=config.seed or 0)
+    if template is not None:
+        style = replace(style, template=read_text(template, "the --template file"))
+    sources = documents(inputs, encoding)
     set_up_logging("info")
     prefixes = out.absolute() / "prefixes"
     task = SummaryTask({"default": _resuming(config, prefixes)}, style, sources)

@@ -8,16 +8,16 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 _NAME = "razor-dist"
-_CHECKOUT = Path(__file__).parents[2]
 
 
-def install_command(extra: str) -> str:
+def install_command(extra: str, folder: Path = Path(__file__).parents[2]) -> str:
     """Return the pip command that installs an extra's packages.
 
-    In a checkout it names the checkout; elsewhere, since no index has this package, the packages.
+    If ``folder``, where this package is, is a checkout, the command names it; else, since no index
+    has this package, the packages.
     """
-    if (_CHECKOUT / "pyproject.toml").is_file():
-        return f"pip install -e '{_CHECKOUT}[{extra}]'"
+    if (folder / "pyproject.toml").is_file():
+        return f"pip install -e '{folder}[{extra}]'"
     return " ".join(["pip install", *(f"'{package}'" for package in _packages(extra))])
 
 

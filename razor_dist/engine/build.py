@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from razor_dist.attention.sources import QueryHeads
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
@@ -33,7 +32,7 @@ from razor_dist.engine.device import (
 from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.warm_up import warm_up
-from razor_dist.heads.decision import Windows
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.sources import source_heads
 from razor_dist.kernels.linear import use_int8_linear
@@ -125,23 +124,17 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
     if loaded.shares is not None:
         loaded.shares.gather_when_run(partial(comm.note, "weights"))
     check_model(loaded.model, config.model)
-    engine = make_engine(
-        loaded.model,
-        config,
-        loaded.head_map.retrieval,
-        comm,
-        eos_token_ids=loaded.eos_token_ids,
-        windows=loaded.head_map.windows,
-        weights=loaded.weights,
-        source_heads=source_heads(config, loaded.head_map, loaded.model.config),
-    )
+    model, head_map, eos = loaded.model, loaded.head_map, loaded.eos_token_ids
+    sources = source_heads(config, head_map, model.config)
+    roles = HeadRoles(head_map.retrieval, head_map.windows, sources)
+    engine = make_engine(model, config, roles, comm, eos_token_ids=eos, weights=loaded.weights)
     if engine.runner.device.type == "cuda":
         warm_up(engine.runner)
     if comm.rank == 0:
         shared = engine.runner.decode == "tensor"
         longest = engine.core.max_model_len
         for sentence in about_settings(
-            config, engine.runner.shape, loaded.head_map, longest, shared=shared
+            config, engine.runner.shape, head_map, longest, shared=shared
         ):
             log.warning("%s", sentence)
     return engine
@@ -167,22 +160,18 @@ def check_model(model: PreTrainedModel, name: str) -> None:
 def make_engine(
     model: PreTrainedModel,
     config: EngineConfig,
-    retrieval: Sequence[Sequence[bool]],
+    roles: HeadRoles,
     comm: Communicator,
     *,
     eos_token_ids: tuple[int, ...],
-    windows: Windows | None = None,
     ring: RingAttention | None = None,
     weights: str = "",
-    source_heads: QueryHeads = (),
 ) -> RankEngine:
     """Return one rank's engine around a model that is loaded with our attention.
 
-    For every layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows`` a
-    streaming head's own window. ``ring`` takes the place of the one that the settings name, and
-    ``source_heads`` are as `ModelRunner`'s. ``weights`` is their fingerprint, if it cannot be had
-    from the model. Raises `ConfigError` if settings and model do not fit together, or the caches
-    into memory.
+    ``ring`` takes the place of the one that the settings name. ``weights`` is their fingerprint, if
+    it cannot be had from the model. Raises `ConfigError` if settings and model do not fit together,
+    or the caches into memory.
     """
     shape = ModelShape.from_config(model.config)
     device, dtype = model.device, model.dtype
@@ -190,15 +179,12 @@ def make_engine(
     if comm.rank == 0:
         warn_of_kv_dtype(device, dtype, kv_dtype)
     recorder = recorder_of(config, comm, device)
-    mode = share_short_steps(config, model, shape, retrieval, windows, comm, recorder)
-    layout, tensor, _ = mode
+    mode = share_short_steps(config, model, shape, roles, comm, recorder)
     free = free_memory(comm, device)
-    capacity = Capacity.of(config, shape, layout, comm.size, device, dtype, free)
+    capacity = Capacity.of(config, shape, mode.layout, comm.size, device, dtype, free)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:
-        runner = ModelRunner(
-            model, shape, layout, capacity.cache, comm, ring, recorder, source_heads, tensor
-        )
+        runner = ModelRunner(model, mode, capacity.cache, comm, ring, recorder, roles.sources)
     except (RuntimeError, MemoryError) as error:
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):
@@ -220,9 +206,9 @@ def make_engine(
     folder: Path | None = None
     if config.keeps_prefixes:
         weights = weights or weights_fingerprint(model)
-        about = _about(config, model, retrieval, windows, weights)
+        about = _about(config, model, roles, weights)
         folder = _keep_prefixes(config, about, runner, core)
-    info = _info(config, runner, eos_token_ids, retrieval, mode.reason)
+    info = _info(config, runner, eos_token_ids, roles.retrieval, mode.reason)
     info.prefix_folder = None if folder is None else str(folder)
     return RankEngine(runner, core, info)
 
@@ -258,18 +244,14 @@ def _info(
 
 
 def _about(
-    config: EngineConfig,
-    model: PreTrainedModel,
-    retrieval: Sequence[Sequence[bool]],
-    windows: Windows | None,
-    weights: str,
+    config: EngineConfig, model: PreTrainedModel, roles: HeadRoles, weights: str
 ) -> dict[str, Any]:
     """Return all that stored prefixes depend on."""
     return {
         "weights": weights,
         "model": settings_of(model.config),
-        "retrieval": [list(map(int, row)) for row in retrieval],
-        "windows": windows,
+        "retrieval": [list(map(int, row)) for row in roles.retrieval],
+        "windows": roles.windows,
         "policy": asdict(StreamingPolicy.of(config)),
         "dtype": dtype_name(model.dtype),
         "kv_dtype": kv_dtype_name(torch_kv_dtype(config, model.dtype)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -62,6 +63,22 @@ class CacheNeed:
             f"that is not needed or start the engine with {setting}",
             code="pinned_prefixes_hold_cache",
         )
+
+    def check_quota(
+        self, request: Request, quota: tuple[str, int], others: Iterable[Request]
+    ) -> None:
+        """Raise `RequestError` unless a prefix may be pinned beside its owner's ``others``."""
+        owner, most = quota
+        held = sum(r.nbytes for r in others if r.quota is not None and r.quota[0] == owner)
+        request.quota, request.nbytes = quota, self.nbytes(request)
+        if held + request.nbytes > most:
+            raise RequestError(
+                f"this context would take {request.nbytes} bytes of the KV cache, and your others "
+                f"hold {held} of the {most} that they may take together (--pinned-gb): end one, "
+                "wait until one expires, or leave cache_control out",
+                param="cache_control",
+                code="pinned_contexts_full",
+            )
 
     def fits(self, waiting: Seq[Request], pinned: Seq[Request], taken: Ints) -> bool:
         """True if each that waits fits beside pinned prefixes, and one more that takes this."""

@@ -61,7 +61,7 @@ def commit_run(rank: int, caches: Caches, sequence: Sequence, tokens: int) -> No
 def _commit_replicated(caches: Caches, tokens: ReplicatedTokens) -> None:
     if caches.pages.positions is not None:
         caches.pages.place(tokens.extents, tokens.positions[tokens.own])
-    _commit_windows(caches, tokens.windows)
+    _commit_windows(tokens.windows)
 
 
 def _commit_chunk(
@@ -75,7 +75,7 @@ def _commit_chunk(
     prefill.done.append(chunk)
     if prefill.scratch is not None:
         prefill.scratch.tokens += chunk.tokens(rank)
-    _commit_windows(caches, tokens.windows)
+    _commit_windows(tokens.windows)
     if not tokens.last:
         prefill.windows = list(kept)
         return
@@ -85,10 +85,10 @@ def _commit_chunk(
     sequence.prefill = None
 
 
-def _commit_windows(caches: Caches, parts: Seq[WindowPart]) -> None:
-    for cache, part in zip(caches.streaming, parts, strict=True):
+def _commit_windows(parts: Seq[WindowPart]) -> None:
+    for part in parts:
         if part.plan is not None and part.plan.window is not None:
             part.slot.length = part.plan.window.end
-            cache.advance(part.slot, part.plan.keep)
+            part.slot.advance(part.plan.keep)
         elif part.plan is not None:
             part.slot.start = part.plan.keep

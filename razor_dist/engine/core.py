@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.speculative import SpeculativeConfig
+from razor_dist.engine.all_ranks import AllRanks
 from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.draws import Draws, Run
 from razor_dist.engine.intake import Intake
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.rank_stats import RankStats, check_accounts, counters_of
+from razor_dist.engine.rank_stats import RankStats, counters_of
 from razor_dist.engine.request import Answer, Prefill, Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.scheduler import Scheduler
@@ -61,7 +61,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
-        self.runner, self._clock = runner, clock
+        self.runner, self._ranks, self._clock = runner, AllRanks(runner), clock
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
         self.max_step, self._last_step = config.max_step_ms / 1000, 0.0
         prefill_policy = PrefillPolicy(
@@ -87,10 +87,10 @@ class EngineCore:
             self.scheduler.batch.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
         self._draws = Draws(runner, eos_token_ids)
-        self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
+        self.grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
         self._intake = Intake(
             runner,
-            self._grammars,
+            self.grammars,
             chunked_prefill_size=chunked_prefill_size,
             by_priority=prefill_policy.by_priority,
             seed=seed,
@@ -98,7 +98,6 @@ class EngineCore:
         )
         self._prompt_tokens = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
-        self._kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
 
     @property
     def has_work(self) -> bool:
@@ -138,27 +137,12 @@ class EngineCore:
             request_id, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
         )
         if quota is not None:
-            self._check_quota(request, quota)
+            # What was released and is continued still holds its room.
+            others = {one for r in self._requests.values() for one in (r, *r.prefixes)}
+            self.scheduler.admission.need.check_quota(request, quota, others)
         self.scheduler.add(request)
         self._intake.accepted(request)
         self._requests |= dict.fromkeys([request_id] if pin else ids, request)
-
-    def _check_quota(self, request: Request, quota: tuple[str, int]) -> None:
-        """Raise `RequestError` unless a prefix may be pinned beside its owner's others."""
-        owner, most = quota
-        need, held = self.scheduler.admission.need, 0
-        for other in dict.fromkeys(self._requests.values()):
-            if other.pinned and other.quota is not None and other.quota[0] == owner:
-                held += other.nbytes
-        request.quota, request.nbytes = quota, need.nbytes(request)
-        if held + request.nbytes > most:
-            raise RequestError(
-                f"this context would take {request.nbytes} bytes of the KV cache, and your others "
-                f"hold {held} of the {most} that they may take together (--pinned-gb): end one, "
-                "wait until one expires, or leave cache_control out",
-                param="cache_control",
-                code="pinned_contexts_full",
-            )
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
@@ -167,7 +151,7 @@ class EngineCore:
             return
         if request.pinned:
             del self._requests[request_id]
-            self._run_all(self.scheduler.release(request))
+            self._ranks.run_all(self.scheduler.release(request))
         else:
             self._end(next(answer for answer in request.answers if answer.id == request_id))
 
@@ -179,17 +163,7 @@ class EngineCore:
         grammar = answer.request.grammar
         if grammar is not None and not answer.request.answers:
             grammar.cancel()
-        self._run_all(plans)
-
-    def _run_all(self, plans: Sequence[StepPlan]) -> None:
-        for plan in plans:
-            self._run(plan)
-
-    def _run(self, plan: StepPlan) -> Tensor | None:
-        if self._kept:  # else the plan stays, with its entries, which are read again afterwards
-            plan, self._kept = replace(plan, kept=self._kept), ()
-        plan.send(self.runner.comm)
-        return self.runner.execute(plan)
+        self._ranks.run_all(plans)
 
     def step(self) -> list[AboutRequest]:
         """Admit what fits; else schedule, run and postprocess one step. Report what came of it."""
@@ -198,10 +172,11 @@ class EngineCore:
         moved = self._transfer()
         plan = self.scheduler.next()
         if plan is None:
-            self._wait(moved)
+            if not moved:
+                self._wait()
             return []
         began = self._clock()
-        logits = self._run(plan)
+        logits = self._ranks.run(plan)
         self.runner.synchronize()
         return self._postprocess(plan, logits, began)
 
@@ -209,17 +184,14 @@ class EngineCore:
         admitted: list[AboutRequest] = []
         while opened := self.scheduler.admit():
             request, plans = opened
-            self._run_all(self.scheduler.admission.take_pending())
-            self._run_all(plans)
+            self._ranks.run_all([*self.scheduler.admission.take_pending(), *plans])
             if request.reported:
                 admitted.append(self.scheduler.prefills[request.key].progress(self._clock()))
-        self._run_all(self.scheduler.admission.take_pending())
+        self._ranks.run_all(self.scheduler.admission.take_pending())
         return admitted
 
-    def _wait(self, moved: bool) -> None:
+    def _wait(self) -> None:
         """Nothing can be computed: wait for the store's writers, or for a grammar."""
-        if moved:
-            return
         if self.scheduler.room.moves:
             self.scheduler.room.pause()
             return
@@ -256,16 +228,16 @@ class EngineCore:
             assert logits is not None
             messages += self._draws.draw(runs, logits)
         drafted = [run for run in runs if run.draft]
-        self._kept = tuple(run.drawn for run in drafted)
+        self._ranks.kept = tuple(run.drawn for run in drafted)
         if self._drafts is not None:
             for run in drafted:
                 self._drafts.verified(len(run.draft), run.accepted)
         # Only now are answers as long as their sequences are on the ranks.
-        self._run_all(plans)
+        self._ranks.run_all(plans)
         for run in runs:
             if run.ends:
                 self._end(run.answer, keep=run.sound)
-        self._run_all(self.scheduler.copies(step))
+        self._ranks.run_all(self.scheduler.copies(step))
         return messages
 
     def _transfer(self) -> bool:
@@ -277,25 +249,22 @@ class EngineCore:
         if self.scheduler.running:
             saving = min(saving, self._last_step / 8)
         seconds = {Op.LOAD: loading, Op.SAVE: saving}
-        return self.scheduler.room.move(self._run, self._clock, seconds)
+        return self.scheduler.room.move(self._ranks.run, self._clock, seconds)
 
     def _prefilled(self, prefill: Prefill, tokens: int, began: float) -> list[AboutRequest]:
         """Report ``tokens`` more prefilled tokens of a prompt, in a step started at ``began``."""
-        request = prefill.request
-        first = prefill.position == prefill.begin + tokens
+        request, first = prefill.request, prefill.position == prefill.begin + tokens
         if first:
             prefill.began = began
         if not request.reported:
             return []
-        messages: list[AboutRequest] = []
-        if request.key in self.runner.prompt_logprobs:
-            found = self.runner.prompt_logprobs[request.key]
-            messages.append(PromptLogprobs.of(request.id, first, found.tolist()))
-        return [*messages, prefill.progress(self._clock())]
+        found = self.runner.prompt_logprobs.get(request.key)
+        logprobs = [] if found is None else [PromptLogprobs.of(request.id, first, found.tolist())]
+        return [*logprobs, prefill.progress(self._clock())]
 
     def reset_prefix_cache(self) -> None:
         """Evict all that is cached and not in use; host memory and disk keep theirs."""
-        self._run_all(self.scheduler.room.shrink_to(0))
+        self._ranks.run_all(self.scheduler.room.shrink_to(0))
 
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
@@ -303,34 +272,18 @@ class EngineCore:
         usual = (_ANSWER_TOKENS + self._draws.tokens) / (1 + self._draws.answers)
         return seconds_left(requests, self.scheduler, usual)
 
-    def idle(self) -> None:
-        """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
-        self._rank_stats()  # a broadcast alone succeeds while the other end is stopped
-
-    def _rank_stats(self) -> list[RankStats]:
-        """Every rank's counters; `EngineError` if their caches are not as rank 0 counts them."""
-        table = self._run(StepPlan(Op.STATS))
-        assert table is not None
-        found = [RankStats.of(row) for row in table.tolist()]
-        check_accounts(found, self.scheduler.free_on_ranks, self.runner.caches)
-        return found
-
-    def prepare(self) -> None:
-        """Begin to load, beside the first steps, what structured outputs need."""
-        self._grammars.prepare()
+    def idle(self) -> list[RankStats]:
+        """Hear from every rank; see `AllRanks.stats`."""
+        return self._ranks.stats(self.scheduler.free_on_ranks)
 
     def stop(self) -> None:
         """End the ranks; what is being saved gets a moment to be whole."""
-        room, end = self.scheduler.room, time.monotonic() + _LAST_SECONDS
-        while room.moves and time.monotonic() < end:
-            if not self._transfer():
-                room.pause()
-        room.close()
-        self._run(StepPlan(Op.STOP))
+        self.scheduler.room.drain(self._transfer, _LAST_SECONDS)
+        self._ranks.run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
         """Counters of all ranks: `razor_dist.protocol.messages.Stats`."""
-        counters = counters_of(self._rank_stats())
+        counters = counters_of(self.idle())
         counters["prefix_cache"] |= self.scheduler.room.stats
         return counters | {
             "decode": self.runner.decode,

@@ -15,7 +15,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.tape import Step
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact, why_not
-from razor_dist.heads.decision import Windows
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.kernels.fused import postponed_rotations
 from razor_dist.kernels.query import Query
@@ -32,16 +32,15 @@ _WORTH = 1.4
 
 class DecodeMode(NamedTuple):
     layout: HeadLayout
-    tensor: TensorParallel | None  # what shares short steps, in tensor mode
-    reason: str  # why it is this mode, for people
+    tensor: TensorParallel | None = None  # what shares short steps, in tensor mode; of ``layout``
+    reason: str = ""  # why it is this mode, for people
 
 
 def share_short_steps(
     config: EngineConfig,
     model: PreTrainedModel,
     shape: ModelShape,
-    retrieval: Sequence[Sequence[bool]],
-    windows: Windows | None,
+    roles: HeadRoles,
     comm: Communicator,
     recorder: Recorder | None = None,
 ) -> DecodeMode:
@@ -50,7 +49,7 @@ def share_short_steps(
     All ranks call this together. With ``decode: auto`` they time steps of both kinds, recorded if
     there is a ``recorder``, and follow rank 0.
     """
-    whole = HeadLayout.from_decision(retrieval, model.device, windows)
+    whole = HeadLayout.from_decision(roles.retrieval, model.device, roles.windows)
     if comm.size == 1:
         return DecodeMode(whole, None, "one rank")
     if config.decode == "replicated":
@@ -62,7 +61,7 @@ def share_short_steps(
             log.log(level, "every rank computes all of a short step: %s", reason)
         return DecodeMode(whole, None, reason)
     share = HeadShare(comm.rank, comm.size, shape.group, is_compact(model))
-    layout = HeadLayout.from_decision(retrieval, model.device, windows, share)
+    layout = HeadLayout.from_decision(roles.retrieval, model.device, roles.windows, share)
     tensor = TensorParallel(model, shape, layout, comm)
     reason = "by the settings"
     if config.decode == "auto":

@@ -19,7 +19,7 @@ from razor_dist.attention.step import (
     Step,
     WindowPart,
 )
-from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
+from razor_dist.attention.window_plan import Storage, WindowPlan, plan_compression, plan_window
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import ChunkedPrefill, Sequence, SharedWindow
@@ -323,24 +323,16 @@ class _WindowParts:
     def _plan(
         self, cache: StreamingCache, slot: StreamingSlot, base: int, shared: SharedWindow | None
     ) -> WindowPlan | None:
-        policy, tail, shares = cache.policy, slot.tail_capacity, shared is not None
+        policy, stored = cache.policy, Storage(slot.tail_capacity, shared is not None)
         if self.exact:
             if not self.last:
                 return None
             whole = [*self.done, self.chunk]
-            return plan_compression(policy, whole, self.rank, tail, shared=shares)
-        seen = Interval(base - tail, self.chunk.begin)
+            return plan_compression(policy, whole, self.rank, stored)
+        seen = Interval(base - stored.tail, self.chunk.begin)
         held = holdings(self.done, seen)
         if shared is not None:
             before = [(at & seen, holder) for at, holder in shared.held]
             held += [(at, holder) for at, holder in before if len(at)]
-        return plan_window(
-            policy,
-            self.chunk,
-            self.rank,
-            base=base,
-            held=held,
-            last=self.last,
-            tail=tail,
-            shared=shares,
-        )
+        at_end = stored if self.last else None
+        return plan_window(policy, self.chunk, self.rank, base=base, held=held, stored=at_end)

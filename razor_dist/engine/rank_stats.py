@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import Caches
-from razor_dist.config.errors import EngineError
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.sequences import Sequences
 from razor_dist.parallel.comm import PURPOSES, Communicator
@@ -72,15 +70,3 @@ def counters_of(ranks: Sequence[RankStats]) -> dict[str, Any]:
         "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
         "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
     }
-
-
-def check_accounts(found: Sequence[RankStats], free: Ints, caches: Caches) -> None:
-    """Raise `EngineError` unless every rank has ``free`` what rank 0 counts for it."""
-    for rank, (stats, ours) in enumerate(zip(found, free.T.tolist(), strict=True)):
-        if caches.scratch is None:
-            ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
-        if list(stats.free) != ours:
-            raise EngineError(
-                f"rank {rank} has {list(stats.free)} pages and places free and rank 0 counts "
-                f"{ours}: a defect of razor_dist; please report it"
-            )

@@ -7,6 +7,7 @@ memory and disk. It returns plans, which the ranks carry out in their order.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,14 @@ class Room:
             if clock() - began > seconds[plan.op]:
                 break
         return moved
+
+    def drain(self, move: Callable[[], bool], seconds: float) -> None:
+        """`close` once ``move`` has saved what is being saved, or after ``seconds``."""
+        end = time.monotonic() + seconds
+        while self.moves and time.monotonic() < end:
+            if not move():
+                self.pause()
+        self.close()
 
     def close(self) -> None:
         """Let another process write to the store."""

@@ -27,7 +27,7 @@ from razor_dist.attention.step import BlockTables, Pass, Step, StepInputs
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
 from razor_dist.engine.commit import Kept, commit, commit_run
-from razor_dist.engine.decode_mode import rotations_can_wait
+from razor_dist.engine.decode_mode import DecodeMode, rotations_can_wait
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
@@ -36,8 +36,6 @@ from razor_dist.engine.prompt_logprobs import split_logprobs
 from razor_dist.engine.rank_stats import RankStats
 from razor_dist.engine.sampler import likeliest
 from razor_dist.engine.sequences import Sequences
-from razor_dist.engine.tensor_parallel import TensorParallel
-from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.fused import postponed_rotations
 from razor_dist.kernels.linear import choose_ways
@@ -61,23 +59,22 @@ class ModelRunner:
 
     ``model`` is loaded with our attention implementation. ``recorder`` records decode steps for
     replay; without it they run one operation at a time. ``source_heads`` are asked where answers
-    come from; steps in which they are, are never replayed. With ``tensor``, whose layout it is, the
-    ranks share short steps.
+    come from; steps in which they are, are never replayed.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        shape: ModelShape,
-        layout: HeadLayout,
+        mode: DecodeMode,
         cache: CacheConfig,
         comm: Communicator,
         ring: RingAttention = ring_attention,
         recorder: Recorder | None = None,
         source_heads: QueryHeads = (),
-        tensor: TensorParallel | None = None,
     ) -> None:
-        self.model, self.shape, self.comm, self.config = model, shape, comm, cache
+        self.shape = shape = ModelShape.from_config(model.config)
+        self.model, self.comm, self.config = model, comm, cache
+        layout, tensor, _ = mode
         self._ring, self._tensor = ring, tensor
         self.decode = "replicated" if tensor is None else "tensor"
         self.device = next(model.parameters()).device

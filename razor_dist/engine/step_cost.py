@@ -117,8 +117,7 @@ class StepCost:
 
     def decode_terms(self) -> tuple[float, float, float]:
         """Seconds of a decode step, of each token in it, and of each token that is before one."""
-        fitted = self._fit()
-        return tuple(fitted[list(_DECODE)].tolist())
+        return tuple(self._fit()[list(_DECODE)].tolist())
 
     @property
     def chunk(self) -> float:

@@ -147,7 +147,7 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
     core = engine.core
     try:
         link.send(Ready(engine.info))
-        core.prepare()
+        core.grammars.prepare()
         while True:
             messages = link.receive(0.0 if core.has_work else idle_seconds)
             for message in messages:

@@ -184,8 +184,7 @@ class GrammarProcess(ChildProcess):
     def _encoded_vocabulary(self) -> bytes:
         assert self._serialized is not None
         info = self._info()
-        ends = info.eos_token_ids
-        return encode(vocabulary_of(self._serialized, info.vocab_size, ends))
+        return encode(vocabulary_of(self._serialized, info.vocab_size, info.eos_token_ids))
 
     @contextlib.contextmanager
     def _place(self, digest: bytes, key: Hashable) -> Iterator[None]:

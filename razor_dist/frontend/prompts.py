@@ -67,8 +67,7 @@ class PromptEncoder:
     def _encode(
         self, text: str, param: str, *, special_tokens: bool
     ) -> tuple[list[int], npt.NDArray[np.int32]]:
-        tokenizer = self._need("text prompts", param)
-        encoded = tokenizer(text, add_special_tokens=special_tokens)
+        encoded = self._need("text prompts", param)(text, add_special_tokens=special_tokens)
         if not encoded.encodings:
             raise RequestError(
                 "return_sources needs a tokenizer that knows where tokens are in a text, which "

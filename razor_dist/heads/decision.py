@@ -22,6 +22,14 @@ Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
 
 
+class HeadRoles(NamedTuple):
+    """What an engine does with each head."""
+
+    retrieval: Sequence[Sequence[bool]]  # as `Flags`
+    windows: Windows | None = None
+    sources: Sequence[tuple[int, int]] = ()  # query heads that tell where answers came from
+
+
 class Decision(NamedTuple):
     """Retrieval heads, and the query heads selected for each kind of score."""
 

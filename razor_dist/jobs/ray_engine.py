@@ -50,7 +50,7 @@ class RayLLM(LLM):
     def __init__(
         self, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
     ) -> None:
-        self._start_ranks = partial(ActorRanks.start, group, bundle)
+        self.start_ranks = partial(ActorRanks.start, group, bundle)
         super().__init__(**settings_of(config))
 
 

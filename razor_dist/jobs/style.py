@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
+
+from typer import Option
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.validation import check_least
@@ -34,13 +37,17 @@ class Style:
     ``{words}`` and ``{language}``.
     """
 
-    words: int = 200
-    language: str = "the language of the text"
+    words: Annotated[int, Option(help="Length asked for.")] = 200
+    language: Annotated[str, Option(help="Such as French.")] = "the language of the text"
     template: str = TEMPLATE
-    max_tokens: int | None = None  # where an answer is cut off; none: three for each word
-    temperature: float = 0.0
+    max_tokens: Annotated[
+        int | None, Option(help="Where a summary is cut off. [default: 3 for each word]")
+    ] = None
+    temperature: Annotated[float, Option(help="Of the draws; 0 is greedy.")] = 0.0
     seed: int = 0
-    sources: bool = False  # tell of each sentence where it came from
+    sources: Annotated[
+        bool, Option("--sources", help="Also tell where each sentence of a summary came from.")
+    ] = False
 
     def __post_init__(self) -> None:
         check_least(self, words=1, max_tokens=1)

@@ -32,7 +32,7 @@ from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.style import Style
-from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, placed, traced_back
+from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, traced
 from razor_dist.jobs.task import (
     ANSWER_TOKEN,
     Item,
@@ -63,8 +63,6 @@ _LESS = 15 / 16
 # parts of a document. More of them share steps, and more are lost or stored in work at a kill.
 _DOCUMENTS_AT_ONCE = 4
 _PARTS_AT_ONCE = 8
-# Seconds of generating between two times that an answer's beginning is stored.
-_DRAFT_SECONDS = 3.0
 # Seconds that counting all documents' tokens may take before the first is summarised.
 _COUNTING_SECONDS = 20.0
 
@@ -127,13 +125,17 @@ def _draft(stored: Mapping[str, Any], key: str) -> list[int]:
 
 
 class Summarizer:
-    """Asks a model for summaries; one without a tokenizer raises `ConfigError`."""
+    """Asks a model for summaries; one without a tokenizer raises `ConfigError`.
 
-    def __init__(self, llm: LLM, style: Style) -> None:
+    An answer's beginning is stored after ``draft_seconds`` of generating, again and again.
+    """
+
+    def __init__(self, llm: LLM, style: Style, *, draft_seconds: float = 3.0) -> None:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None:
             raise ConfigError(f"{llm.config.model} has no tokenizer, so it reads no documents")
         self._llm, self._style, self._tokenizer = llm, style, tokenizer
+        self._draft_seconds = draft_seconds
         self._encoder = PromptEncoder(tokenizer)
         self._room = llm.info.max_model_len - (style.sampling.max_tokens or 0)
 
@@ -162,13 +164,13 @@ class Summarizer:
                 )
             counts = self._count([piece.text for piece in pieces])
             answers = yield from self._ask_all(prompts, stored, counts)
-            summaries = [self._traced(answer, document, places, summaries) for answer in answers]
+            summaries = [traced(answer, document, places, summaries) for answer in answers]
             counted = zip(counts, summaries, strict=True)
             parts = parts or [{"tokens": count, **summary} for count, summary in counted]
             now = merged([part["summary"] for part in summaries])
             levels, kind = levels + 1, _SUMMARIES
         [found] = yield from self._ask_all([prompt], stored)
-        answer = self._traced(found, document, places, summaries)
+        answer = traced(found, document, places, summaries)
         result = {"tokens": tokens, **answer, "parts": len(parts) or 1, "levels": levels}
         return result | ({"part_summaries": parts} if parts else {})
 
@@ -223,8 +225,7 @@ class Summarizer:
     def _split(self, now: Material, tokens: int) -> tuple[list[Material], list[Asked]]:
         """Cut a text into parts whose prompts fit the context; return both."""
         [alone] = self._count([now.text])
-        empty = Material("", [])
-        own = len(self._encode(empty, _PART.format(9999, 9999)).ids)
+        own = len(self._encode(Material("", []), _PART.format(9999, 9999)).ids)
         limit = self._room - max(tokens - alone, own)
         while limit >= 1:
             pieces = now.cut(split(now.text, limit, self._count))
@@ -267,7 +268,7 @@ class Summarizer:
             [answer] = output.outputs
             if time.monotonic() >= due and not output.finished:
                 tell(list(answer.token_ids))
-                due = time.monotonic() + _DRAFT_SECONDS
+                due = time.monotonic() + self._draft_seconds
         tell(tuple(answer.token_ids))
         text, reason, ids = answer.text, answer.finish_reason, [*draft, *answer.token_ids]
         detection = params.repetition_detection
@@ -286,17 +287,6 @@ class Summarizer:
         lead, end = len(text) - len(text.lstrip()), len(text.rstrip())
         kept = [replace(s, end=min(s.end, end)) for s in answer.sentences if s.start < end]
         return summary | {"sentences": as_told(kept, prompt.material, lead)}
-
-    @staticmethod
-    def _traced(
-        answer: Json, document: Document, places: Places, summaries: Sequence[Json]
-    ) -> Json:
-        """Finish an answer's sources; it was made of ``summaries`` or, without any, the text."""
-        if "sentences" not in answer:
-            return answer
-        own = answer["sentences"]
-        found = traced_back(own, summaries) if summaries else placed(own, document, places)
-        return {**answer, "sentences": found}
 
 
 def loops(result: Mapping[str, Any]) -> bool:

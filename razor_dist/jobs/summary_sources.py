@@ -74,7 +74,7 @@ def merged(summaries: Sequence[str]) -> Material:
 
 
 def as_told(sentences: Iterable[AnswerSentence], material: Material, lead: int) -> list[Json]:
-    """Return what is known when a prompt is answered; `placed` or `traced_back` finishes it.
+    """Return what is known when a prompt is answered; `traced` finishes it.
 
     Sources are places in a span, ``of`` its number. ``lead`` characters of the answer are no part
     of the summary.
@@ -98,7 +98,16 @@ def as_told(sentences: Iterable[AnswerSentence], material: Material, lead: int) 
     ]
 
 
-def placed(sentences: Sequence[Json], document: Document, places: Places) -> list[Json]:
+def traced(answer: Json, document: Document, places: Places, summaries: Sequence[Json]) -> Json:
+    """Finish an answer's sources; it was made of ``summaries`` or, without any, the text."""
+    if "sentences" not in answer:
+        return answer
+    own = answer["sentences"]
+    found = traced_back(own, summaries) if summaries else _placed(own, document, places)
+    return {**answer, "sentences": found}
+
+
+def _placed(sentences: Sequence[Json], document: Document, places: Places) -> list[Json]:
     """Return the sentences of a summary of the document, or a part of it, with their places."""
 
     def source(start: int, end: int, weight: float) -> Json:

@@ -28,7 +28,7 @@ class EngineHandle:
     A context manager. Parameters and errors are those of `LLM`.
     """
 
-    _start_ranks: StartRanks = RankGroup.start
+    start_ranks: StartRanks = RankGroup.start
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = build_config(EngineConfig, **config)
@@ -37,7 +37,7 @@ class EngineHandle:
         # By name, where the model recommends others than `SamplingParams` has.
         self.sampling_defaults = request_defaults(folder, self.config)
         self.loop = LoopThread()
-        self._engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
+        self._engine = ManagedEngine(self.config, start_ranks=self.start_ranks)
         self._close = weakref.finalize(self, _close, self.loop, self._engine)
         try:
             self.loop.run(self._engine.start())

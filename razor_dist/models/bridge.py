@@ -53,13 +53,11 @@ def _forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     *,
     attention_context: AttentionContext,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    given = {**kwargs, "dropout": dropout}
-    problem = _problem(module, (query, key, value), attention_mask, given)
+    problem = _problem(module, (query, key, value), attention_mask, kwargs)
     if problem is not None:
         # `models.support` refuses such models by their configuration; reaching this means that
         # a model's own code or a new release of transformers does what no configuration tells.
@@ -79,7 +77,7 @@ def _problem(
         return "brings a mask of its own, which is not supported"
     if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         return "is bidirectional, which is not supported"
-    if given["dropout"]:
+    if given.get("dropout"):
         return "drops out weights, which is not supported"
     for name, value in given.items():
         if value is not None and name not in _HARMLESS:

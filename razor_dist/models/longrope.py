@@ -35,8 +35,7 @@ class LongRope(nn.Module):
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
-        rope = stock.config.rope_parameters
-        self.limit: int = rope["original_max_position_embeddings"]
+        self.limit: int = stock.config.rope_parameters["original_max_position_embeddings"]
         init = ROPE_INIT_FUNCTIONS["longrope"]
         device = stock.inv_freq.device
         self.short = _fixed(stock, init(stock.config, device, seq_len=self.limit)[0])

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
+from razor_dist.attention.window_plan import Storage, WindowPlan, plan_compression, plan_window
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.engine.tensor_parallel import part_of
 from razor_dist.heads.head_map import HeadMap
@@ -210,14 +210,13 @@ def _chunk_key(policy: StreamingPolicy, chunks: Sequence[Chunk], index: int) -> 
 def _plan(
     d: Deployment, policy: StreamingPolicy, chunks: Sequence[Chunk], index: int, rank: int
 ) -> WindowPlan:
+    stored = Storage(d.tail, d.shared)
     if d.exact:
-        return plan_compression(policy, chunks, rank, d.tail, shared=d.shared)
-    chunk, last = chunks[index], index + 1 == len(chunks)
+        return plan_compression(policy, chunks, rank, stored)
+    chunk, at_end = chunks[index], stored if index + 1 == len(chunks) else None
     base = max(policy.sinks, policy.start(chunk.begin) if index else 0)
     held = holdings(chunks[:index], Interval(base - d.tail, chunk.begin))
-    return plan_window(
-        policy, chunk, rank, base=base, held=held, last=last, tail=d.tail, shared=d.shared
-    )
+    return plan_window(policy, chunk, rank, base=base, held=held, stored=at_end)
 
 
 @dataclass(frozen=True)

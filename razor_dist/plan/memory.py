@@ -21,6 +21,7 @@ from torch import Tensor
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.engine.decode_mode import DecodeMode
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.parallel.comm import Pending, Purpose
@@ -169,7 +170,7 @@ class DryRun:
         few = [replace(a, policy=_FewRuns(**vars(a.policy))) for a in cache.arenas]
         cache = replace(cache, arenas=tuple(few))
         comm = _Labelling(rank, self._d.world_size, allocations)
-        return ModelRunner(self._model, self._d.shape, layout, cache, comm, ring)
+        return ModelRunner(self._model, DecodeMode(layout), cache, comm, ring)
 
 
 def _of_rank(layouts: Seq[HeadLayout], rank: int) -> HeadLayout:

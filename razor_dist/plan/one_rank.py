@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from razor_dist.cache.caches import CacheConfig
+from razor_dist.engine.decode_mode import DecodeMode
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tensor_parallel import TensorParallel
@@ -36,7 +37,7 @@ def runner_of(
     heads, share = d.head_map, d.share(comm.rank)
     layout = HeadLayout.from_decision(heads.retrieval, model.device, heads.windows, share)
     tensor = TensorParallel(model, d.shape, layout, comm) if d.shared else None
-    return ModelRunner(model, d.shape, layout, cache, comm, recorder=recorder, tensor=tensor)
+    return ModelRunner(model, DecodeMode(layout, tensor), cache, comm, recorder=recorder)
 
 
 def skip(runner: ModelRunner, done: Seq[Chunk]) -> None:

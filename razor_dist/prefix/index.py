@@ -83,7 +83,7 @@ class PrefixIndex:
         self._cost = cost
         self.names = Names(secrets.token_bytes(32))  # a store's own, if there is one
         self.clock: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
-        self._roots: dict[str, _Node] = {}
+        self.roots: dict[str, _Node] = {}  # of the radix trees, by the names of namespaces
         self._nodes: dict[Entry, tuple[str, _Node]] = {}  # where each entry ends
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class PrefixIndex:
     def add(self, namespace: Namespace | str, tokens: Tokens, entry: Entry) -> None:
         """Enter a sequence; ``namespace`` may be the name that a manifest has of it."""
         name = namespace if isinstance(namespace, str) else self.names.namespace(*namespace)
-        node = self._roots.setdefault(name, _Node(tokens[:0], 0))
+        node = self.roots.setdefault(name, _Node(tokens[:0], 0))
         while node.end < len(tokens):
             rest = tokens[node.end :]
             child = node.children.get(int(rest[0]))
@@ -128,7 +128,7 @@ class PrefixIndex:
             del parent.children[first]
             node = parent
         if not (node.parent or node.children or node.entries):
-            del self._roots[name]
+            del self.roots[name]
 
     def tokens(self, entry: Entry) -> Tokens:
         """Return an entry's tokens."""
@@ -143,7 +143,7 @@ class PrefixIndex:
 
         The root is left out: all that is below it, however much, has nothing in common.
         """
-        node = self._roots.get(self.names.namespace(*namespace), _Node(tokens[:0], 0))
+        node = self.roots.get(self.names.namespace(*namespace), _Node(tokens[:0], 0))
         path: list[tuple[_Node, int]] = []
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))

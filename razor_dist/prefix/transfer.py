@@ -159,7 +159,7 @@ class Transfers:
         for window, part, rows in states[rank::size]:
             cache, slot = self._caches.streaming[window], sequence.streaming[window]
             tail = manifest.tails[window]
-            if not cache.can_cut(slot, end) or slot.tail_begin > tail:
+            if not cache.arena.can_cut(slot, end) or slot.tail_begin > tail:
                 yield TOO_LATE
             rows = slice(rows.start, min(rows.stop, cache.rows.stop))
             # Of all parts alike, though the sequence may go on between two of them.

@@ -136,7 +136,7 @@ class Frontend:
         if not self._keys and not is_loopback(self.listener.getsockname()[0]):
             log.warning("anybody who reaches %s may use this server: --api-key-file", self._url)
         try:
-            if await _unless(ends, self._load()):
+            if await _unless(ends, self.load()):
                 print(f"Serving {self.config.name} on {self._url}", flush=True)
                 failure = asyncio.create_task(self._failure())
                 await asyncio.wait([failure, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -191,7 +191,7 @@ class Frontend:
                 while self.client.unfinished or server.server_state.tasks:
                     await asyncio.sleep(0.05)
 
-    async def _load(self) -> None:
+    async def load(self) -> None:
         """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
         trust = self.config.trust_remote_code
         folder = await in_daemon_thread(resolve_model, self.config.model, trust_remote_code=trust)

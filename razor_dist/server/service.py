@@ -125,54 +125,32 @@ class Service:
         Raises `RequestError` or `EngineError` if it cannot be served, or if its time is over or the
         engine fails before the response begins.
         """
-        seconds, key = self.config.request_timeout or math.inf, current_record().key
+        seconds, record = self.config.request_timeout or math.inf, current_record()
         context: Context | None = None
-        completes = endpoint == "completions"
-        current_record().operation = "text_completion" if completes else "chat"
+        record.operation = "text_completion" if endpoint == "completions" else "chat"
         try:
-            async with asyncio.timeout_at(arrived + seconds):
+            async with asyncio.timeout_at(arrived + seconds) as timeout:
                 parsed = await self._parse(endpoint, raw)
                 if parsed.unread or parsed.context:
                     if parsed.context is not None:
-                        context = self.contexts.find(parsed.context, key)
+                        context = self.contexts.find(parsed.context, record.key)
                     files = await self._read_files(parsed.unread)
                     kept = None if context is None else context.kept
                     parsed = await self._parse(endpoint, raw, files, kept)
-        except TimeoutError:
-            raise _late(seconds) from None
-        if parsed.answer is not None:
-            return raw.answered(parsed.answer)
-        del raw  # megabytes, for as long as the answer takes
-        _, reader = self._require_ready()  # again: it may have died while the request was read
-        charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p, _ in parsed.prompts))
-        seconds = min(seconds, parsed.timeout or math.inf)
-        try:
-            async with asyncio.timeout_at(arrived + seconds):
+                if parsed.answer is not None:
+                    return raw.answered(parsed.answer)
+                del raw  # megabytes, for as long as the answer takes
+                _, reader = self._require_ready()  # again: it may have died meanwhile
+                charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p, _ in parsed.prompts))
+                seconds = min(seconds, parsed.timeout or math.inf)
+                timeout.reschedule(arrived + seconds)
                 prompts = await self._compiled(parsed)
         except TimeoutError:
             raise _late(seconds) from None
-        tokenizer = reader.encoder.tokenizer
-        salt = self._salt(parsed.cache_salt)
-        pinned = None
-        if found := self.contexts.use(context, parsed.contexts, key, salt):
-            pinned, used = found
-            parsed = replace(parsed, kept_as=[one.brief for one in used])
-        try:
-            choices = LiveChoices(
-                self.client,
-                tokenizer,
-                prompts,
-                report_progress=parsed.return_progress,
-                pinned=pinned,
-                cache_salt=salt,
-            )
-        except BaseException:
-            if pinned is not None:
-                pinned.close()
-            raise
-        note_answers(choices.ids)
+        parsed, choices = self._submit(parsed, context, prompts, reader)
         choices.fail_at(arrived + seconds, _late(seconds))
-        form = FORMATS[endpoint](parsed, self.config.name, choices.choices, tokenizer)
+        name, tokenizer = self.config.name, reader.encoder.tokenizer
+        form = FORMATS[endpoint](parsed, name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
                 async for _ in choices.events():
@@ -192,6 +170,34 @@ class Service:
         except BaseException:
             choices.close()
             raise
+
+    def _submit(
+        self,
+        parsed: ParsedRequest,
+        context: Context | None,
+        prompts: Sequence[Checked],
+        reader: RequestReader,
+    ) -> tuple[ParsedRequest, LiveChoices]:
+        """Ask for a request's answers, after the contexts that it continues or has kept."""
+        salt, pinned = self._salt(parsed.cache_salt), None
+        if found := self.contexts.use(context, parsed.contexts, current_record().key, salt):
+            pinned, used = found
+            parsed = replace(parsed, kept_as=[one.brief for one in used])
+        try:
+            choices = LiveChoices(
+                self.client,
+                reader.encoder.tokenizer,
+                prompts,
+                report_progress=parsed.return_progress,
+                pinned=pinned,
+                cache_salt=salt,
+            )
+        except BaseException:
+            if pinned is not None:
+                pinned.close()
+            raise
+        note_answers(choices.ids)
+        return parsed, choices
 
     def retry_after(self, error: Exception) -> int:
         """Whole seconds until a request that was refused by this error may be sent again."""

@@ -112,7 +112,9 @@ def test_the_state_at_any_cut_is_the_sequences_that_was_read_to_there(
     # Rank 0 counts on no more than is there: here, and of the copy below.
     expected = cache.arena.tail_begin(length)
     assert slot.tail_begin <= expected
-    cut = data.draw(st.sampled_from([n for n in range(1, length + 1) if cache.can_cut(slot, n)]))
+    cut = data.draw(
+        st.sampled_from([n for n in range(1, length + 1) if cache.arena.can_cut(slot, n)])
+    )
     state = cache.state(slot, ALL, cut)
     # The next token's window, unless that has yet to be read: then still the last one's.
     start = max(sinks, policy.start(min(cut, length - 1)))
@@ -232,7 +234,7 @@ def test_a_slot_that_moves_keeps_its_tail() -> None:
     more = cache.allocate(11)  # fits only behind the slot, once that has moved
     assert (slot.offset, more.offset) == (0, second) and arena.width(11) > first
     for length in range(13, 21):
-        assert cache.can_cut(slot, length)
+        assert cache.arena.can_cut(slot, length)
         state = cache.state(slot, ALL, length)
         begin = min(SIX.start(length), slot.start)
         seen = [0, *range(6, length)]
@@ -251,7 +253,7 @@ def test_a_cut_far_back_leaves_no_rounding_of_large_sums() -> None:
     decoded(cache, slot, values)
     errors = []
     for length in range(28, 1000):
-        assert cache.can_cut(slot, length)
+        assert cache.arena.can_cut(slot, length)
         copy = cache.fork(slot, length, length)
         want = values[4 : copy.start].double().mean(0)
         k, v = cache.view(ALL, copy, 1)

@@ -21,6 +21,7 @@ from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Answer
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import follow
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.kernels import linear
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.quantized import INT4, INT8
@@ -91,8 +92,8 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     settings = {**SETTINGS, "max_num_seqs": 8, **scene.changed}
     config = EngineConfig(model=scene.path, world_size=comm.size, **settings)
     model, _ = model_and_shape(scene.path)
-    split = split_of(Path(scene.path))
-    engine = make_engine(model, config, split, comm, eos_token_ids=END, source_heads=SOURCE_HEADS)
+    roles = HeadRoles(split_of(Path(scene.path)), sources=SOURCE_HEADS)
+    engine = make_engine(model, config, roles, comm, eos_token_ids=END)
     if comm.rank:
         follow(engine)
         return {}

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.slots import SlotPool
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
@@ -141,20 +140,17 @@ class Both:
 @needs_compiler
 def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")))
-    for runner in (both.eager, both.graphs):
-        (cache,) = runner.caches.streaming
-        cache.arena = dataclasses.replace(cache.arena, places=70)
-        cache._pool = SlotPool(cache.arena, 4)
-    both.open(0, 9)  # 32 places
+    for key in (3, 4, 5, 0):
+        both.open(key, 9)  # 32 of 170 places each
     both.open(1, 41)  # 32
     for _ in range(4):
         both.decode(1)
         both.choose(1)
     before, (slot,) = both.tape.recorded, both.graphs.sequences[1].streaming
     both.execute(StepPlan(Op.CLOSE, 0))
-    assert slot.offset == 32
+    assert slot.offset == 128
     both.open(2, 70)  # 34, which are free, but not together
-    assert slot.offset == 0
+    assert slot.offset == 96
     for _ in range(4):
         both.decode(1)
         both.choose(1)

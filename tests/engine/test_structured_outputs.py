@@ -141,7 +141,7 @@ def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.Monkey
         return compile_(self, description)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
-    grammars = GrammarCompiler(core._grammars._load, core.runner.shape.vocab_size, [2])
+    grammars = GrammarCompiler(core.grammars._load, core.runner.shape.vocab_size, [2])
     monkeypatch.setattr(core._intake, "_grammars", grammars)
     params = SamplingParams(n=3, max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
     with pytest.raises(RequestError):  # nothing is compiled for who is refused

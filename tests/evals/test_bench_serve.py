@@ -16,7 +16,7 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.serve import LoadRequest, arrivals, make_requests, run, summary
-from razor_dist.evals.bench.settings import ServeBenchSettings
+from razor_dist.evals.bench.serve_settings import ServeBenchSettings
 from tests.server.process import fake_server
 
 CHAT = "/v1/chat/completions"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def _inputs(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Te
     return q, k, v
 
 
+def _assert_alike(out: Tensor, wanted: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """The same values and gradients."""
+    torch.testing.assert_close(out, wanted)
+    back = torch.randn_like(out)
+    grads = (torch.autograd.grad(result, inputs, back) for result in (out, wanted))
+    torch.testing.assert_close(*grads)
+
+
 # One token; less than a block; block edges; more blocks, the last one whole or not.
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 192, 300])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (3, 5), (64, 64), (1, 65), (90, 20)])
@@ -47,14 +56,7 @@ def test_streaming_attention_is_the_masked_softmax(tokens: int, sinks: int, rece
     inputs = _inputs(tokens)
     out = streaming_attention(*inputs, SCALE, sinks, recent)
     wanted = _literal(*inputs, _visible(tokens, sinks, recent))
-    torch.testing.assert_close(out, wanted)
-    back = torch.randn_like(out)
-    for got, reference in zip(
-        torch.autograd.grad(out, inputs, back),
-        torch.autograd.grad(wanted, inputs, back),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, reference)
+    _assert_alike(out, wanted, inputs)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -64,14 +66,7 @@ def test_full_attention_and_its_gradients(grouped: bool, monkeypatch: pytest.Mon
     inputs = _inputs(70)
     out = attention.full_attention(*inputs, SCALE)
     wanted = _literal(*inputs, torch.ones(70, 70, dtype=torch.bool).tril())
-    torch.testing.assert_close(out, wanted)
-    back = torch.randn_like(out)
-    for got, reference in zip(
-        torch.autograd.grad(out, inputs, back),
-        torch.autograd.grad(wanted, inputs, back),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, reference)
+    _assert_alike(out, wanted, inputs)
 
 
 def test_gates_mix_full_and_streaming_attention() -> None:
@@ -116,12 +111,12 @@ def test_gradients_of_the_gates_are_finite_differences(tmp_path: Path) -> None:
             torch.testing.assert_close(got[layer, head], wanted, rtol=1e-3, atol=1e-3)
 
 
-class _Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation returns."""
 
     elements = 0
 
-    def __torch_dispatch__(self, func: object, types: object, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple) else (result,):
             if isinstance(item, Tensor):
@@ -132,7 +127,7 @@ class _Largest(TorchDispatchMode):
 def test_no_attention_matrix_is_held() -> None:
     tokens = 4096
     q, k, v = _inputs(tokens, torch.float32)
-    with _Largest() as largest:
+    with Largest() as largest:
         gated_attention(q, k, v, SCALE, torch.full((2,), 0.5), 16, 64).sum().backward()
     # Keys of the blocks are the largest: (16 + 2 x 64) / 64 of all keys, and gradients alike.
     assert largest.elements <= 6 * tokens * 8

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError
@@ -21,6 +20,7 @@ from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.smollm2 import embedded_model
 from tests.heads.planted import ECHO, HEADS, INDUCTION, RETRIEVAL, make_planted
+from tests.heads.test_gates import Largest
 from tests.tiny_models import make_tiny
 from tests.tokenizer import smollm2_tokenizer
 
@@ -91,26 +91,13 @@ def test_constructed_attention() -> None:
     assert result.per_token["induction"][0][1] == pytest.approx(one_of_r, abs=1e-5)
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, tuple) else (result,):
-            if isinstance(item, Tensor):
-                self.elements = max(self.elements, item.numel())
-        return result
-
-
 def test_no_attention_matrix_is_held() -> None:
     heads, total, dim = 4, 2048, 8
     shape = ModelShape(
         layers=1, query_heads=heads, kv_heads=2, head_dim=dim, vocab_size=8, max_positions=total
     )
     q, kv = torch.randn(2, heads // 2, total, dim), torch.randn(2, total, dim)
-    with _Largest() as largest:
+    with Largest() as largest:
         ProbeContext(shape, total // 4, 4).attend(0, Query(q, 0.3), kv, kv)
     assert largest.elements <= heads * total * dim
 

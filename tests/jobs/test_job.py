@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from razor_dist.config import extras
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError, HeadMapError
+from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
 from razor_dist.jobs.host_engine import HostEngine, host_pool
@@ -202,14 +202,11 @@ def test_job_settings_come_from_every_source(tmp_path: Path) -> None:
         JobConfig(engines=0)
 
 
-def test_packages_of_an_extra_are_named_where_there_is_no_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(extras, "_CHECKOUT", tmp_path)
-    assert extras.install_command("documents") == (
+def test_packages_of_an_extra_are_named_where_there_is_no_checkout(tmp_path: Path) -> None:
+    assert install_command("documents", tmp_path) == (
         "pip install 'beautifulsoup4>=4.13' 'lxml>=5' 'pypdfium2<6,>=4.30' 'python-docx>=1.1'"
     )
-    assert extras.install_command("train") == "pip install 'deepspeed<0.20,>=0.19' 'ninja'"
+    assert install_command("train", tmp_path) == "pip install 'deepspeed<0.20,>=0.19' 'ninja'"
 
 
 def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

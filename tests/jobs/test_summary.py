@@ -9,7 +9,6 @@ import pytest
 
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.documents.read import Document
-from razor_dist.jobs import summarize as summarize_module
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ANSWER_TOKEN, ItemSize, PartResult, TokensDone, Update
@@ -32,10 +31,11 @@ def summarize(llm: Quoter, text: str, **style: Any) -> dict[str, Any]:
 
 
 def steps(
-    llm: Quoter, text: str, stored: dict[str, Any], **style: Any
+    llm: Quoter, text: str, stored: dict[str, Any], draft_seconds: float = 3.0, **style: Any
 ) -> tuple[list[Update], dict[str, Any]]:
     """The updates and the summary."""
-    work = Summarizer(cast(LLM, llm), Style(**style)).summarize(Document(text), stored)
+    summarizer = Summarizer(cast(LLM, llm), Style(**style), draft_seconds=draft_seconds)
+    work = summarizer.summarize(Document(text), stored)
     updates = []
     while True:
         try:
@@ -197,18 +197,15 @@ class Typist(Quoter):
 
 
 @pytest.mark.parametrize("stored", [1, 4, 6])
-def test_an_answer_in_work_goes_on_where_it_was(
-    stored: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(summarize_module, "_DRAFT_SECONDS", 0.0)
+def test_an_answer_in_work_goes_on_where_it_was(stored: int) -> None:
     text = document(4)
-    updates, result = steps(Typist(4096), text, {}, max_tokens=60)
+    updates, result = steps(Typist(4096), text, {}, 0, max_tokens=60)
     drafts = [update for update in updates if isinstance(update, PartResult)]
     assert len(drafts) > stored and not any(draft.whole for draft in drafts)
     assert sum(u.generated for u in updates if isinstance(u, TokensDone)) == len(drafts) + 1
     again = Typist(4096)
     kept = {draft.key: draft.result for draft in drafts[:stored]}
-    updates, repeated = steps(again, text, kept, max_tokens=60)
+    updates, repeated = steps(again, text, kept, 0, max_tokens=60)
     assert repeated == result and result["summary"] == "fact0 fact1 fact2 fact3"
     done = [update for update in updates if isinstance(update, TokensDone)]
     assert sum(u.found_answer for u in done) == stored
@@ -216,10 +213,7 @@ def test_an_answer_in_work_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("style", [{"temperature": 0.5}, {"sources": True}])
-def test_answers_that_cannot_go_on_are_not_stored_in_part(
-    style: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(summarize_module, "_DRAFT_SECONDS", 0.0)
+def test_answers_that_cannot_go_on_are_not_stored_in_part(style: dict[str, Any]) -> None:
     kind = Quoter if "sources" in style else Typist
-    updates, _ = steps(kind(4096), document(4), {}, max_tokens=60, **style)
+    updates, _ = steps(kind(4096), document(4), {}, 0, max_tokens=60, **style)
     assert not [update for update in updates if isinstance(update, PartResult)]

@@ -15,6 +15,7 @@ from razor_dist.config.sources import build_config
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.kernels.compiled import operations
 from razor_dist.models.smollm2 import embedded_model
@@ -61,7 +62,7 @@ def measure(
     """Run the engine's steps on every rank, told by rank 0 as the engine tells them."""
     config = EngineConfig.from_json(settings)
     model, _ = model_and_shape(config.model)
-    runner = make_engine(model, config, retrieval, comm, eos_token_ids=()).runner
+    runner = make_engine(model, config, HeadRoles(retrieval), comm, eos_token_ids=()).runner
     chunks = Deployment.of(config, "cpu").chunks(prompt)
 
     def step(plan: StepPlan) -> None:

@@ -15,6 +15,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -76,7 +77,7 @@ def serve(
     """Rank 0's answers, the tokens that each found in the cache, and the counters at the end."""
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
-    engine = make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=END)
+    engine = make_engine(model, config, HeadRoles(split_of(Path(path))), comm, eos_token_ids=END)
     if comm.rank:
         follow(engine)
         return {}, {}, {}

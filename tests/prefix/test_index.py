@@ -112,7 +112,7 @@ class Index(RuleBasedStateMachine):
         for entry, (_, text) in self.entries.items():
             assert self.index.tokens(entry).tolist() == text
         # A node that nobody needs would grow into a leak.
-        nodes = list(self.index._roots.values())
+        nodes = list(self.index.roots.values())
         assert bool(nodes) == bool(self.entries)
         while nodes:
             node = nodes.pop()

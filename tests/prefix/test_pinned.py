@@ -316,7 +316,7 @@ def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:
 class FailingLLM(LLM):
     """One whose last rank raises in the middle of its first prompt, once."""
 
-    _start_ranks = partial(RankGroup.start, module="tests.engine.failing_rank")
+    start_ranks = partial(RankGroup.start, module="tests.engine.failing_rank")
 
 
 def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(

@@ -27,6 +27,7 @@ from razor_dist.engine import build
 from razor_dist.engine.build import RankEngine, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import cut_chunks, held_positions
 from razor_dist.prefix import transfer
@@ -81,9 +82,8 @@ def engine_of(comm: Communicator, path: str, given: dict[str, Any]) -> RankEngin
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
     asked = given.get("source_heads", ())
-    return make_engine(
-        model, config, split_of(Path(path)), comm, eos_token_ids=(), source_heads=asked
-    )
+    roles = HeadRoles(split_of(Path(path)), sources=asked)
+    return make_engine(model, config, roles, comm, eos_token_ids=())
 
 
 def life(

@@ -353,7 +353,7 @@ def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) 
         config = uvicorn.Config(endless, http=protocol, lifespan="off", log_config=None)
         server = uvicorn.Server(config)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            serving = asyncio.create_task(server._serve([listener]))
+            serving = asyncio.create_task(server.serve([listener]))
             _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
             writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with asyncio.timeout(10):

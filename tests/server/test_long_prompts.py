@@ -335,7 +335,7 @@ def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
         with bind(config) as listener:
             frontend = Frontend(config, engine.client, listener, start=engine.start)
             try:
-                await frontend._load()
+                await frontend.load()
                 return len(gc.get_objects()), gc.get_freeze_count()
             finally:
                 gc.unfreeze()
