@@ -142,10 +142,10 @@ class EngineCore:
     def _check_quota(self, request: Request, quota: tuple[str, int]) -> None:
         """Raise `RequestError` unless a prefix may be pinned beside its owner's others."""
         owner, most = quota
-        need, held = self.scheduler.admission.need, 0
-        for other in dict.fromkeys(self._requests.values()):
-            if other.pinned and other.quota is not None and other.quota[0] == owner:
-                held += other.nbytes
+        need = self.scheduler.admission.need
+        # What was released and is continued still holds its room.
+        others = {one for r in self._requests.values() for one in (r, *r.prefixes)}
+        held = sum(r.nbytes for r in others if r.quota is not None and r.quota[0] == owner)
         request.quota, request.nbytes = quota, need.nbytes(request)
         if held + request.nbytes > most:
             raise RequestError(
@@ -289,15 +289,12 @@ class EngineCore:
             messages.append(PromptLogprobs.of(request.id, first, found.tolist()))
         return [*messages, prefill.progress(self._clock())]
 
-    def reset_prefix_cache(self) -> None:
-        """Evict all that is cached and not in use; host memory and disk keep theirs."""
-        self._run_all(self.scheduler.room.shrink_to(0))
-
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
         requests = dict.fromkeys(list(self._requests.values()))  # they come and go meanwhile
         usual = (_ANSWER_TOKENS + self._draws.tokens) / (1 + self._draws.answers)
-        return seconds_left(requests, self.scheduler, usual)
+        of_step = (1 + self._draws.tokens) / (1 + self._draws.runs)  # more than 1 with drafts
+        return seconds_left(requests, self.scheduler, usual, of_step)
 
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
