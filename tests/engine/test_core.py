@@ -299,7 +299,7 @@ def test_pinned_prefixes_leave_places_for_answers(tiny: Callable[[str], Path]) -
     core = make_core(tiny("llama"), max_num_seqs=2, prefix_cache=True, max_step_ms=1e6)
     plain = {f"r{i}": prompt(40, i) for i in range(6)}
     for i in range(4):
-        core.add(f"p{i}", prompt(30, i), GREEDY, pin=True)
+        core.add(f"p{i}", prompt(40, i)[:30], GREEDY, pin=True)
     for name, ids in plain.items():
         core.add(name, ids, GREEDY)
     with pytest.raises(RequestError, match="hold 4 of the engine's 4 sequences") as error:

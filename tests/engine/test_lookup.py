@@ -106,7 +106,7 @@ class Answer:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.generated = np.array(tokens, np.int32), []
-        self.request = self  # whose prompt these are
+        self.request, self.answers = self, [self]  # the prompt with its one answer
 
     @property
     def length(self) -> int:
