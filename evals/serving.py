@@ -150,18 +150,20 @@ class Answer:
 def ask(
     client: httpx.Client,
     model: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     max_tokens: int,
     *,
     on_text: Callable[[str], None] = lambda piece: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **more: Any,
 ) -> Answer:
     """Ask for a greedy answer, which may be empty; raise `ServingError` if the server fails.
 
     ``on_text`` takes each piece of it as it comes, ``on_progress`` the tokens of the prompt that
-    have been read, and all of them.
+    have been read, and all of them. ``more`` are fields of the request.
     """
     body = {
+        **more,
         "model": model,
         "messages": messages,
         "max_tokens": max_tokens,

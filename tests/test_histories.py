@@ -36,6 +36,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
+from tests.engine.test_core import evict_all
 from tests.prefix.test_answers import ids
 from tests.prefix.test_tiers import TO_8_BITS
 from tests.ranks import RankPool
@@ -55,6 +56,7 @@ WORLDS, FAMILIES = (1, 2, 4), ("letters", "letters", "bloom", "qwen2")
 if COUNT > 100:
     WORLDS, FAMILIES = (1, 2, 3, 4), (*FAMILIES, "phi3", "glm", "mistral", "mixtral", "qwen3")
 REFUSED = {"pinned_prefixes_hold_cache", "kv_capacity_exceeded", "context_length_exceeded"}
+REFUSED |= {"pinned_contexts_full"}
 
 
 # What rank 0 says to the others: to follow the engine of a number, to make it anew, or to end.
@@ -70,6 +72,7 @@ class Ask:
     salt: str | None = None
     prefix: int | None = None
     pin: bool = False
+    quota: int | None = None  # bytes that pins may take, as of one key's contexts
     cut: int | None = None  # answers are aborted after so many tokens, as by a stop string
 
 
@@ -138,6 +141,7 @@ class Client:
                 ask.params,
                 prefix_id=prefix,
                 pin=ask.pin,
+                quota=None if ask.quota is None else ("key", ask.quota),
                 cache_salt=ask.salt,
             )
         except RequestError as error:
@@ -212,7 +216,7 @@ class Client:
                 "answers": sum(len(answered.tokens) for answered in self.answered.values()),
             }
         )
-        core.reset_prefix_cache()
+        evict_all(core)
         assert (room.accounts.free == room.accounts.sizes).all()
         core.idle()  # every rank counts the same
         assert not self.engine.runner.sequences
@@ -444,6 +448,7 @@ def asks(draw: st.DrawFn, *, letters: bool, by_priority: bool) -> Ask:
         salt=draw(st.sampled_from([None, None, None, "s"])),
         prefix=draw(st.sampled_from([None, 0, 1])),
         pin=pin,
+        quota=draw(st.sampled_from([None, 10**9, 40_000])) if pin else None,
         cut=draw(st.sampled_from([None, None, None, 1, 4])),
     )
 

@@ -1,9 +1,11 @@
 """Measure the prefix cache: questions and turns over HTTP, after kills, and hits under load.
 
-Four loads: ``questions`` asks a server of the embedded model about one document, goes on with a
+Loads: ``questions`` asks a server of the embedded model about one document, goes on with a
 conversation, and sends documents that share their first half; ``kill`` ends the server by SIGKILL
 and asks another with the same store; ``needle`` does that with the needle model; ``zipf`` asks for
-ten documents with room for two, beside the best that any eviction could do.
+ten documents with room for two, beside the best that any eviction could do. ``contexts`` and
+``needle-contexts`` keep a document and ask by its handle and by its text, before and after kills;
+``pins`` keeps and ends many short ones and looks at the memory.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -23,7 +25,7 @@ from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import PrefixBenchSettings
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
-from razor_dist.evals.serving import Answer, ask, connect, serve
+from razor_dist.evals.serving import Answer, ServerProcess, ask, connect, serve, wait_until
 from razor_dist.llm.llm import LLM
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -39,14 +41,19 @@ _WORDS_PER_TOKEN = 0.68  # of that text, with the embedded model's tokenizer
 # Of the Zipf load: requests, documents and their tokens, and documents that the pool holds.
 _REQUESTS, _DOCUMENTS, _LENGTH, _ROOM = 200, 10, 240, 2
 
+# Of the pins: marks of a request, contexts of a round, and rounds; those of the last one expire.
+_MARKS, _PINS, _ROUNDS = 4, 52, 4
+_EXPIRY_SECONDS = 400.0  # from the last use on, more than their time to live
+
 Rows = list[tuple[str, Answer]]
+Part = dict[str, Any]
 
 
 class Asker:
     """A server with its client, asked for greedy answers."""
 
-    def __init__(self, client: httpx.Client, kill: Callable[[], None], new_tokens: int) -> None:
-        self.client, self.kill, self._new_tokens = client, kill, new_tokens
+    def __init__(self, client: httpx.Client, process: ServerProcess, new_tokens: int) -> None:
+        self.client, self.process, self._new_tokens = client, process, new_tokens
         self._model = client.get("/v1/models").json()["data"][0]["id"]
 
     def ask(self, *texts: str) -> Answer:
@@ -54,6 +61,21 @@ class Asker:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
         return ask(self.client, self._model, messages, self._new_tokens)
+
+    def ask_parts(self, *parts: Part, new_tokens: int | None = None, **more: Any) -> Answer:
+        """Ask in one message of parts; ``more`` are fields of the request."""
+        messages = [{"role": "user", "content": parts}]
+        return ask(self.client, self._model, messages, new_tokens or self._new_tokens, **more)
+
+    def contexts(self) -> list[str]:
+        """Return the ids of all contexts."""
+        return [one["id"] for one in self.client.get("/v1/contexts").json()["data"]]
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of all ranks' KV caches in use, and those of all processes."""
+        stats = self.client.get("/stats").json()
+        resident = sum(process.memory_info().rss for process in self.process.family())
+        return {"kv": sum(stats["kv_bytes_per_rank"]), "resident": resident}
 
     def on_disk(self) -> dict[str, Any]:
         """Wait until nothing is left to be saved; return the counters of the disk."""
@@ -68,13 +90,14 @@ class Asker:
 def asker(settings: PrefixBenchSettings, *flags: str) -> Iterator[Asker]:
     flags = (f"--world-size={settings.world_size}", *flags)
     with serve(*flags) as process, connect(process.url()) as client:
-        found = Asker(client, process.kill, settings.new_tokens)
+        found = Asker(client, process, settings.new_tokens)
         found.ask("Hi")  # the first request warms up
         yield found
 
 
 def run(settings: PrefixBenchSettings) -> BenchRecord:
-    load = {"questions": questions, "zipf": zipf}
+    load = {"questions": questions, "zipf": zipf, "pins": pins}
+    load |= {"contexts": by_handle, "needle-contexts": by_handle}
     return load.get(settings.load, after_a_kill)(settings)
 
 
@@ -119,13 +142,13 @@ def after_a_kill(settings: PrefixBenchSettings) -> BenchRecord:
     rows: Rows = []
     disk: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        flags, asked = _asked(settings, Path(folder))
+        flags, document, asked = _asked(settings, Path(folder))
         for name in ("first server", "after a kill"):
             with asker(settings, f"--prefix-store={folder}/store", *flags) as server:
-                for number, (text, _) in enumerate(asked, 1):
-                    rows.append((f"{name}, question {number}", server.ask(text)))
+                for number, (question, _) in enumerate(asked, 1):
+                    rows.append((f"{name}, question {number}", server.ask(document + question)))
                 disk = server.on_disk()
-                server.kill()
+                server.process.kill()
     answers = [answer.text for _, answer in rows]
     same = answers[: len(asked)] == answers[len(asked) :]
     right = sum(wanted in text for (_, wanted), text in zip(2 * asked, answers, strict=True))
@@ -139,16 +162,75 @@ def after_a_kill(settings: PrefixBenchSettings) -> BenchRecord:
     )
 
 
-def _asked(settings: PrefixBenchSettings, folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return a server's flags, and questions about one document with what is hidden in it."""
-    if settings.load == "kill":
+def by_handle(settings: PrefixBenchSettings) -> BenchRecord:
+    """Keep a document; ask by its handle and by its text, and so after kills."""
+    rows: Rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        flags, document, questions = _asked(settings, Path(folder))
+        flags += [f"--prefix-store={folder}/store", "--pinned-gb=64"]
+        text, first, second = map(_part, (document, *(one for one, _ in questions[:2])))
+        with asker(settings, *flags) as server:
+            mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+            rows.append(("read and kept", server.ask_parts(text | mark, first)))
+            [context] = server.contexts()
+            rows.append(("by handle", server.ask_parts(second, context=context)))
+            rows.append(("text sent again", server.ask_parts(text, second)))
+            disk = server.on_disk()
+            server.process.kill()
+        for name, parts, more in (("by handle", (), {"context": context}), ("text", (text,), {})):
+            with asker(settings, *flags) as server:
+                for number, question in enumerate((first, second), 1):
+                    answer = server.ask_parts(*parts, question, **more)
+                    rows.append((f"after a kill, {name}, question {number}", answer))
+                server.process.kill()
+    said = [answer.text for _, answer in rows]
+    same = said[1] == said[2] == said[4] == said[6] and said[0] == said[3] == said[5]
+    note = f"Answers to one question are {'the same' if same else 'others'}."
+    return _record(settings, rows, {"same": same, "disk": disk}, note)
+
+
+def _part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def pins(settings: PrefixBenchSettings) -> BenchRecord:
+    """Keep short contexts and end them, round after round; the last ones expire."""
+    rounds, words = [], prose(settings)[0]
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    with asker(settings, "--pinned-gb=1", "--max-num-seqs=64") as server:
+        rounds.append({"after": "the start", **server.memory()})
+        for number in range(_ROUNDS):
+            for request in range(0, _PINS, _MARKS):
+                begin = 100 * (number * _PINS + request)
+                texts = [" ".join(words[at : at + 100]) for at in range(begin, begin + 400, 100)]
+                parts = [_part(f"{text} ") | mark for text in texts]
+                server.ask_parts(*parts, _part("Why?"), new_tokens=1)
+            kept, during = server.contexts(), server.memory()
+            if number < _ROUNDS - 1:
+                for one in kept:
+                    server.client.delete(f"/v1/contexts/{one}")
+            assert wait_until(lambda: not server.contexts(), _EXPIRY_SECONDS)
+            rounds.append({"after": f"{(number + 1) * len(kept)} contexts", **server.memory()})
+            rounds[-1] |= {"kv of them": during["kv"], "kept": len(kept)}
+    table = [["after", "KV bytes of this round's", "KV bytes left", "resident, MB"]]
+    for row in rounds:
+        counts = (str(row.get("kv of them", "")), str(row["kv"]))
+        table.append([str(row["after"]), *counts, f"{row['resident'] / 1e6:.0f}"])
+    return BenchRecord("prefix", settings, {"rounds": rounds}, [Table("", table)], [])
+
+
+def _asked(
+    settings: PrefixBenchSettings, folder: Path
+) -> tuple[list[str], str, list[tuple[str, str]]]:
+    """Return a server's flags, a document, and questions to follow it with what is hidden."""
+    if "needle" not in settings.load:
         _, document = prose(settings)
-        return ["--max-num-seqs=8"], [(f"{document}\n\n{one}", "") for one in QUESTIONS[:2]]
+        return ["--max-num-seqs=8"], document, [(f"\n\n{one}", "") for one in QUESTIONS[:2]]
     model = build_needle_model(folder / "needle")
     text, facts = hide_words(settings.prompt_tokens - 64, [10, 50, 90])
     flags = [f"--model={model}", f"--head-map={model / HEAD_MAP}", "--max-model-len=1100K"]
     flags += ["--max-num-seqs=2", "--collective-timeout=3600"]
-    return flags, [(f"{text} {fact.question}", fact.answer) for fact in facts]
+    return flags, text, [(f" {fact.question}", fact.answer) for fact in facts]
 
 
 def _record(

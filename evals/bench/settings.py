@@ -214,10 +214,11 @@ class BusyBenchSettings(ModelBenchSettings):
 @dataclass(frozen=True, kw_only=True)
 class PrefixBenchSettings(PromptBenchSettings):
     load: Annotated[
-        Literal["questions", "kill", "needle", "zipf"],
+        Literal["questions", "kill", "needle", "zipf", "contexts", "needle-contexts", "pins"],
         Option(
             help="Questions and turns; the same store after a kill -9; that with the needle model; "
-            "a pool that is too small."
+            "a pool that is too small; by a context's handle and by its text; that with the needle "
+            "model; memory while contexts come and go."
         ),
     ] = "questions"
     world_size: WorldSize = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,13 @@ class KeptContext(msgspec.Struct, frozen=True):
     documents: list[CitedDocument] = []
     segments: list[Segment] = []
     cites: bool = False
+    digest: bytes = b""  # `computed_digest`, which takes a while for a long text
+
+    @property
+    def computed_digest(self) -> bytes:
+        """SHA-256 of all but the time to live."""
+        bare = msgspec.structs.replace(self, ttl=0, digest=b"")
+        return hashlib.sha256(msgspec.msgpack.encode(bare)).digest()
 
     def content(self) -> Json:
         """Return the messages, the last with what stands between it and more of it."""
@@ -43,9 +51,14 @@ class KeptContext(msgspec.Struct, frozen=True):
         """Return the whole conversation of a request with these messages."""
         kept = [ChatMessage(**message) for message in self.messages]
         last, rest = kept[-1], list(messages)
-        if self.goes_on and rest and rest[0].role == last.role:
+        same = rest and (rest[0].role, rest[0].tool_call_id) == (last.role, last.tool_call_id)
+        if self.goes_on and same:
             before = (last.content or "") + (APART if self.apart else "")
-            first = rest[0].model_copy(update={"content": before + (rest[0].content or "")})
+            joined = {
+                "content": before + (rest[0].content or ""),
+                "name": rest[0].name or last.name,
+            }
+            first = rest[0].model_copy(update=joined)
             first._marks = [(len(before) + at, control) for at, control in rest[0].marks]
             kept[-1], rest[:1] = first, []
         return kept + rest
@@ -90,5 +103,6 @@ def contexts(
         own = [message.for_context() for message in messages[: mark.message + 1]]
         own[-1]["content"] = content[: mark.at]
         cited = list(mark.documents), list(mark.segments), mark.cites
-        found.append(KeptContext(kept, mark.ttl, own, mark.goes_on, mark.apart, *cited))
+        one = KeptContext(kept, mark.ttl, own, mark.goes_on, mark.apart, *cited)
+        found.append(msgspec.structs.replace(one, digest=one.computed_digest))
     return found

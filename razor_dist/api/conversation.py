@@ -116,6 +116,13 @@ class Conversation:
         parts = list(self.documents), list(self._segments)
         self.marks.append(Mark(last, turn.length, control.seconds, True, turn.apart, *parts, cites))
 
+    def mark_tools(self, control: CacheControl) -> None:
+        """Have all before the first message be kept: that is where templates write tools."""
+        first = next(n for n, turn in enumerate(self.turns) if turn.role != "system")
+        before = [segment for segment in self._segments if segment.message < first]
+        mark = Mark(first, 0, control.seconds, True, segments=before)
+        self.marks = [mark, *(other for other in self.marks if other[:2] != mark[:2])]
+
     def turn(self, role: str) -> Turn:
         """Return the last turn if it is of this role, or a new one: some templates want turns."""
         if not self.turns or self.turns[-1].role != role:

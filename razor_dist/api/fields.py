@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import (
@@ -54,21 +55,26 @@ CONTENT = (
 )
 
 
-def _content(value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(_is_text_part(part) for part in value):
-        return "".join(part["text"] for part in value)
-    raise ValueError(CONTENT)
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class _Parts(Strict):
+    content: list[TextPart]
 
 
 def _is_text_part(part: object) -> bool:
     if not isinstance(part, dict) or set(part) - {"cache_control"} != {"type", "text"}:
         return False
-    CacheControl.model_validate(part.get("cache_control") or {"type": "ephemeral"})
     return part["type"] == "text" and isinstance(part["text"], str)
+
+
+def _content(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(CONTENT)
 
 
 class CalledFunction(Strict):
@@ -108,13 +114,19 @@ class ChatMessage(Strict):
     @model_validator(mode="wrap")
     @classmethod
     def _with_marks(cls, message: Any, validate: Any) -> ChatMessage:
+        """Join the parts of the content, if it has text parts, and note the marks of these."""
+        given = message.get("content") if isinstance(message, dict) else None
+        parts: list[TextPart] = []
+        if isinstance(given, list) and all(map(_is_text_part, given)):
+            parts = _Parts(content=given).content
+            message = {**message, "content": "".join(part.text for part in parts)}
         found: ChatMessage = validate(message)
-        parts = message.get("content") if isinstance(message, dict) else None
-        end = 0
-        for part in parts if isinstance(parts, list) else ():
-            end += len(part["text"])
-            if control := part.get("cache_control"):
-                found._marks.append((end, CacheControl(**control)))
+        ends = accumulate(len(part.text) for part in parts)
+        found._marks = [
+            (end, part.cache_control)
+            for end, part in zip(ends, parts, strict=True)
+            if part.cache_control is not None
+        ]
         return found
 
     @model_validator(mode="before")

@@ -242,9 +242,9 @@ class DocumentsChat(ChatBody):
     _conversation: Conversation = PrivateAttr()
 
     def encoded(
-        self, encoder: PromptEncoder, *, ends: bool
+        self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False
     ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
-        for ids, text in super().encoded(encoder, ends=ends):
+        for ids, text in super().encoded(encoder, ends=ends, keeps=keeps):
             yield ids, text and self._conversation.searched(text)
 
     def go_on_with(self, kept: KeptContext) -> None:
@@ -332,6 +332,9 @@ class CountTokensBody(Strict):
             control = block.cache_control or (self.cache_control if block is last else None)
             if control is not None:
                 conversation.mark(control, cites=self.cites)
+        for tool in self.tools or ():
+            if tool.cache_control is not None:
+                conversation.mark_tools(tool.cache_control)
         chat = self._fields() | {"messages": [t.message() for t in conversation.turns]}
         if self.messages[-1].role == "assistant":  # the answer goes on with it
             chat["continue_final_message"] = True

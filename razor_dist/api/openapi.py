@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from razor_dist.api.completions import CompletionBody
 from razor_dist.api.errors import MESSAGES
 from razor_dist.api.fields import RESERVED, Strict
 from razor_dist.api.messages import CountTokensBody, MessagesBody
@@ -14,7 +15,7 @@ from razor_dist.api.openapi_rules import RULES
 from razor_dist.api.parsing import BODIES
 from razor_dist.api.request import Limits
 from razor_dist.api.responses import ResponsesBody
-from razor_dist.api.schema import MAX_MESSAGES, ChatBody, CompletionBody
+from razor_dist.api.schema import MAX_MESSAGES, ChatBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.protocol.repetition import LONGEST_PATTERN, MOST
 from razor_dist.protocol.sampling_params import (

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from razor_dist.api.completions import CompletionBody
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.fields import Strict
 from razor_dist.api.messages import NEUTRAL as NEUTRAL_MESSAGES
@@ -21,7 +22,7 @@ from razor_dist.api.rendering import CheckedBody, render
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.responses import NEUTRAL as NEUTRAL_RESPONSES
 from razor_dist.api.responses import ResponsesBody, renamed
-from razor_dist.api.schema import ChatBody, CompletionBody
+from razor_dist.api.schema import ChatBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.validate import NEUTRAL, validated
 from razor_dist.config.errors import RequestError

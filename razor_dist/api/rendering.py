@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from razor_dist.api.annotations import titles
+from razor_dist.api.completions import CompletionBody
 from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.api.responses import ResponsesBody, renamed
-from razor_dist.api.schema import ChatBody, CompletionBody
+from razor_dist.api.schema import ChatBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.tools import knows_tools
 from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
@@ -93,5 +94,5 @@ def _prompts(
         last = max(1, limits.max_model_len - (params.max_tokens or 1))
     return [
         bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)
-        for ids, text in body.encoded(encoder, ends=params.return_sources > 0)
+        for ids, text in body.encoded(encoder, ends=params.return_sources > 0, keeps=limits.pins)
     ]

@@ -7,7 +7,6 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -37,14 +36,13 @@ from razor_dist.api.fields import (
     Verbosity,
     count_or_all,
     naming,
-    prompts_of,
     stop_strings,
     structured,
     token_keys,
 )
 from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.kept import Ints, behind, continued
+from razor_dist.frontend.kept import Ints, continued
 from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.repetition import RepetitionDetectionParams
@@ -53,7 +51,6 @@ from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 _INT64 = 2**63
 MAX_MESSAGES = 16384
-_COMPLETION_TOKENS = 16  # OpenAI's default
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
@@ -63,7 +60,7 @@ _SAMPLING = {
 
 
 # Of a field whose JSON Schema `razor_dist.api.openapi` writes.
-_ELSEWHERE = WithJsonSchema({})
+ELSEWHERE = WithJsonSchema({})
 
 
 class SharedFields(Hints):
@@ -80,16 +77,16 @@ class SharedFields(Hints):
     repetition_penalty: float | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # llama.cpp's name
     repetition_detection: Annotated[
-        RepetitionDetectionParams | None, PlainValidator(RepetitionDetectionParams.of), _ELSEWHERE
+        RepetitionDetectionParams | None, PlainValidator(RepetitionDetectionParams.of), ELSEWHERE
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputsParams | None, PlainValidator(structured), _ELSEWHERE
+        StructuredOutputsParams | None, PlainValidator(structured), ELSEWHERE
     ] = None
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(stop_strings), _ELSEWHERE] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(stop_strings), ELSEWHERE] = ()
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Int, AfterValidator(count_or_all), _ELSEWHERE] | None = None
+    truncate_prompt_tokens: Annotated[Int, AfterValidator(count_or_all), ELSEWHERE] | None = None
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
@@ -102,10 +99,10 @@ class GenerateBody(SharedFields):
     _kept: KeptContext | None = PrivateAttr(default=None)
     _encoded: tuple[str, Ints, Ints] | None = PrivateAttr(default=None)
     max_tokens: Int | None = None
-    n_predict: Annotated[Int, AfterValidator(count_or_all), _ELSEWHERE] | None = (
+    n_predict: Annotated[Int, AfterValidator(count_or_all), ELSEWHERE] | None = (
         None  # llama.cpp's name
     )
-    logit_bias: Annotated[dict[int, float], BeforeValidator(token_keys), _ELSEWHERE] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(token_keys), ELSEWHERE] | None = None
     response_format: ResponseFormat | None = None
     stop_token_ids: list[Int] | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -287,11 +284,14 @@ class ChatBody(GenerateBody):
         return tool_use(tokenizer, names, self.forced_tool, self.parallel_tool_calls is not False)
 
     def encoded(
-        self, encoder: PromptEncoder, *, ends: bool
+        self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False
     ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
-        """Yield each prompt's tokens, and with ``ends`` where they are in its text."""
+        """Yield each prompt's tokens, and with ``ends`` where they are in its text.
+
+        With ``keeps``, `contexts` is called next.
+        """
         messages = [message.for_template() for message in self.messages]
-        if not (ends or self._kept or self.marks):
+        if not (ends or self._kept or (keeps and self.marks)):
             yield encoder.chat(messages, **self.template), None
             return
         text = encoder.chat_text(messages, **self.template)
@@ -337,6 +337,9 @@ class ChatBody(GenerateBody):
         super().check()
         self._check_tools()
         check_contents(self.messages)
+        field = "truncate_prompt_tokens" if self.truncate_prompt_tokens else "cache_prompt"
+        if (self.truncate_prompt_tokens or self.cache_prompt is False) and self.marks:
+            raise RequestError(f"{field} is not allowed with cache_control", param=field)
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
         self.one_of("n_predict", "max_tokens", "max_completion_tokens")
@@ -360,66 +363,6 @@ class ChatBody(GenerateBody):
         limit = self.one_of("n_predict", "max_tokens", "max_completion_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._sampling(None if self.n_predict == -1 else limit, logprobs, defaults)
-
-
-class CompletionBody(GenerateBody):
-    asks_in = "prompt"
-    # As a list: one prompt or several, each answered by a choice of its own.
-    prompt: Annotated[list[str | list[int]], PlainValidator(prompts_of), _ELSEWHERE]
-    logprobs: Int | None = None
-    echo: bool | None = None
-
-    @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
-
-    @property
-    def prompt_count(self) -> int:
-        return len(self.prompt)
-
-    def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Return None: only a chat has tools."""
-
-    def encoded(
-        self, encoder: PromptEncoder, *, ends: bool
-    ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
-        """As `ChatBody.encoded`; a prompt of token ids has no text."""
-        for prompt in self.prompt:
-            if self._kept is not None:
-                yield self._behind(encoder, self._kept, prompt), None
-            elif not isinstance(prompt, str):
-                yield prompt, None
-            elif ends:
-                yield encoder.text_with_ends(prompt)
-            else:
-                yield encoder.text(prompt), None
-
-    def _behind(self, encoder: PromptEncoder, kept: KeptContext, prompt: str | list[int]) -> Ints:
-        if not isinstance(prompt, str) or self.return_sources:
-            what = "return_sources" if isinstance(prompt, str) else "a prompt of token ids"
-            raise RequestError(f"{what} is not allowed with context", param="context")
-        found = behind(encoder, kept.text, prompt)
-        if found is None:
-            raise RequestError(
-                "the prompt cannot be tokenised behind its context; send the whole text instead",
-                param="context",
-            )
-        return found[0]
-
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The sampling settings; without a limit 16 tokens, OpenAI's default here.
-
-        With ``echo``, 0 tokens are computed as 1, which is not shown.
-        """
-        limit = self.one_of("n_predict", "max_tokens")
-        if limit is None:
-            limit = _COMPLETION_TOKENS
-        elif self.n_predict == -1:
-            limit = None
-        elif limit == 0:
-            limit = int(bool(self.echo))
-        params = self._sampling(limit, self.logprobs, defaults)
-        return replace(params, prompt_logprobs=self.logprobs) if self.echo else params
 
 
 def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:

@@ -26,9 +26,16 @@ class CacheConfig:
     scratch_pages: int  # for exact prefill; 0 with local prefill
     dtype: torch.dtype  # of retrieval heads' keys and values, in the caches and between ranks
     streaming_dtype: torch.dtype  # of streaming heads'
-    max_cached: int = 0  # sequences kept after their end, for the prefix cache
+    # Sequences kept for later prompts, after their end or pinned; 0 without a prefix cache, where a
+    # pinned one is one of ``max_sequences``.
+    max_cached: int = 0
     page_bytes: int = 1
     place_bytes: tuple[int, ...] = ()  # of each arena
+
+    @property
+    def max_pinned(self) -> int:
+        """Sequences pinned at most: half of those kept, so that others stay, too."""
+        return self.max_cached // 2 or self.max_sequences
 
 
 @dataclass

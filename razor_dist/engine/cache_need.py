@@ -47,8 +47,11 @@ class CacheNeed:
             )
         held = self._lasting(pinned)
         over = self._exceeded(held + own)
-        if len(pinned) + sequences > self._cache.max_sequences:
-            held_text = f"{len(pinned)} of the engine's {self._cache.max_sequences} sequences"
+        most = self._cache.max_sequences
+        if self._cache.max_cached:  # pinned prefixes do not take those of answers
+            most, sequences = self._cache.max_pinned, int(request.pinned)
+        if sequences and len(pinned) + sequences > most:
+            held_text = f"{len(pinned)} of the engine's {most} sequences"
             setting = "a larger max_num_seqs"
         elif over is not None:
             unit, what, setting = self._resource(over[0])

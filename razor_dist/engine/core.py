@@ -262,15 +262,12 @@ class EngineCore:
         logprobs = [] if found is None else [PromptLogprobs.of(request.id, first, found.tolist())]
         return [*logprobs, prefill.progress(self._clock())]
 
-    def reset_prefix_cache(self) -> None:
-        """Evict all that is cached and not in use; host memory and disk keep theirs."""
-        self._ranks.run_all(self.scheduler.room.shrink_to(0))
-
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
         requests = dict.fromkeys(list(self._requests.values()))  # they come and go meanwhile
         usual = (_ANSWER_TOKENS + self._draws.tokens) / (1 + self._draws.answers)
-        return seconds_left(requests, self.scheduler, usual)
+        of_step = (1 + self._draws.tokens) / (1 + self._draws.runs)  # more than 1 with drafts
+        return seconds_left(requests, self.scheduler, usual, of_step)
 
     def idle(self) -> list[RankStats]:
         """Hear from every rank; see `AllRanks.stats`."""

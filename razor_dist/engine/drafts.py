@@ -13,6 +13,7 @@ step gives the most tokens per second. So a text in which nothing repeats has no
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.engine.request import Answer
+from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.step_cost import StepCost
 from razor_dist.protocol.messages import Tokens
 
@@ -99,6 +100,14 @@ class NgramIndex:
 
     def __len__(self) -> int:
         return self._count
+
+    def copy(self) -> NgramIndex:
+        """Return an index that goes on by itself; sorting the tokens takes ten times as long."""
+        own = copy.copy(self)
+        own._tokens, own._before, own._last = (
+            a.copy() for a in (self._tokens, self._before, self._last)
+        )
+        return own
 
     def _slot(self, hashed: np.ndarray) -> np.ndarray:
         return ((hashed * np.uint64(_KNUTH)) >> np.uint64(20)) & np.uint64(self._mask)
@@ -202,8 +211,8 @@ class Lookup:
     unless the last tokens stand elsewhere.
     """
 
-    def __init__(self, tokens: Tokens, config: SpeculativeConfig, of_all: HitRates) -> None:
-        self._index = NgramIndex(tokens, config.lookup_min)
+    def __init__(self, index: NgramIndex, config: SpeculativeConfig, of_all: HitRates) -> None:
+        self._index = index
         self._longest = config.lookup_max
         self._rates = HitRates(of_all)
         self._at, self._matched = self._index.find(self._longest)
@@ -283,6 +292,8 @@ class Drafts:
         self._terms, self._steps = cost.decode_terms(), 0
         # Of each answer, and how many of its tokens it knows.
         self._proposers: WeakKeyDictionary[Answer, tuple[Proposer, int]] = WeakKeyDictionary()
+        # Of prompts with several answers; each answer's own begins as a copy.
+        self._indexes: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
         self._drafts = self._draft_tokens = 0
         self._accepted_at = [0] * config.num_speculative_tokens
 
@@ -313,12 +324,22 @@ class Drafts:
             if self._config.method == "ngram":
                 proposer: Proposer = Ngram(answer.request.tokens, self._config)
             else:
-                proposer = Lookup(answer.request.tokens, self._config, self._of_all)
+                proposer = Lookup(self._index(answer.request), self._config, self._of_all)
             known = proposer, 0
         proposer, count = known
         proposer.extend(answer.generated[count:])
         self._proposers[answer] = proposer, len(answer.generated)
         return proposer
+
+    def _index(self, request: Request) -> NgramIndex:
+        """Return an index of a prompt for one of its answers."""
+        known = self._indexes.get(request)
+        if known is None:
+            known = NgramIndex(request.tokens, self._config.lookup_min)
+            if len(request.answers) == 1:
+                return known
+            self._indexes[request] = known
+        return known.copy()
 
     def _count(self, proposer: Proposer, most: int, answers: int, base: float, row: float) -> int:
         """Tokens of the draft by which a step gives the most tokens per second.

@@ -35,7 +35,8 @@ class Draws:
         self._runner, self._eos_token_ids = runner, frozenset(eos_token_ids)
         vocab_size = runner.shape.vocab_size
         self.processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
-        self.tokens = self.answers = 0  # drawn, and ended, since the start
+        # Since the start: tokens drawn, the runs that they were drawn after, and answers ended.
+        self.tokens = self.runs = self.answers = 0
 
     def draw(self, runs: Sequence[Run], logits: Tensor) -> list[AboutRequest]:
         """Draw each answer's next tokens by the rows of its run.
@@ -44,6 +45,7 @@ class Draws:
         it says what follows. Each token is drawn as if it had been read alone, by its
         place's random numbers and with all tokens before it counted; so drafts change no answer.
         """
+        self.runs += len(runs)
         failed = self.processors.begin([run.answer for run in runs])
         recorded = self._runner.likeliest
         peaks = (likeliest(logits) if recorded is None else recorded).tolist()

@@ -35,6 +35,7 @@ class Room:
         self.cache, self.accounts = cache, CacheAccounts(cache, world_size)
         self.prefix_cache = PrefixCache(self.accounts, PrefixIndex(cost)) if share else None
         self.tiers: Tiers | None = None  # beyond the device, if there are any
+        self.pinned: dict[int, Request] = {}  # prefilled, by the keys of their sequences
         self.copies = itertools.count(-1, -1)  # keys of sequences that no request has
 
     @property
@@ -54,6 +55,11 @@ class Room:
             tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
             hit.entry.tier = "device"
         cache.use(hit, len(request.prompt), request.base)
+
+    @property
+    def max_cached(self) -> int:
+        """Sequences that may stay beside pinned ones, for the prefix cache."""
+        return max(0, self.cache.max_cached - len(self.pinned))
 
     @property
     def saved(self) -> list[int]:
@@ -96,6 +102,11 @@ class Room:
 
     # ------------------------------------------------------------------- sequences end, or stay
 
+    def pin(self, request: Request) -> list[StepPlan]:
+        """Keep a prefilled prompt until it is taken from `pinned`."""
+        self.pinned[request.key] = request
+        return self.shrink_to(self.max_cached)
+
     def prefilled(self, prefill: Prefill) -> None:
         """Note that a prompt has been prefilled: others may continue it."""
         self.accounts.end_prompt(prefill.key)
@@ -119,7 +130,7 @@ class Room:
             return []
         accounts, length = self.accounts, len(tokens)
         need = accounts.need(accounts.stored(key, length), length, length, length)
-        full = self.prefix_cache.evictable >= self.cache.max_cached
+        full = self.prefix_cache.evictable >= self.max_cached
         if optional and (full or (need > accounts.free).any()):
             return []
         plans = self.make(need, key)
@@ -133,14 +144,14 @@ class Room:
             StepPlan(Op.FORK, copied, length, length, length, source=key),
             StepPlan(Op.CACHE, copied),
         ]
-        return plans + self.shrink_to(self.cache.max_cached)
+        return plans + self.shrink_to(self.max_cached)
 
     def end(self, request: Request, key: int, tokens: Tokens, *, keep: bool) -> list[StepPlan]:
         """Cache a finished sequence for prompts with the same beginning, or close it."""
         if self.prefix_cache is not None and keep and len(tokens) >= self.cache.page_size:
             self.accounts.keep(key, len(tokens))
             self._enter(request, tokens, key)
-            return [StepPlan(Op.CACHE, key), *self.shrink_to(self.cache.max_cached)]
+            return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached)]
         if self.prefix_cache is not None:
             self.prefix_cache.remove(key)
         self.accounts.close(key)
@@ -175,8 +186,11 @@ class Room:
 
         The ranks ``run`` plans, until a part ends after as many ``seconds`` as its kind may take.
         """
+        if self.tiers is None:
+            return False
         began, moved = clock(), False
-        while self.tiers is not None and (plan := self.tiers.next()) is not None:
+        pinned = [(request.namespace, request.tokens) for request in self.pinned.values()]
+        while (plan := self.tiers.next(pinned)) is not None:
             answers = run(plan)
             moved = True
             assert answers is not None
@@ -216,4 +230,4 @@ class Room:
             return [StepPlan(Op.CLOSE, key)]
         self.accounts.keep(key, len(tokens))
         self.prefix_cache.add(loading.namespace, tokens, key, loading.tier)
-        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.cache.max_cached, key)]
+        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached, key)]

@@ -52,14 +52,15 @@ class Scheduler:
         # they were admitted; answers; pinned prefixes that are prefilled.
         self.prefills: dict[int, Prefill] = {}
         self.running: dict[int, Answer] = {}
-        self.pinned: dict[int, Request] = {}
+        self.pinned = self.room.pinned
         self.batch = Batch(cache, world_size, prefill_policy, self.admission.checkpoint)
 
     @property
     def sequences(self) -> int:
-        """Sequences that are open, or have room for when their prompts are prefilled."""
+        """Those of `CacheConfig.max_sequences` that are taken, by running answers to be as well."""
         forks = sum(len(prefill.request.forks) for prefill in self.prefills.values())
-        return len(self.prefills) + forks + len(self.running) + len(self.pinned)
+        pinned = 0 if self.cache.max_cached else len(self.pinned)
+        return len(self.prefills) + forks + len(self.running) + pinned
 
     @property
     def free_on_ranks(self) -> Ints:
@@ -120,6 +121,11 @@ class Scheduler:
         pinned = [request for request in requests if request.pinned and not request.released]
         return list(dict.fromkeys(r for one in pinned for r in (one, *one.prefixes)))
 
+    @property
+    def _pins(self) -> int:
+        """Pinned prefixes, and prompts that become some."""
+        return len(self.pinned) + sum(one.request.pinned for one in self.prefills.values())
+
     def _stays_beside(self, request: Request, taken: Ints) -> bool:
         """True if all that wait fit beside a pinned prefix that takes this of the caches."""
         held = [other for other in self._held() if other is not request]
@@ -143,7 +149,7 @@ class Scheduler:
                 break
             if request.prefix is not None and request.prefix.phase is not Phase.PREFILLED:
                 continue
-            if index and request.pinned:
+            if request.pinned and (index or self._pins >= self.cache.max_pinned):
                 break  # a waiting request may not fit beside it, and it stays until released
             opened = self.admission.open(request, list(self.prefills.values()))
             if opened is Wait.ROOM:
@@ -205,7 +211,7 @@ class Scheduler:
         plans = [self.admission.fork(answer) for answer in request.forks]
         self.running |= {answer.key: answer for answer in request.answers}
         if request.pinned and request.needed:
-            self.pinned[request.key] = request
+            plans += self.room.pin(request)
         elif request.key not in self.running:
             plans += self.room.end(request, request.key, prefill.tokens, keep=True)
         return plans if request.needed else [*plans, *self._end_request(request)]

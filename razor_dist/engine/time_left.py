@@ -10,13 +10,17 @@ from razor_dist.engine.scheduler import Scheduler
 
 
 def seconds_left(
-    requests: Iterable[Request], scheduler: Scheduler, tokens_of_answer: float
+    requests: Iterable[Request],
+    scheduler: Scheduler,
+    tokens_of_answer: float,
+    tokens_of_step: float,
 ) -> dict[str, float]:
     """Estimate for each answer, or prefix to be pinned, the seconds until it ends.
 
     It assumes that prompts are prefilled one after the other, that answers are computed together,
-    one in each slot, and that they get ``tokens_of_answer`` long, unless they may not. Pinned
-    prefixes that are prefilled are left out: only the frontend ends them.
+    one in each slot, and that they get ``tokens_of_answer`` long, unless they may not, by
+    ``tokens_of_step`` in each step. Pinned prefixes that are prefilled are left out: only the
+    frontend ends them.
     """
     going = [r for r in requests if not (r.pinned and r.phase is Phase.PREFILLED)]
     prefilled, cost = 0.0, scheduler.prefill_policy.cost
@@ -33,7 +37,8 @@ def seconds_left(
                 start = prefilled = max(prefilled, start) + seconds
                 seconds = 0.0
             tokens = max(0.0, min(request.max_tokens, tokens_of_answer) - generated)
-            ends[name] = start + tokens * cost.step(at_once, at_once * request.end)
+            steps = tokens / tokens_of_step
+            ends[name] = start + steps * cost.step(at_once, at_once * request.end)
             heapq.heappush(free_at, ends[name])
     return ends
 

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,15 @@ class Tiers:
 
     def held(self, namespace: Namespace, tokens: Tokens) -> dict[str, int]:
         """Return the bytes of a text's beginning that are in each of these tiers."""
-        node = self.nodes.find(namespace, tokens, len(tokens)).entry
-        chain = [] if node is None else node.chain
+        chain = self._chain(namespace, tokens)
         return {
             tier: sum(one.manifest.nbytes for one in chain if tier in one.where)
             for tier in ("host", "disk")
         }
+
+    def _chain(self, namespace: Namespace, tokens: Tokens) -> list[Node]:
+        node = self.nodes.find(namespace, tokens, len(tokens)).entry
+        return [] if node is None else node.chain
 
     # -------------------------------------------------------------------------------- to load
 
@@ -177,12 +180,15 @@ class Tiers:
             return self._abandon()
         return []
 
-    def next(self) -> StepPlan | None:
-        """Return the plan of the next part to move, if any can be moved now."""
+    def next(self, pinned: Iterable[tuple[Namespace, Tokens]] = ()) -> StepPlan | None:
+        """Return the plan of the next part to move, if any can be moved now.
+
+        What these tiers have of ``pinned`` prefixes stays.
+        """
         if self.loading is not None:
             return StepPlan(Op.LOAD, self.loading.key)
         while self.saving is None and self._queue:
-            self.saving = self._begin(self._queue.pop(next(iter(self._queue))))
+            self.saving = self._begin(self._queue.pop(next(iter(self._queue))), pinned)
         if self.saving is None or time.monotonic() < self._wait_until:
             return None
         job, self.saving.job = self.saving.job, None
@@ -191,7 +197,7 @@ class Tiers:
         job = replace(job, drop=self.nodes.take_left_host())
         return StepPlan(Op.SAVE, self.saving.of.key, payload=as_payload(job))
 
-    def _begin(self, of: Candidate) -> Saving | None:
+    def _begin(self, of: Candidate, pinned: Iterable[tuple[Namespace, Tokens]]) -> Saving | None:
         """Prepare to save a sequence, and make room for it; None if there is no room or reason."""
         nodes = self.nodes
         nodes.refresh()
@@ -203,6 +209,8 @@ class Tiers:
         keep = set() if parent is None else set(parent.chain)
         if self.loading is not None:
             keep |= set(self.loading.chain)
+        for namespace, tokens in pinned:
+            keep |= set(self._chain(namespace, tokens))
         fits = {
             tier: (tier == "host" or writes) and nodes.make_room(tier, manifest.nbytes, keep)
             for tier in nodes.room

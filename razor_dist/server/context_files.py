@@ -1,7 +1,8 @@
 """Contexts beside the prefixes of a store, so that they outlive the server: ``ID.context`` each.
 
-A file has the length of its head (4 bytes), the head, and the `KeptContext`, both as msgpack. Its
-time is that of the last use by any server; a context expires its time to live after that.
+A file has its time to live and the length of its head (4 bytes each), the head, and the
+`KeptContext`, both as msgpack. Its time is that of the last use by any server; a context expires
+its time to live after that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import secrets
 import time
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -22,7 +24,12 @@ from razor_dist.prefix.parts import write_file
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"ctx_[0-9a-f]{32}")
-_HEAD_BYTES = 4
+_INT_BYTES = 4
+# Seconds for which an expired file stays: a server that uses it renews it as it expires.
+_GRACE = 60.0
+
+# What reading a damaged file raises.
+_DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, OverflowError)
 
 
 class Head(msgspec.Struct):
@@ -30,7 +37,18 @@ class Head(msgspec.Struct):
     owner: str | None
     salt: str | None
     created: float
-    ttl: int
+    tokens: int
+    begins: str
+
+
+class Stored(NamedTuple):
+    head: Head
+    ttl: int  # seconds
+    used: float  # by the wall clock, as is `expires`
+
+    @property
+    def expires(self) -> float:
+        return self.used + self.ttl
 
 
 class ContextFiles:
@@ -42,58 +60,76 @@ class ContextFiles:
     def _path(self, id_: str) -> Path:
         return self._folder / f"{id_}.context"
 
-    def write(self, head: Head, kept: KeptContext) -> None:
-        """Write a context, and remove those that have expired."""
-        self.heads()
+    def write(self, head: Head, ttl: int, kept: KeptContext) -> bool:
+        """Write a context, and remove those that have expired; False if the disk refuses."""
         first, rest = map(msgspec.msgpack.encode, (head, kept))
         path = self._path(head.id)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        begin = b"".join(n.to_bytes(_INT_BYTES, "big") for n in (ttl, len(first)))
         try:
-            write_file(draft, len(first).to_bytes(_HEAD_BYTES, "big") + first + rest)
+            self.all()
+            write_file(draft, begin + first + rest)
             draft.replace(path)
         except OSError as error:
             log.warning("a context cannot be kept on disk: %s", error)
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            return False
+        return True
 
-    def read(self, id_: str) -> tuple[Head, KeptContext] | None:
+    def read(self, id_: str) -> tuple[Stored, KeptContext] | None:
         """Return a context; None if there is none, or only a damaged one."""
-        if self.used(id_) is None:
-            return None
-        try:
-            data = self._path(id_).read_bytes()
-            end = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES], "big")
-            head = msgspec.msgpack.decode(data[_HEAD_BYTES:end], type=Head)
-            return head, msgspec.msgpack.decode(data[end:], type=KeptContext)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("the context %s cannot be read: %s", id_, error)
-            return None
-
-    def heads(self) -> list[Head]:
-        """Return the heads of all that have not expired, and remove the others."""
-        found = []
-        for path in self._folder.glob("ctx_*.context"):
-            with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-                with path.open("rb") as file:
-                    length = int.from_bytes(file.read(_HEAD_BYTES), "big")
-                    head = msgspec.msgpack.decode(file.read(length), type=Head)
-                if path.stat().st_mtime + head.ttl < time.time():
-                    path.unlink()
-                else:
-                    found.append(head)
-        return found
-
-    def used(self, id_: str) -> float | None:
-        """Return when a context was used last; None if it is not there, or ``id_`` is no id."""
         if not _ID.fullmatch(id_):
             return None
         try:
-            return self._path(id_).stat().st_mtime
-        except OSError:
+            with self._path(id_).open("rb") as file:
+                stored = _begin(file)
+                kept = msgspec.msgpack.decode(file.read(), type=KeptContext)
+            if kept.digest != kept.computed_digest:
+                raise msgspec.ValidationError("its digest is another")
+        except FileNotFoundError:
             return None
+        except (OSError, *_DAMAGED) as error:
+            log.warning("the context %s cannot be read: %s", id_, error)
+            return None
+        return stored, kept
 
-    def touch(self, id_: str) -> None:
-        with contextlib.suppress(OSError):
-            os.utime(self._path(id_))
+    def all(self) -> list[Stored]:
+        """Return all that have not expired, without their texts, and remove the others."""
+        found, now = [], time.time()
+        for path in self._folder.glob("ctx_*.context"):
+            with contextlib.suppress(OSError, *_DAMAGED):
+                with path.open("rb") as file:
+                    stored = _begin(file)
+                if stored.expires >= now:
+                    found.append(stored)
+                elif stored.expires + _GRACE < now:
+                    path.unlink()
+        return found
+
+    def look(self, id_: str) -> Stored | None:
+        """Return a context without its text; None if it is gone. Raises `OSError`."""
+        try:
+            with self._path(id_).open("rb") as file:
+                return _begin(file)
+        except FileNotFoundError:
+            return None
+        except _DAMAGED as error:
+            raise OSError(f"it is damaged: {error}") from None
+
+    def touch(self, id_: str, ttl: int) -> None:
+        """Note that a context was used, and for how long it is kept from now on."""
+        with contextlib.suppress(OSError), self._path(id_).open("r+b") as file:
+            file.write(ttl.to_bytes(_INT_BYTES, "big"))
+            os.utime(file.fileno())
 
     def remove(self, id_: str) -> None:
         with contextlib.suppress(OSError):
             self._path(id_).unlink()
+
+
+def _begin(file: BinaryIO) -> Stored:
+    """Read a file up to the end of its head."""
+    ttl, length = (int.from_bytes(file.read(_INT_BYTES), "big") for _ in range(2))
+    head = msgspec.msgpack.decode(file.read(length), type=Head)
+    return Stored(head, ttl, os.fstat(file.fileno()).st_mtime)

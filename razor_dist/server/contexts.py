@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -13,12 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from razor_dist.api.contexts import KeptContext
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
 from razor_dist.protocol.messages import Fields
-from razor_dist.server.context_files import ContextFiles, Head
+from razor_dist.server.context_files import ContextFiles, Head, Stored
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
 _REMEMBERED = 1000
@@ -37,6 +40,7 @@ class Context:
     created: float  # by the wall clock, as is `used`
     used: float
     ttl: int  # seconds from its last use on
+    is_read: bool = False  # its prefix was pinned as a whole, once
     stored: bool = False  # in a file
     users: int = 0  # requests in flight that continue it
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
@@ -48,8 +52,8 @@ class Context:
     @cached_property
     def name(self) -> bytes:
         """A hash of all that makes a context, equal for two requests that keep the same one."""
-        about = f"{self.owner}\n{self.salt}\n{self.kept.goes_on}\n".encode()
-        return hashlib.sha256(about + self.kept.text.digest + self.kept.text.token_bytes).digest()
+        about = [self.owner, self.salt, self.kept.digest]
+        return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
 
     @property
     def expires(self) -> float:
@@ -75,17 +79,17 @@ class Contexts:
         self._client, self.most = client, int(most)
         self._contexts: dict[str, Context] = {}
         self._by_name: dict[bytes, Context] = {}
-        self._writing: set[asyncio.Task[None]] = set()
+        self._stored_in: ContextFiles | None = None
+        self._writing: dict[Context, asyncio.Task[None]] = {}
         self._ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()  # owner, and how
 
     def find(self, id_: str, owner: str | None) -> Context:
         """Return a context of a key; `RequestError` (``context_not_found``) if there is none."""
         found = self._contexts.get(id_)
-        if found is not None and found.stored and self._used(id_) is None:
-            self._forget(found, "; it was deleted")  # by another server
-            found = None
-        elif found is None:
+        if found is None:
             found = self._read(id_, owner)
+        elif not self._is_there(found):
+            found = None
         if found is not None and found.owner == owner:
             return found
         whose, how = self._ended.get(id_, (owner, ""))
@@ -99,28 +103,37 @@ class Contexts:
 
     @property
     def _files(self) -> ContextFiles | None:
-        info = self._client.info
-        if not self.most or info is None or info.prefix_folder is None:
-            return None
-        return ContextFiles(Path(info.prefix_folder))
+        info = self._client.info  # None while the ranks start again
+        if self.most and info is not None and info.prefix_folder is not None:
+            self._stored_in = ContextFiles(Path(info.prefix_folder))
+        return self._stored_in
 
-    def _used(self, id_: str) -> float | None:
-        return None if self._files is None else self._files.used(id_)
+    def _is_there(self, context: Context) -> bool:
+        """Take in what other servers have done to a context; False if one has deleted it."""
+        files = self._files
+        if not context.stored or files is None:
+            return True
+        with contextlib.suppress(OSError):  # a disk that fails has deleted nothing
+            stored = files.look(context.id)
+            if stored is None:
+                self._forget(context, "; it was deleted")
+                return False
+            context.used, context.ttl = max(context.used, stored.used), stored.ttl
+        return True
 
     def _read(self, id_: str, owner: str | None) -> Context | None:
         """Return a key's context that another server has kept, or this one before its restart."""
         files = self._files
         found = None if files is None else files.read(id_)
-        used = self._used(id_)
-        if found is None or used is None or found[0].owner != owner:
+        if found is None or found[0].head.owner != owner:
             return None
-        head, kept = found
-        left = used + head.ttl - time.time()
+        (head, ttl, used), kept = found
+        context = Context(id_, owner, head.salt, kept, None, None, head.created, used, ttl)
+        context.is_read = context.stored = True
+        left = context.expires - time.time()
         if left < 0:
+            self._remember(context, _expired(context))
             return None
-        context = Context(
-            id_, owner, head.salt, kept, None, None, head.created, used, head.ttl, stored=True
-        )
         self._contexts[id_] = context
         self._by_name.setdefault(context.name, context)
         self._arm(context, left)
@@ -129,25 +142,38 @@ class Contexts:
     def _write(self, context: Context) -> None:
         """Keep a context in a file, if there is a store."""
         files = self._files
-        if files is None or context.stored:
+        if files is None or context.stored or context in self._writing:
             return
-        head = Head(context.id, context.owner, context.salt, context.created, context.ttl)
+        if self._contexts.get(context.id) is not context:
+            return
+        tokens = len(context.kept.text.tokens)
+        own = context.id, context.owner, context.salt, context.created
+        head = Head(*own, tokens, context.begins)
 
         async def write() -> None:
-            await asyncio.to_thread(files.write, head, context.kept)
-            context.stored = True
+            try:
+                written = await asyncio.to_thread(files.write, head, context.ttl, context.kept)
+            finally:
+                del self._writing[context]
             if self._contexts.get(context.id) is not context:  # ended meanwhile
                 files.remove(context.id)
+            elif written:
+                context.stored = True
+                self._touch(context)  # its time to live may have changed
 
-        task = asyncio.create_task(write())
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
+        self._writing[context] = asyncio.create_task(write())
 
-    def of(self, owner: str | None) -> list[Context]:
-        for head in [] if self._files is None else self._files.heads():
-            if head.owner == owner and head.id not in self._contexts:
-                self._read(head.id, owner)
-        return [context for context in self._contexts.values() if context.owner == owner]
+    def listed(
+        self, owner: str | None, tiers: Callable[[str], Fields] | None
+    ) -> list[dict[str, Any]]:
+        """Return a key's contexts as `described` does, those that only files have as well."""
+        own = [c for c in list(self._contexts.values()) if c.owner == owner and self._is_there(c)]
+        stored = [] if self._files is None else self._files.all()
+        return [described(context, tiers) for context in own] + [
+            _entry(one, one.head.id, one.head.tokens, one.head.created, one.head.begins, _UNKNOWN)
+            for one in stored
+            if one.head.owner == owner and one.head.id not in self._contexts
+        ]
 
     def end(self, id_: str, owner: str | None) -> None:
         """End a context; requests that continue it go on."""
@@ -163,17 +189,21 @@ class Contexts:
         """Return what a request continues that names ``base``, and whose beginnings are kept.
 
         With it the contexts come that it uses, which do not expire before it has ended. None if it
-        continues nothing. Raises as `EngineClient.submit`.
+        continues nothing. Raises as `EngineClient.submit`, and as `find` if ``base`` has ended.
         """
-        used, new = ([] if base is None else [base]), list[Pin]()
-        if base is not None and not base.is_pinned:  # it was kept by another engine
-            base.pin = self._pin(base.kept, base.parent, owner, base.salt)
-            new.append(base.pin)
-        for one in kept:
-            before = used[-1] if used else None
-            if before is not None and len(one.text.tokens) <= len(before.kept.text.tokens):
-                continue
-            used.append(self._one(one, before, owner, salt if base is None else base.salt, new))
+        used, new = list[Context](), list[Pin]()
+        try:
+            if base is not None:
+                used.append(self.find(base.id, owner))  # it may have ended since it was found
+                self._require_pin(used[0], used[0].parent, new)
+                salt = used[0].salt
+            for one in kept:
+                before = used[-1] if used else None
+                if before is None or len(one.text.tokens) > len(before.kept.text.tokens):
+                    used.append(self._one(one, before, owner, salt, new))
+        except BaseException:
+            self._drop_unread(used)
+            raise
         if not used:
             return None
         for context in used:
@@ -184,13 +214,18 @@ class Contexts:
             for context in used:
                 context.users -= 1
                 self._touch(context)
-                pin = context.pin
-                if pin is not None and pin.is_whole:
+                if context.pin is not None and context.pin.is_whole:
+                    context.is_read = True
                     self._write(context)
-                elif not context.users and not context.stored:
-                    self._forget(context, "")  # refused, or its request has gone before it was read
+            self._drop_unread(used)
 
         return Pinned([context.pin for context in used if context.pin], new, end), used
+
+    def _drop_unread(self, contexts: Sequence[Context]) -> None:
+        """Forget contexts that were refused, or whose requests have gone before they were read."""
+        for context in contexts:
+            if not (context.users or context.is_read):
+                self._forget(context, "")
 
     def _one(
         self,
@@ -205,23 +240,23 @@ class Contexts:
         id_ = f"ctx_{secrets.token_hex(16)}"
         blank = Context(id_, owner, salt, kept, before, None, now, now, kept.ttl)
         found = self._by_name.get(blank.name)
-        if found is not None and found.is_pinned:
-            found.ttl = kept.ttl
-            return found
-        context = found or blank
-        pin = context.pin = self._pin(kept, before, owner, salt)
-        new.append(pin)
-        self._contexts[context.id] = self._by_name[context.name] = context
-        self._touch(context)
-        return context
+        if found is None or not self._is_there(found):
+            found = blank
+        self._require_pin(found, before, new)
+        found.parent, found.ttl = before, kept.ttl
+        self._contexts[found.id] = self._by_name[found.name] = found
+        self._touch(found)
+        return found
 
-    def _pin(
-        self, kept: KeptContext, before: Context | None, owner: str | None, salt: str | None
-    ) -> Pin:
+    def _require_pin(self, context: Context, before: Context | None, new: list[Pin]) -> None:
+        """Have a context be pinned, unless it is; behind another, if that is pinned."""
+        if context.is_pinned:
+            return
         behind = before.pin if before is not None and before.is_pinned else None
-        quota = owner or "", self.most
-        tokens = kept.text.tokens
-        return Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=salt)
+        quota = context.owner or "", self.most
+        tokens = context.kept.text.tokens
+        context.pin = Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=context.salt)
+        new.append(context.pin)
 
     def _touch(self, context: Context) -> None:
         """Begin its time to live anew."""
@@ -229,7 +264,7 @@ class Contexts:
             return
         context.used = time.time()
         if context.stored and self._files is not None:
-            self._files.touch(context.id)
+            self._files.touch(context.id, context.ttl)
         self._arm(context, context.ttl)
 
     def _arm(self, context: Context, seconds: float) -> None:
@@ -239,13 +274,13 @@ class Contexts:
         context.timer = loop.call_later(seconds, self._expire, context)
 
     def _expire(self, context: Context) -> None:
-        if context.stored:  # another server may have used it
-            context.used = max(context.used, self._used(context.id) or 0.0)
-        if (left := context.expires - time.time()) > 0:
-            self._arm(context, left)
-        elif not context.users:  # else its time begins when they have ended
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(context.expires))
-            self._forget(context, f"; it expired at {when}: send the text again")
+        if context.users:
+            self._touch(context)  # else another server would remove its file
+        elif self._is_there(context):
+            if (left := context.expires - time.time()) > 0:  # another server has used it
+                self._arm(context, left)
+            else:
+                self._forget(context, _expired(context))
 
     def _forget(self, context: Context, how: str) -> None:
         if self._contexts.pop(context.id, None) is None:
@@ -259,9 +294,21 @@ class Contexts:
         context.parent = None
         if context.stored and self._files is not None:
             self._files.remove(context.id)
+        self._remember(context, how)
+
+    def _remember(self, context: Context, how: str) -> None:
         self._ended[context.id] = context.owner, how
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
+
+
+def _expired(context: Context) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(context.expires))
+    return f"; it expired at {when}: send the text again"
+
+
+# Bytes of a context that this server has not pinned.
+_UNKNOWN: Fields = {"device": 0, "host": None, "disk": None}
 
 
 def described(context: Context, tiers: Callable[[str], Fields] | None) -> dict[str, Any]:
@@ -270,17 +317,24 @@ def described(context: Context, tiers: Callable[[str], Fields] | None) -> dict[s
     ``tiers`` returns the bytes in host memory and on disk of a pinned request; they are null
     without it, while the engine is too busy to tell, and after a restart until it is used.
     """
-    pin = context.pin if context.is_pinned else None
-    lower: Fields = {"host": None, "disk": None}
-    if pin is not None and tiers is not None:
-        lower = tiers(pin.stream.request_id)
-    device = 0 if pin is None else pin.nbytes
+    nbytes, tokens = _UNKNOWN, len(context.kept.text.tokens)
+    if context.is_pinned and context.pin is not None:
+        lower = {} if tiers is None else tiers(context.pin.stream.request_id)
+        nbytes = {**_UNKNOWN, "device": context.pin.nbytes, **lower}
+    return _entry(context, context.id, tokens, context.created, context.begins, nbytes)
+
+
+def _entry(
+    of: Context | Stored, id_: str, tokens: int, created: float, begins: str, nbytes: Fields
+) -> dict[str, Any]:
     return {
-        **context.brief,
+        "id": id_,
+        "tokens": tokens,
+        "expires_at": int(of.expires),
         "object": "context",
-        "begins": context.begins,
-        "created_at": int(context.created),
-        "last_used_at": int(context.used),
-        "ttl": context.ttl,
-        "bytes": {"device": device, **lower},
+        "begins": begins,
+        "created_at": int(created),
+        "last_used_at": int(of.used),
+        "ttl": of.ttl,
+        "bytes": nbytes,
     }

@@ -284,12 +284,17 @@ class Service:
     async def described_contexts(self, id_: str | None = None) -> list[dict[str, Any]]:
         """Return the contexts of the request's key, or the one of that id."""
         key = current_record().key
-        found = self.contexts.of(key) if id_ is None else [self.contexts.find(id_, key)]
+        if id_ is not None:
+            self.contexts.find(id_, key)  # before the ranks are asked
+        elif not self.contexts.listed(key, None):
+            return []
         tiers = None
         with contextlib.suppress(EngineError):
-            held = (await self.counters()).get("pinned", {}) if found else {}
+            held = (await self.counters()).get("pinned", {})
             tiers = lambda request: held.get(request, {"host": 0, "disk": 0})  # noqa: E731
-        return [described(context, tiers) for context in found]
+        if id_ is None:
+            return self.contexts.listed(key, tiers)
+        return [described(self.contexts.find(id_, key), tiers)]
 
     async def scrape(self) -> bytes:
         """Return the metrics as Prometheus' text, the ranks' as last reported if they are busy."""

@@ -7,6 +7,7 @@ several ranks at once, so that the scheduler's arithmetic is checked against rea
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.messages import Progress, Token, answer_ids
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from tests.engine.test_core import evict_all
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
@@ -141,8 +143,9 @@ class PagesOnly:
                 for entry in plan.entries:
                     self._read(entry)
         requests = [key for key in self.tables if key >= 0 and key not in self.cached]
-        assert len(requests) <= self.config.max_sequences
-        assert len(self.cached) <= CACHED + 1
+        most = self.config.max_sequences
+        assert len(requests) <= most + (self.config.max_cached and self.config.max_pinned)
+        assert len(self.tables) <= most + self.config.max_cached + 1
         for tables in self.tables.values():
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
         return torch.zeros(rows, VOCABULARY)
@@ -204,6 +207,8 @@ def make_core(
         prefill="exact" if scratch else "local",
         max_step_ms=1e9,
     )
+    if not config.caches_prefixes:
+        runner.config = replace(runner.config, max_cached=0)
     core = EngineCore(
         cast("ModelRunner", runner),
         config,
@@ -536,7 +541,7 @@ class Engine(RuleBasedStateMachine):
         assert self.core.scheduler.idle and not self.core.scheduler.sequences
         assert set(self.runner.tables) == self.runner.cached
         assert all(pool.available_pages == pool.num_pages for pool in self.runner.pools)
-        self.core.reset_prefix_cache()
+        evict_all(self.core)
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )

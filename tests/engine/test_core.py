@@ -49,6 +49,12 @@ def run(core: EngineCore) -> dict[str, list[Any]]:
     raise AssertionError("the engine does not come to an end")
 
 
+def evict_all(core: EngineCore) -> None:
+    """Evict all that is cached and not in use; host memory and disk keep theirs."""
+    for plan in core.scheduler.room.shrink_to(0):
+        core._run(plan)
+
+
 def tokens(messages: list[Any]) -> list[int]:
     return [m.token for m in messages if isinstance(m, Token)]
 
@@ -285,6 +291,56 @@ def test_the_time_that_is_left_falls_from_request_to_request(
     assert left == sorted(left, reverse=True) and left[-1] == 0
     core.add("b", prompt(20), SamplingParams(max_tokens=300))
     assert core.seconds_left() == {"b": 20 + (256 + 8) / 2}  # as long as answers are, nearly
+    core._draws.runs = 2  # drafts: eight tokens in two steps
+    assert core.seconds_left() == {"b": pytest.approx(20 + (256 + 8) / 2 / 3)}
+
+
+def test_pinned_prefixes_leave_places_for_answers(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), max_num_seqs=2, prefix_cache=True, max_step_ms=1e6)
+    plain = {f"r{i}": prompt(40, i) for i in range(6)}
+    for i in range(4):
+        core.add(f"p{i}", prompt(40, i)[:30], GREEDY, pin=True)
+    for name, ids in plain.items():
+        core.add(name, ids, GREEDY)
+    with pytest.raises(RequestError, match="hold 4 of the engine's 4 sequences") as error:
+        core.add("p4", prompt(30, 4), GREEDY, pin=True)
+    assert error.value.code == "pinned_prefixes_hold_cache"
+    found = run(core)
+    assert core.stats()["running"] == 0 and core.stats()["prefix_cache"]["entries"] <= 4
+    for i in range(4):  # each is still there, with two answers at once
+        core.add(f"q{i}", prompt(40, i)[30:], GREEDY, prefix_id=f"p{i}")
+    found |= run(core)
+    for i in range(4):
+        assert tokens(found[f"q{i}"]) == tokens(found[f"r{i}"])
+        assert next(m.cached for m in found[f"q{i}"] if isinstance(m, Progress)) >= 30
+    core.add("last", prompt(20, 7), GREEDY, prefix_id="p0")
+    core.abort("p0")  # its place is free when what continues it has ended
+    core.add("p4", prompt(30, 4), GREEDY, pin=True)
+    assert [m.processed for m in run(core)["p4"]][-1] == 30
+    for i in range(1, 5):
+        core.abort(f"p{i}")
+    evict_all(core)
+    accounts = core.scheduler.room.accounts
+    assert (accounts.free == accounts.sizes).all() and not core.runner.sequences
+
+
+def test_a_released_prefix_counts_while_another_continues_it(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), prefix_cache=True)
+
+    def pin(name: str, count: int, most: int, **more: Any) -> int:
+        core.add(name, prompt(count), GREEDY, pin=True, quota=("key", most), **more)
+        nbytes: int = run(core)[name][-1].nbytes
+        return nbytes
+
+    first = pin("a", 150, 10**9)
+    second = pin("b", 20, 10**9, prefix_id="a")
+    core.abort("a")  # its pages stay
+    most = first + second + first // 2
+    with pytest.raises(RequestError, match=f"hold {first + second} of the {most}") as error:
+        pin("c", 150, most)
+    assert error.value.code == "pinned_contexts_full"
+    core.abort("b")
+    assert pin("c", 150, most) == first
 
 
 def test_a_priority_is_heard_under_its_policy_alone(tiny: Callable[[str], Path]) -> None:

@@ -32,7 +32,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
-from tests.engine.test_core import prompt
+from tests.engine.test_core import evict_all, prompt
 from tests.prefix.test_answers import SETTINGS
 from tests.ranks import RankPool
 from tests.test_invariance import POLICY, split_of, tokens_of
@@ -110,7 +110,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     stats = core.stats()  # compares the ranks' free pages and places with rank 0's
     assert sum(stats["kv_bytes_per_rank"]) == 0
     room = core.scheduler.room
-    core.reset_prefix_cache()
+    evict_all(core)
     assert (room.accounts.free == room.accounts.sizes).all()
     assert not engine.runner.sequences
     core.stop()

@@ -73,7 +73,9 @@ def test_an_index_that_grows_is_one_of_the_whole_text() -> None:
 
 def test_a_lookup_goes_on_where_it_copies_from_and_behind_a_replaced_word() -> None:
     text = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    lookup = Lookup(np.array([*text, 99, 11, 12], np.int32), SpeculativeConfig(), HitRates())
+    index = NgramIndex(np.array([*text, 99, 11, 12], np.int32), SpeculativeConfig().lookup_min)
+    other = Lookup(index.copy(), SpeculativeConfig(), HitRates())
+    lookup = Lookup(index, SpeculativeConfig(), HitRates())
     assert lookup.draft(3) == [13, 14, 15]
     lookup.extend([13, 14])
     assert lookup.draft(3) == [15, 16, 17]
@@ -84,6 +86,7 @@ def test_a_lookup_goes_on_where_it_copies_from_and_behind_a_replaced_word() -> N
     assert lookup.draft(3) == [] and lookup.hits(3) == 0
     lookup.extend([17, 18])
     assert lookup.draft(1) == [19]
+    assert other.draft(3) == [13, 14, 15] and len(index) == 13 + 6  # what began as a copy stays
 
 
 def test_ngram_is_vllms() -> None:
@@ -103,7 +106,7 @@ class Answer:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.generated = np.array(tokens, np.int32), []
-        self.request = self  # whose prompt these are
+        self.request, self.answers = self, [self]  # the prompt with its one answer
 
     @property
     def length(self) -> int:

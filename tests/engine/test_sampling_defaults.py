@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from razor_dist.api.schema import CompletionBody
+from razor_dist.api.completions import CompletionBody
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import ModelError
 from razor_dist.protocol.sampling_params import sampling_defaults

@@ -42,6 +42,17 @@ def test_a_store_answers_after_a_kill() -> None:
     assert record.figures["disk"]["bytes"] > 0 and "after a kill, question 3" in record.page()
 
 
+def test_handles_after_a_kill_and_pins_that_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = prefix.run(PrefixBenchSettings(load="needle-contexts", tokens="1500"))
+    cached = [answer["cached_tokens"] for answer in record.figures["answers"]]
+    assert record.figures["same"] and cached[0] == 0 and min(cached[1:]) > 1400
+    monkeypatch.setattr(prefix, "_PINS", 4)
+    monkeypatch.setattr(prefix, "_ROUNDS", 1)
+    monkeypatch.setattr(prefix, "wait_until", lambda *_: True)  # not for the expiry
+    [_, row] = prefix.run(PrefixBenchSettings(load="pins")).figures["rounds"]
+    assert row["kept"] == 4 and row["kv of them"] > 0
+
+
 def test_the_cost_of_sources_is_of_as_many_tokens() -> None:
     record = sources.run(SourcesBenchSettings(tokens="60", new_tokens=4, repeats=1))
     figures = record.figures

@@ -21,7 +21,7 @@ from razor_dist.protocol.messages import Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import StepPlan
 from tests.cases import model_and_shape
-from tests.engine.test_core import make_core, prompt, run
+from tests.engine.test_core import evict_all, make_core, prompt, run
 from tests.ranks import RankPool
 from tests.test_invariance import split_of
 
@@ -102,7 +102,7 @@ def serve(
     stats = core.stats()
     assert sum(stats["kv_bytes_per_rank"]) == 0
     room = core.scheduler.room
-    core.reset_prefix_cache()
+    evict_all(core)
     assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences

@@ -43,6 +43,7 @@ from razor_dist.prefix.store import (
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
+from tests.engine.test_core import evict_all
 from tests.prefix.test_answers import (
     GREEDY,
     SETTINGS,
@@ -100,7 +101,7 @@ def life(
     stats = core.stats()["prefix_cache"]
     room = core.scheduler.room
     assert room.prefix_cache is not None and room.tiers is not None
-    core.reset_prefix_cache()
+    evict_all(core)
     assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
@@ -426,6 +427,27 @@ def test_the_store_keeps_within_its_bound(tiny: Tiny, tmp_path: Path) -> None:
     [(_, _, stats)] = lives(Communicator(None), path, bounded, docs)
     assert stats["disk"]["entries"] == 2 and stats["disk"]["evictions"] == 4
     assert len(ranges(tmp_path)) == 2
+
+
+def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> None:
+    path, text = str(tiny("llama")), ids((1, 120))
+    alone = {"prefix_store": str(tmp_path / "alone")}
+    [(_, _, first)] = lives(Communicator(None), path, alone, (Ask("a", text),))
+    size, store = first["disk"]["bytes"], tmp_path / "bounded"
+    bounded = {"prefix_store": str(store), "prefix_store_gb": 2.5 * size / 2**30, "kv_tokens": 400}
+    core = engine_of(Communicator(None), path, bounded).core
+    core.add("pin", list(text), GREEDY, pin=True)
+    serve_all(core, tuple(Ask(f"r{n}", ids((n, 120))) for n in range(2, 7)))
+    stats = core.stats()
+    assert stats["prefix_cache"]["disk"]["evictions"] > 1
+    assert stats["pinned"]["pin"]["disk"] > 0.9 * size and (0, 120) in ranges(store)
+    core.abort("pin")  # then it goes like others
+    serve_all(core, tuple(Ask(f"r{n}", ids((n, 120))) for n in range(7, 12)))
+    core.add("pin", list(text), GREEDY, pin=True)
+    assert core.scheduler.room.tiers is not None
+    [again] = core.scheduler.waiting
+    assert core.scheduler.room.tiers.held(again.namespace, again.tokens)["disk"] == 0
+    core.stop()
 
 
 @st.composite

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import anthropic
 import httpx
 import pytest
 
+from razor_dist.api.contexts import KeptContext
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.config.errors import RequestError
@@ -110,6 +113,10 @@ def test_what_does_not_fit_a_context_is_refused() -> None:
         with pytest.raises(RequestError, match="is not allowed with context") as error:
             parsed("chat", kept, messages=[user("?")], context="c", **{field: value})
         assert error.value.param == field
+    for field, value in (("truncate_prompt_tokens", 9), ("cache_prompt", False)):
+        with pytest.raises(RequestError, match="is not allowed with cache_control") as error:
+            parsed("chat", messages=marked, **{field: value})
+        assert error.value.param == field
     with pytest.raises(RequestError, match="at most 4 blocks may have cache_control, got 5"):
         parsed("chat", messages=[user(*[part(DOCUMENT, cache_control=MARK)] * 5)])
     assert parsed("chat", messages=[user(part("Too short.", cache_control=MARK))]).contexts == []
@@ -119,6 +126,93 @@ def test_what_does_not_fit_a_context_is_refused() -> None:
     assert two.tokens.tolist() == want.tokens.tolist()
     prompt = parsed("completions", kept, prompt=" What?", context="c").prompts[0]
     assert smollm2_tokenizer().decode(prompt.tokens).endswith(f"{DOCUMENT.rstrip()} What?")
+
+
+def test_contexts_of_one_text_differ_by_what_is_cited() -> None:
+    def document(**citations: bool) -> dict[str, Any]:
+        source = {"type": "text", "media_type": "text/plain", "data": DOCUMENT}
+        return {"type": "document", "source": source, "citations": citations, "cache_control": MARK}
+
+    def kept(**citations: bool) -> KeptContext:
+        [found] = parsed("messages", messages=[user(document(**citations))], max_tokens=9).contexts
+        return found
+
+    plain, cited = kept(enabled=False), kept(enabled=True)
+    assert plain.text == cited.text and plain.digest != cited.digest
+    assert kept(enabled=True) == cited and cited.digest == cited.computed_digest
+
+
+def test_another_tool_result_is_no_more_of_the_kept_one() -> None:
+    def result(number: int, *parts: Any) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": f"call_{number}", "content": list(parts)}
+
+    function = {"name": "look", "arguments": "{}"}
+    calls = [{"id": f"call_{n}", "type": "function", "function": function} for n in range(2)]
+    begin = [user("Look."), {"role": "assistant", "content": "Yes.", "tool_calls": calls}]
+    marked = [*begin, result(0, part(DOCUMENT, cache_control=MARK))]
+    [kept] = parsed("chat", messages=marked).contexts
+    for then, joined in ((result(1, part("red")), False), (result(0, part("red")), True)):
+        whole = [*begin, result(0, part(DOCUMENT + "red" * joined)), *[then] * (not joined)]
+        want = parsed("chat", messages=whole).prompts[0].tokens.tolist()
+        got = parsed("chat", kept, messages=[then], context="c").prompts[0].tokens.tolist()
+        assert got == want
+
+
+def test_a_mark_on_tools_keeps_all_before_the_first_message() -> None:
+    encoder = with_template(
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}"
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call: <tool_call>\n"
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    look = {"name": "look", "description": DOCUMENT, "input_schema": {"type": "object"}}
+    ask: dict[str, Any] = {"model": "m", "max_tokens": 9, "system": "Be brief."}
+
+    def read(kept: Any = None, **body: Any) -> ParsedRequest:
+        return parse_request("messages", json.dumps(body).encode(), encoder, LIMITS, (), kept)
+
+    marked = {"tools": [look, look | {"name": "see", "cache_control": MARK}]}
+    first = read(**ask, **marked, messages=[user("What is red?")])
+    [kept] = first.contexts
+    assert kept.messages == [SYSTEM, user("")]
+    assert '"name": "see"' in smollm2_tokenizer().decode(kept.text.tokens)
+    del ask["system"]
+    again = read(kept, **ask, **marked, messages=[user("What is red?")], context="c")
+    assert again.prompts[0].tokens.tolist() == first.prompts[0].tokens.tolist()
+    with pytest.raises(RequestError, match="does not begin as its context does: tools,"):
+        read(kept, **ask, tools=[look], messages=[user("What?")], context="c")
+
+
+def with_template(template: str) -> PromptEncoder:
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.chat_template = template
+    return PromptEncoder(tokenizer)
+
+
+@pytest.mark.parametrize("endpoint", ["responses", "completions"])
+def test_other_endpoints_refuse_cache_control_by_name(endpoint: Endpoint) -> None:
+    named = {"prompt": DOCUMENT} if endpoint == "completions" else {"input": DOCUMENT}
+    with pytest.raises(RequestError, match="unsupported field 'cache_control'"):
+        parsed(endpoint, **named, cache_control=MARK)
+    if endpoint == "responses":
+        part = {"type": "input_text", "text": DOCUMENT, "cache_control": MARK}
+        with pytest.raises(RequestError, match="cache_control"):
+            parsed(endpoint, input=[{"type": "message", "role": "user", "content": [part]}])
+
+
+def test_cache_control_is_checked_where_it_stands() -> None:
+    for wrong in ({"type": "ephemeral", "ttl": "2h"}, {"type": "other"}, "1h", {"ttl": "1h"}):
+        with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].cache_control"):
+            parsed("chat", messages=[user(part("a"), part("b", cache_control=wrong))])
+    with pytest.raises(RequestError, match="must be a string or a list"):
+        parsed("chat", messages=[user(part("a"), part("b", title="c"))])
+
+
+def test_without_pins_marks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = parsed("chat", messages=[user(DOCUMENT)]).prompts[0].tokens.tolist()
+    monkeypatch.setattr(PromptEncoder, "with_ends", mock.Mock(side_effect=AssertionError))
+    raw = json.dumps({"model": "m", "messages": [user(part(DOCUMENT, cache_control=MARK))]})
+    found = parse_request("chat", raw.encode(), ENCODER, LIMITS._replace(pins=False))
+    assert found.prompts[0].tokens.tolist() == want and not found.contexts
 
 
 KEYS = {"a": "key-a", "b": "key-b"}
@@ -263,6 +357,106 @@ def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: Serv
         call(server, f"/v1/contexts/{one['id']}", key="b", method="DELETE")
 
 
+def test_long_bodies_are_read_by_another_process(server: ServerProcess) -> None:
+    """Blanks behind the JSON make them long; the context that one names goes there, too."""
+
+    def sent(**body: Any) -> Any:
+        own = {"model": "smollm2", "temperature": 0, "max_tokens": 8, **body}
+        headers = {"Authorization": f"Bearer {KEYS['a']}", "Content-Type": "application/json"}
+        raw = json.dumps(own).encode() + b" " * (1 << 18)
+        url = server.url() + "/v1/chat/completions"
+        answer = httpx.post(url, content=raw, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    text = f"This is long. {DOCUMENT}"
+    first = sent(messages=[user(part(text, cache_control=MARK), part("What is red?"))])
+    [context] = first["contexts"]
+    again = sent(messages=[user(part("What is red?"))], context=context["id"])
+    assert said(again) == said(first)
+    assert again["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= context["tokens"]
+    assert call(server, f"/v1/contexts/{context['id']}", method="DELETE").json()["deleted"]
+
+
+REPORT = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(20)) + FACT
+ASK = part("\n\nWhat colour is the door?")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (8, ()),
+        (2, ("--kv-dtype", "int8")),
+        (2, ("--speculative-config", '{"method": "lookup"}')),
+    ],
+    ids=["8 ranks", "int8", "drafts"],
+)
+def test_contexts_of_other_engines(world: int, more: tuple[str, ...]) -> None:
+    with serving(world, *more) as server:
+        plain = chat(server, messages=[user(part(REPORT), ASK)], cache_salt="b", max_tokens=24)
+        first = chat(server, messages=[user(part(REPORT, cache_control=MARK), ASK)], max_tokens=24)
+        [context] = first["contexts"]
+        again = chat(server, messages=[user(ASK)], context=context["id"], max_tokens=24, n=2)
+        assert [*said(first), *said(again)] == said(plain) * 3
+        assert call(server, f"/v1/contexts/{context['id']}", method="DELETE").json()["deleted"]
+        used = lambda: call(server, "/stats").json()["kv_bytes_per_rank"]  # noqa: E731
+        assert wait_until(lambda: not sum(used()), 10)
+
+
+@pytest.mark.slow
+def test_two_servers_on_one_store_know_each_others_contexts(tmp_path: Path) -> None:
+    store = "--prefix-store", str(tmp_path)
+    with serving(1, *store) as one, serving(2, *store) as other:
+        first = chat(one, messages=[user(part(REPORT, cache_control=MARK), ASK)])
+        [context] = first["contexts"]
+        assert wait_until(lambda: call(other, "/v1/contexts").json()["data"], 20)
+        saving = lambda: call(one, "/stats").json()["prefix_cache"]["saving"]  # noqa: E731
+        assert wait_until(lambda: not saving(), 20)
+        by_handle = {"messages": [user(ASK)], "context": context["id"]}
+        assert said(chat(other, **by_handle)) == said(first) == said(chat(one, **by_handle))
+        [listed] = call(other, "/v1/contexts").json()["data"]
+        assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
+        assert call(other, f"/v1/contexts/{context['id']}", method="DELETE").json()["deleted"]
+        assert call(one, "/v1/contexts").json()["data"] == []
+        assert chat(one, **by_handle).status_code == 404
+        for server in (one, other):
+            assert not sum(call(server, "/stats").json()["kv_bytes_per_rank"])
+
+
+@pytest.mark.slow
+def test_contexts_outlive_an_engine_that_dies(tmp_path: Path) -> None:
+    with serving(2) as server:
+        first = chat(server, messages=[user(part(REPORT, cache_control=MARK), ASK)])
+        [context] = first["contexts"]
+
+        def kill() -> None:
+            ranks = [p for p in server.family() if "engine.worker" in " ".join(p.cmdline())]
+            ranks[0].kill()
+
+        def is_ready() -> bool:
+            return httpx.get(f"{server.url()}/health").status_code == 200
+
+        kill()
+        assert wait_until(lambda: not is_ready(), 20) and wait_until(is_ready, 120)
+        again = chat(server, messages=[user(ASK)], context=context["id"])
+        assert said(again) == said(first)
+        # While it is read: the request fails, and nothing of it is kept.
+        long = "".join(f"Number {n} of the list is not a door. " for n in range(160))
+        with ThreadPoolExecutor() as pool:
+            lost = pool.submit(
+                chat, server, messages=[user(part(long, cache_control=MARK), ASK)], max_tokens=1
+            )
+            assert wait_until(lambda: len(call(server, "/v1/contexts").json()["data"]) > 1, 20)
+            kill()
+            assert lost.result().status_code >= 500
+        assert wait_until(is_ready, 120)
+        [listed] = call(server, "/v1/contexts").json()["data"]
+        assert listed["id"] == context["id"]
+        assert said(chat(server, messages=[user(ASK)], context=context["id"])) == said(first)
+
+
 @pytest.mark.parametrize("requests", [15, pytest.param(50, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_contexts(server: ServerProcess, requests: int) -> None:
     def stats() -> Any:
@@ -299,7 +493,7 @@ def test_a_context_expires_when_it_was_not_used(monkeypatch: pytest.MonkeyPatch)
         assert contexts.find(context.id, "a") is context  # its request has not ended
         pinned.close()
         await asyncio.sleep(0.05)
-        assert contexts.of("a") == [] and pin.close.called
+        assert contexts.listed("a", None) == [] and pin.close.called
         with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
             contexts.find(context.id, "a")
         with pytest.raises(RequestError) as error:

@@ -1,0 +1,81 @@
+"""Requests of OpenAI's ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import PlainValidator
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.api.contexts import KeptContext
+from razor_dist.api.fields import Int, prompts_of
+from razor_dist.api.schema import ELSEWHERE, GenerateBody
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.kept import Ints, behind
+from razor_dist.frontend.passages import PromptText
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
+
+_COMPLETION_TOKENS = 16  # OpenAI's default
+
+
+class CompletionBody(GenerateBody):
+    asks_in = "prompt"
+    # As a list: one prompt or several, each answered by a choice of its own.
+    prompt: Annotated[list[str | list[int]], PlainValidator(prompts_of), ELSEWHERE]
+    logprobs: Int | None = None
+    echo: bool | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompt)
+
+    def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Return None: only a chat has tools."""
+
+    def encoded(
+        self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False
+    ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
+        """As `ChatBody.encoded`; a prompt of token ids has no text."""
+        for prompt in self.prompt:
+            if self._kept is not None:
+                yield self._behind(encoder, self._kept, prompt), None
+            elif not isinstance(prompt, str):
+                yield prompt, None
+            elif ends:
+                yield encoder.text_with_ends(prompt)
+            else:
+                yield encoder.text(prompt), None
+
+    def _behind(self, encoder: PromptEncoder, kept: KeptContext, prompt: str | list[int]) -> Ints:
+        if not isinstance(prompt, str) or self.return_sources:
+            what = "return_sources" if isinstance(prompt, str) else "a prompt of token ids"
+            raise RequestError(f"{what} is not allowed with context", param="context")
+        found = behind(encoder, kept.text, prompt)
+        if found is None:
+            raise RequestError(
+                "the prompt cannot be tokenised behind its context; send the whole text instead",
+                param="context",
+            )
+        return found[0]
+
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """The sampling settings; without a limit 16 tokens, OpenAI's default here.
+
+        With ``echo``, 0 tokens are computed as 1, which is not shown.
+        """
+        limit = self.one_of("n_predict", "max_tokens")
+        if limit is None:
+            limit = _COMPLETION_TOKENS
+        elif self.n_predict == -1:
+            limit = None
+        elif limit == 0:
+            limit = int(bool(self.echo))
+        params = self._sampling(limit, self.logprobs, defaults)
+        return replace(params, prompt_logprobs=self.logprobs) if self.echo else params

@@ -1,0 +1,273 @@
+"""Contexts from the first mark to their end, in several servers on one store, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+
+from razor_dist.api.contexts import KeptContext
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.frontend.pins import Pin, Pinned
+from razor_dist.server import context_files
+from razor_dist.server import contexts as under_test
+from razor_dist.server.context_files import ContextFiles, Head
+from razor_dist.server.contexts import Context, Contexts
+from tests.server.test_contexts import DOCUMENT, MARK, parsed, part, user
+
+MESSAGES = [user(part(DOCUMENT, cache_control=MARK))]
+
+
+class FakePin(Pin):
+    """As of an engine that has read it all, or has died (``dead``)."""
+
+    made: list[FakePin]
+
+    def __init__(self, client: Any, tokens: Any, **given: Any) -> None:
+        FakePin.made.append(self)
+        self.tokens, self.given, self.dead = len(tokens), given, False
+        self.stream = SimpleNamespace(request_id=f"r{len(FakePin.made)}")  # type: ignore[assignment]
+        self.cached, self.nbytes, self.is_whole, self.error = 0, 1000, True, None
+        self.listeners = set()
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.dead
+
+    def close(self) -> None:
+        self.dead = True
+
+
+def kept(text: str = "", ttl: int = 3600) -> KeptContext:
+    content = part(f"{text} {DOCUMENT}", cache_control=MARK)
+    [found] = parsed("chat", messages=[user(content)]).contexts
+    return msgspec.structs.replace(found, ttl=ttl)
+
+
+def server(folder: Path | None) -> Contexts:
+    info = SimpleNamespace(prefix_folder=None if folder is None else str(folder))
+    return Contexts(mock.Mock(info=info), 1e9)
+
+
+@pytest.fixture(autouse=True)
+def _fake_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePin.made = []
+    monkeypatch.setattr(under_test, "Pin", FakePin)
+
+
+def played(play: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(play())  # type: ignore[arg-type]
+
+
+def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
+    found = contexts.use(base, new, "a", None)
+    assert found is not None
+    return found
+
+
+async def used(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Context:
+    """A whole request; the last context that it uses."""
+    pinned, found = begun(contexts, *new, base=base)
+    pinned.close()
+    await asyncio.gather(*contexts._writing.values())
+    last: Context = found[-1]
+    return last
+
+
+def ids(contexts: Contexts) -> list[str]:
+    return [one["id"] for one in contexts.listed("a", None)]
+
+
+def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
+    async def play() -> None:
+        contexts = server(None)
+        context = await used(contexts, kept())
+        contexts.end(context.id, "a")  # between `find` and `use`
+        with pytest.raises(RequestError, match="it was deleted") as error:
+            contexts.use(context, [], "a", None)
+        assert error.value.code == "context_not_found"
+        assert len(FakePin.made) == 1 and FakePin.made[0].dead
+
+    played(play)
+
+
+def test_what_was_begun_is_taken_back_if_the_engine_dies_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def second_fails(*given: Any, **named: Any) -> FakePin:
+        if FakePin.made:
+            raise EngineError("the engine is restarting")
+        return FakePin(*given, **named)
+
+    async def play() -> None:
+        contexts = server(None)
+        monkeypatch.setattr(under_test, "Pin", second_fails)
+        marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
+        with pytest.raises(EngineError):
+            contexts.use(None, parsed("chat", messages=[user(*marks)]).contexts, "a", None)
+        assert ids(contexts) == [] and FakePin.made[0].dead
+
+    played(play)
+
+
+def test_an_engine_that_dies_does_not_take_contexts_along() -> None:
+    async def play() -> None:
+        contexts = server(None)
+        context = await used(contexts, kept())
+        FakePin.made[0].dead = True
+        pinned, _ = begun(contexts, base=context)
+        FakePin.made[1].is_whole = False  # the client hangs up, or there is no room now
+        pinned.close()
+        assert ids(contexts) == [context.id]
+        pinned, [new] = begun(contexts, kept("Other."))
+        FakePin.made[-1].is_whole = False
+        pinned.close()
+        assert ids(contexts) == [context.id] and FakePin.made[-1].dead and new.pin.dead
+
+    played(play)
+
+
+def test_a_disk_that_refuses_costs_no_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        contexts = server(tmp_path)
+        write = mock.Mock(side_effect=OSError("No space left on device"))
+        with monkeypatch.context() as patched:
+            patched.setattr(context_files, "write_file", write)
+            context = await used(contexts, kept())
+        assert write.called and not context.stored and list(tmp_path.iterdir()) == []
+        assert contexts.find(context.id, "a") is context
+        await used(contexts, base=context)
+        assert context.stored and len(list(tmp_path.iterdir())) == 1
+        with monkeypatch.context() as patched:
+            patched.setattr(ContextFiles, "look", mock.Mock(side_effect=OSError("stale handle")))
+            assert contexts.find(context.id, "a") is context
+
+    played(play)
+
+
+def test_while_the_ranks_start_again_contexts_stay_and_can_be_deleted(tmp_path: Path) -> None:
+    async def play() -> None:
+        contexts = server(tmp_path)
+        context = await used(contexts, kept())
+        contexts._client.info = None
+        assert contexts.find(context.id, "a") is context
+        contexts.end(context.id, "a")
+        assert ids(contexts) == [] == list(tmp_path.iterdir())
+
+    played(play)
+
+
+def test_a_longer_time_to_live_is_heard_by_all_servers(tmp_path: Path) -> None:
+    async def play() -> None:
+        first, second = server(tmp_path), server(tmp_path)
+        context = await used(first, kept(ttl=300))
+        other = second.find(context.id, "a")
+        assert other is not context and other.ttl == 300
+        await used(first, kept(ttl=3600))
+        assert (context.ttl, second.find(context.id, "a").ttl) == (3600, 3600)
+        [path] = tmp_path.iterdir()
+        past = time.time() - 1000
+        os.utime(path, (past, past))
+        other.used = past
+        second._expire(other)
+        assert ids(first) == ids(second) == ids(server(tmp_path)) == [context.id]
+        past = time.time() - 3700
+        os.utime(path, (past, past))
+        assert ids(server(tmp_path)) == [] and not path.exists()
+
+    played(play)
+
+
+def test_a_file_is_renewed_while_a_request_goes_on(tmp_path: Path) -> None:
+    async def play() -> None:
+        contexts = server(tmp_path)
+        context = await used(contexts, kept())
+        [path] = tmp_path.iterdir()
+        pinned, _ = begun(contexts, base=context)
+        past = time.time() - 3610
+        os.utime(path, (past, past))
+        assert ids(server(tmp_path)) == [] and path.exists()  # it may be in use elsewhere
+        contexts._expire(context)
+        assert ids(server(tmp_path)) == [context.id]
+        pinned.close()
+
+    played(play)
+
+
+def test_another_server_deletes_and_this_one_lists_it_no_more(tmp_path: Path) -> None:
+    async def play() -> None:
+        first, second = server(tmp_path), server(tmp_path)
+        context = await used(first, kept())
+        second.end(context.id, "a")
+        assert ids(first) == [] and FakePin.made[0].dead
+        again = await used(first, kept())  # not by the name of the one that is gone
+        assert again.id != context.id and ids(second) == [again.id]
+        first.end(again.id, "a")
+        with pytest.raises(RequestError, match="there is no context"):
+            second.find(again.id, "b")
+
+    played(play)
+
+
+def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
+    async def play() -> None:
+        context = await used(server(tmp_path), kept())
+        [path] = tmp_path.iterdir()
+        past = time.time() - 3610
+        os.utime(path, (past, past))
+        with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
+            server(tmp_path).find(context.id, "a")
+        with pytest.raises(RequestError) as error:
+            server(tmp_path).find(context.id, "b")
+        assert "expired" not in str(error.value)
+
+    played(play)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "head"])
+def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
+    files, one = ContextFiles(tmp_path), kept()
+    id_ = f"ctx_{0:032x}"
+    assert files.write(Head(id_, "a", None, 0.0, len(one.text.tokens), "The door"), 300, one)
+    assert files.read(id_) == (files.look(id_), one)
+    [path] = tmp_path.iterdir()
+    data = path.read_bytes()
+    at = data.index(one.text.token_bytes)
+    changed = {
+        "cut": data[:-9],
+        "flipped": data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :],
+        "empty": b"",
+        "head": b"\xff" * 8 + data[8:],
+    }
+    path.write_bytes(changed[damage])
+    assert files.read(id_) is None
+
+
+def test_a_pinned_prefix_is_the_last(tmp_path: Path) -> None:
+    """Marks of one request continue each other, and what was pinned is not read anew."""
+
+    async def play() -> None:
+        contexts = server(None)
+        marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
+        both = parsed("chat", messages=[user(*marks)]).contexts
+        pinned, [first, second] = begun(contexts, *both)
+        assert isinstance(pinned, Pinned) and pinned.last is second.pin is FakePin.made[1]
+        assert second.pin.given["behind"] is first.pin and second.parent is first
+        again, found = begun(contexts, *both)
+        assert found == [first, second] and len(FakePin.made) == 2
+        for one in (pinned, again):
+            one.close()
+        contexts.end(first.id, "a")
+        assert second.is_pinned and ids(contexts) == [second.id]
+
+    played(play)
