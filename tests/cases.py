@@ -104,7 +104,7 @@ def make_runner(
     )
     if tensor:
         _SHARED[case.model] = TensorParallel(model, shape, layout, comm)
-    policies = [case.policy.with_window(window) for window in layout.windows]
+    policies = [case.policy.with_window(window, alibi=shape.alibi) for window in layout.windows]
     cache = CacheConfig(
         tuple(Arena.of(policy, total, sequences, case.tail) for policy in policies),
         sequences,
