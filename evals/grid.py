@@ -206,7 +206,10 @@ class Check:
             raise ConfigError("--verify would test nothing: every head keeps the whole context")
         length = self._length(min(windows))
         self._refuse_nothing(length, min(windows))
-        return length, {name: settings[name] for name in ("prefill", "block")}
+        acting = ["prefill", "block"]
+        if not shape_of(self.config).alibi:
+            acting += ["sink_tokens", "compensation"]
+        return length, {name: settings[name] for name in acting}
 
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
         """Ask for the needles with full attention and with a head map, saying each answer.

@@ -266,8 +266,9 @@ def one_rank_engine(config: EngineConfig) -> RankEngine:
 
 
 def dropped_tokens(config: EngineConfig, window: int | None, tokens: int) -> int:
-    """Count what a streaming head drops of a document, with a window of its own if it has one."""
-    return StreamingPolicy.of(config).with_window(window).dropped(tokens - 1)
+    """Count what leaves a streaming head's window, which may be its own, in a document."""
+    policy = StreamingPolicy.of(config).with_window(window, alibi=True)
+    return policy.dropped(tokens - 1)
 
 
 def messages(core: EngineCore) -> Iterator[AboutRequest]:

@@ -106,7 +106,7 @@ def make_runner(
     mode = DecodeMode(layout, TensorParallel(model, shape, layout, comm) if tensor else None)
     if mode.tensor is not None:
         _SHARED[case.model] = mode.tensor
-    policies = [case.policy.with_window(window) for window in layout.windows]
+    policies = [case.policy.with_window(window, alibi=shape.alibi) for window in layout.windows]
     cache = CacheConfig(
         tuple(Arena.of(policy, total, sequences, case.tail) for policy in policies),
         sequences,

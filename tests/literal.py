@@ -77,7 +77,11 @@ def _forward(
             future = torch.ones(n, n, dtype=torch.bool).triu(1)
             out[0, h] = torch.softmax(scores.masked_fill(future, -math.inf), -1) @ v
         else:
-            out[0, h] = literal_head(q, k, v, scaling, literal)
+            own = literal
+            if "windows" in literal:
+                minimum = literal["windows"][module.layer_idx][kv]
+                own = literal | {"minimum": minimum, "maximum": None, "ratio": None}
+            out[0, h] = literal_head(q, k, v, scaling, own)
     return out.to(query.dtype).transpose(1, 2), None
 
 

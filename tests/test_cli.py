@@ -155,6 +155,10 @@ EVAL_OPTIONS = {
         *("--head-map", "--compensation", "--prefill", *ENGINE_OPTIONS.split()),
         *("--" + name.replace("_", "-") for name in JobConfig.__annotations__ if name != "group"),
     },
+    "maps": {
+        *(GRID_OPTIONS - {"--prefill"}),
+        *(*ENGINE_OPTIONS.split(), "--compensation", "--tokens", "--budgets", "--middle-share"),
+    },
     "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
 }
 

@@ -121,6 +121,28 @@ def test_streaming_heads_are_the_literal_definition(
         assert_same(ranks(world).run(logits_of, case)[0], want)
 
 
+def test_windows_by_head_keep_sinks_and_compensation(ranks: Ranks, tiny: Tiny) -> None:
+    n, k = 120, 4
+    tokens = tokens_of(n + k, seed=2)
+    path = tiny("llama")
+    split = split_of(path)
+    # Two classes, side by side in the layers whose heads all stream.
+    windows = tuple(
+        tuple(None if kept else (12, 40)[(i + j) % 2] for j, kept in enumerate(row))
+        for i, row in enumerate(split)
+    )
+    literal = {"windows": windows, "sinks": 4, "block": 8, "compensation": True}
+    want = literal_logits(str(path), list(tokens), split, literal)[n - 1 :]
+    case = Case(
+        str(path), split, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=50, windows=windows
+    )
+    for world in (1, 2, 4):
+        for tensor in (False, True):
+            assert_same(
+                ranks(world).run(logits_of, dataclasses.replace(case, tensor=tensor))[0], want
+            )
+
+
 def test_compensation_changes_the_logits(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     case = Case(str(path), split_of(path), POLICY, tokens_of(100))

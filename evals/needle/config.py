@@ -219,6 +219,23 @@ class HeadsConfig(GridConfig):
     )
 
 
+class MapsConfig(GridConfig):
+    """Settings of ``eval maps``; frozen. Documents with needles are as long as the texts."""
+
+    lengths: Lengths = (2400,)
+    needles: int = Field(default=2, ge=1, description="Documents of each length and depth.")
+    tokens: Size = Field(default=2560, ge=200, description="Of each text, and of the budgets.")
+    budgets: Annotated[tuple[float, ...], LISTED] = Field(
+        default=(30, 40, 55), description="Bytes, in percent of full attention's."
+    )
+    middle_share: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="Of the bytes beyond short windows, the part of the middle class.",
+    )
+
+
 def spread(first: float, last: float, count: int) -> list[float]:
     """Return ``count`` numbers at equal distances; the first alone if there is one."""
     steps = max(1, count - 1)

@@ -65,17 +65,17 @@ class StreamingPolicy:
         same = {f.name: getattr(config, f.name) for f in fields(cls) if f.name != "sinks"}
         return cls(sinks=config.sink_tokens, **same)
 
-    def with_window(self, tokens: int | None) -> StreamingPolicy:
+    def with_window(self, tokens: int | None, *, alibi: bool) -> StreamingPolicy:
         """The policy of a head with a window of its own; ``tokens`` None gives this policy itself.
 
-        Beyond the head's scope (`razor_dist.identify.scope`) no key has a weight of note, so it
-        needs no sinks and no compensation token. ``block`` is the settings'.
+        With ``alibi`` it is a head whose scope the window covers (`razor_dist.identify.scope`):
+        beyond it no key has a weight of note, so it needs no sinks and no compensation token.
+        Other models' heads keep those of the settings. ``block`` is always the settings'.
         """
         if tokens is None:
             return self
-        return replace(
-            self, window_min=tokens, window_ratio=None, window_max=None, sinks=0, compensation=False
-        )
+        own = replace(self, window_min=tokens, window_ratio=None, window_max=None)
+        return replace(own, sinks=0, compensation=False) if alibi else own
 
     def saves_from(self, copies: int) -> int | None:
         """Tokens from which on ``copies`` windows are together shorter than the context, if any."""

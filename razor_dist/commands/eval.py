@@ -17,6 +17,7 @@ from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.needle.config import (
     GridConfig,
     HeadsConfig,
+    MapsConfig,
     NeedleConfig,
     NeedleGridConfig,
 )
@@ -277,6 +278,28 @@ def heads(
     results = _run_grid(config, study.methods, list(study.maps.values()), out)
     study.plot(results, out / "heads.png")
     _write_study(study, results, out / "heads.md")
+
+
+@eval.command("maps")
+@with_config_flags(MapsConfig, leave_out=_NOT_HEADS)
+def maps(
+    config: MapsConfig,
+    out: Out,
+    criteria: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CRITERION|MAP...]",
+            help="razor, onthefly, kvzip, reach: found first; paths of head maps (.json); "
+            "fidelity: by the loss of each head alone. [default: all but paths]",
+        ),
+    ] = None,
+) -> None:
+    """Compare head maps at equal bytes, with two classes of heads and with a middle one."""
+    from razor_dist.commands.maps_run import run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    typer.echo(run(config, criteria, out))
+    typer.echo(f"wrote {out}")
 
 
 @eval.command("ablations")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from razor_dist.commands.identify_options import (
+    BudgetOptions,
     CommonOptions,
     PasskeyOptions,
     RunOptions,
@@ -43,23 +45,23 @@ _FLAGS = {
 METHODS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "razor": (
         "RazorAttention's induction and echo scores, in one pass.",
-        (RazorSettings, WindowOptions),
+        (RazorSettings, WindowOptions, BudgetOptions),
     ),
     "duo": (
         "DuoAttention's gates, trained; ranks of torchrun may share the work.",
-        (DuoSettings, WindowOptions, PasskeyOptions, RunOptions),
+        (DuoSettings, WindowOptions, PasskeyOptions, RunOptions, BudgetOptions),
     ),
     "onthefly": (
         "The loss of each KV head if it alone is cut, in a few passes.",
-        (OnTheFlySettings, WindowOptions, PasskeyOptions),
+        (OnTheFlySettings, WindowOptions, PasskeyOptions, BudgetOptions),
     ),
     "kvzip": (
         "KVzip's scores: the most attention to a text while it is repeated, in a few passes.",
-        (KVzipSettings, WindowOptions),
+        (KVzipSettings, WindowOptions, BudgetOptions),
     ),
     "reach": (
         "How far mean queries look back by position, in a few passes over text (kvpress).",
-        (ReachSettings, WindowOptions),
+        (ReachSettings, WindowOptions, BudgetOptions),
     ),
     "alibi": (
         "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
@@ -125,16 +127,22 @@ def _check(method: str, common: CommonOptions, own: Mapping[type, Any]) -> None:
         "verify_tokens": common.verify_tokens,
         "verify_window": own[WindowOptions].verify_window,
     }
-    if method in ("razor", "alibi"):  # which read no text
+    budget: BudgetOptions = own[BudgetOptions]
+    reads = budget.budget is not None and budget.middle_share > 0
+    if method in ("razor", "alibi") and not reads:  # which read no text
         needing["haystack"] = common.haystack
     for name, value in needing.items():
         if not common.verify and value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --verify")
+    for field in fields(budget):
+        if budget.budget is None and getattr(budget, field.name) != field.default:
+            raise ConfigError(f"--{field.name.replace('_', '-')} needs --budget")
 
 
 def _add(method: str, text: str, classes: tuple[type, ...]) -> None:
     def run(common: CommonOptions, settings: Any, *options: Any) -> None:
-        own = {WindowOptions: WindowOptions()} | {type(one): one for one in options}
+        own = {WindowOptions: WindowOptions(), BudgetOptions: BudgetOptions()}
+        own |= {type(one): one for one in options}
         _check(method, common, own)
         # Imported here, so that --help does not wait for torch.
         from razor_dist.commands import identify_run

@@ -62,6 +62,39 @@ class WindowOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """Options by which bytes decide, instead of a method's own rule."""
+
+    budget: Annotated[
+        str | None,
+        Doc(
+            "Bytes of a sequence's keys and values, such as 30M: they decide how many heads keep "
+            "everything, and give the others windows of their own."
+        ),
+    ] = None
+    budget_tokens: Annotated[
+        str | None, Doc("Length of the sequence. [default: the model's context]")
+    ] = None
+    short_window: Annotated[
+        int | None, Doc("Window of most heads, in tokens. [default: the settings' at that length]")
+    ] = None
+    middle_window: Annotated[
+        int | None,
+        Doc(
+            "Window of heads that give most attention to what the short one drops. [default: of "
+            "2, 4 and 8 short ones the one with which the map drops least]"
+        ),
+    ] = None
+    middle_share: Annotated[
+        float,
+        Doc("Of the bytes beyond short windows, the part for middle ones; 0: two classes only."),
+    ] = 0.5
+    mass_tokens: Annotated[int, Doc("Tokens of each of two texts that attention is seen on.")] = (
+        4096
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PasskeyOptions:
     passkeys: Annotated[int, Doc("Passkeys of 32 words hidden in a sample.")] = 10
     max_tokens: Annotated[

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.commands.identify_options import (
+    BudgetOptions,
     CommonOptions,
     PasskeyOptions,
     RunOptions,
@@ -27,6 +28,7 @@ from razor_dist.commands.identify_options import (
 )
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import parse_size
 from razor_dist.config.sources import build_config
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.grid import Check
@@ -34,6 +36,7 @@ from razor_dist.heads.compare import HeadMapSummary
 from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.identify import kvzip, onthefly, razor, reach, scope
+from razor_dist.identify.budget import Budget, Masses, budgeted, masses
 from razor_dist.identify.criterion import Criterion, Sample, head_map, score
 from razor_dist.identify.duo import train as duo
 from razor_dist.identify.passkeys import Passkeys, open_passkeys
@@ -106,9 +109,18 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
             f"{model.name} is; its heads' scopes follow from its weights: use method alibi"
         )
     check = _verification(options, own[WindowOptions]) if options.verify else None
+    # Refused before the work, not after it.
+    wanted: BudgetOptions = own[BudgetOptions]
+    budget = None if wanted.budget is None else budget_of(model, wanted)
     found = _FINDERS[method](model, settings, own)
     if found is None:  # another rank writes
         return
+    if budget is not None:
+        seen = measured_masses(model, budget, wanted.middle_window, wanted.mass_tokens)
+        found, chosen = budgeted(found, budget, seen, wanted.middle_window)
+        if seen:
+            typer.echo(f"mass dropped: {chosen.mass(seen):.4f} of attention, mean over KV heads")
+        typer.echo(str(chosen))
     if check is not None:
         check.settle(found)  # refuses the map before anything is written
     found.save(options.out)  # before minutes of verification
@@ -135,6 +147,48 @@ def _verification(options: CommonOptions, window: WindowOptions) -> Check:
     served = build_config(EngineConfig, **_engine_settings(options), **own)
     haystack = "auto" if options.haystack is None else str(options.haystack)
     return Check.plan(served, options.verify_tokens, haystack, options.seed)
+
+
+def budget_of(model: ModelSource, options: BudgetOptions) -> Budget:
+    """Settle a budget by the model's sizes and the windows of its defaults, or refuse it."""
+    context = model.shape.max_positions
+    tokens = parse_size(options.budget_tokens) if options.budget_tokens else context
+    if not 0 < tokens <= context:
+        raise ConfigError(f"budget_tokens is {tokens}, but the model holds {context} tokens")
+    return Budget.of(
+        build_config(EngineConfig, model=model.options.model),
+        model.shape,
+        tokens,
+        bytes=parse_size(str(options.budget)),
+        token_bytes=2 * model.shape.head_dim * model.dtype.itemsize,
+        short=options.short_window,
+        share=options.middle_share,
+    )
+
+
+def measured_masses(
+    model: ModelSource, budget: Budget, middle: int | None, most: int, samples: int = 2
+) -> Masses:
+    """Measure what the windows that a budget may take drop of texts; nothing for two classes."""
+    if budget.share == 0:
+        return {}
+    tokenizer = model.text_tokenizer()
+    prose, start = open_prose(tokenizer, model.options.haystack), start_tokens(tokenizer)
+    tokens = min(most, budget.tokens, model.shape.max_positions - len(start))
+    windows = [budget.short, *(budget.middles if middle is None else [middle])]
+    # Half of the queries must have dropped something, or nothing is measured.
+    if 2 * budget.short > tokens:
+        raise ConfigError(
+            f"--short-window is {budget.short} tokens, but the attention beyond it is measured on "
+            f"texts of {tokens}: give --mass-tokens {2 * budget.short} or more, if the model holds "
+            "them, or a shorter --short-window"
+        )
+    reading = ReachSettings(samples=samples, tokens=tokens, seed=model.options.seed)
+    batch = reach.texts(prose, reading, model.shape, start)
+    with _progress("measuring windows", samples) as (tick, seconds):
+        found = masses(model.load(), batch, windows, budget.policy.sinks, tick)
+    typer.echo(f"{samples} texts of {tokens} tokens, windows of {windows}; {seconds()}")
+    return found
 
 
 def _razor(model: ModelSource, settings: RazorSettings, own: Own) -> HeadMap:

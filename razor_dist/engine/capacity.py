@@ -109,7 +109,8 @@ def chunk_length(
         return world_size * _CHUNK_CPU
     if world_size == 1 or config.prefill == "exact":
         return world_size * _CHUNK_CUDA  # no halo
-    policies = [StreamingPolicy.of(config).with_window(window) for window in windows]
+    policy = StreamingPolicy.of(config)
+    policies = [policy.with_window(window, alibi=shape.alibi) for window in windows]
     longest = max((policy.window(max_model_len - 1) for policy in policies), default=0)
     wanted = max(_CHUNK_CUDA, _WINDOWS_IN_CHUNK * longest)
     width = max(shape.query_heads * shape.head_dim, _WIDTH_OF_LONGEST)
@@ -150,7 +151,9 @@ def cache_config(
             num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
         return CacheConfig(
             arenas=tuple(
-                Arena.of(policy.with_window(window), max_model_len, sequences, tail)
+                Arena.of(
+                    policy.with_window(window, alibi=shape.alibi), max_model_len, sequences, tail
+                )
                 for window in layout.windows
             ),
             max_sequences=config.max_num_seqs,

@@ -287,7 +287,9 @@ class Deployment:
                 sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
                 for heads in self.layout.layers
             )
-            found.append(StreamingHeads(policy.with_window(window), per_layer))
+            found.append(
+                StreamingHeads(policy.with_window(window, alibi=self.shape.alibi), per_layer)
+            )
         return tuple(found)
 
     def meta_model(self, layers: int | None = None) -> PreTrainedModel:

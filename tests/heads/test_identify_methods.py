@@ -14,6 +14,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.commands.identify import identify, method_first
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap
@@ -64,6 +65,51 @@ def test_methods_that_read_text_write_a_map(method: str, letters: Path, tmp_path
     (tmp_path / "prose.txt").write_text("A sentence that is not in any reference of Python. " * 9)
     _run(method, letters, other, *options, "--haystack", str(tmp_path))
     assert HeadMap.load(other).kv_scores != found.kv_scores
+
+
+def test_a_budget_decides_heads_and_windows(letters: Path, tmp_path: Path) -> None:
+    out, two = tmp_path / "map.json", tmp_path / "two.json"
+    shape = ModelShape.from_config(read_config(letters))
+    token = 2 * shape.head_dim * 4  # bytes
+    most = 8 * 350 * token
+    options = ["--samples", "2", "--tokens", "300", "--device", "cpu", "--budget", str(most)]
+    options += ["--budget-tokens", "1000", "--short-window", "100"]
+    text = _run("reach", letters, out, *options, "--middle-window", "200", "--mass-tokens", "500")
+    found = HeadMap.load(out)
+    assert found.windows is not None
+    flat = [window for row in found.windows for window in row]
+    assert {*flat} == {None, 100, 200}
+    # Of a streaming head, the sinks, a block until the window moves, the compensation token.
+    policy = StreamingPolicy()
+    beside = policy.sinks + policy.block
+    kept = token * sum(1000 if window is None else window + beside for window in flat)
+    assert kept <= most < kept + 1000 * token
+    assert found.settings["budget"]["bytes"] == most and found.kv_scores.keys() == {"reach"}
+    assert f"{kept:,} of {most:,} bytes at 1,000 tokens" in text and "a window of 200" in text
+    assert "2 texts of 500 tokens, windows of [100, 200]" in text and "mass dropped: 0." in text
+    text = _run("reach", letters, two, *options, "--middle-share", "0")
+    found = HeadMap.load(two)
+    assert found.windows is not None
+    assert {window for row in found.windows for window in row} == {None, 100}
+    assert "mass dropped" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--short-window", "9"], "--short-window needs --budget"),
+        (["--budget", "9"], "budget is 9 bytes, but short windows of 4000 tokens alone take"),
+        (["--budget", "1G", "--budget-tokens", "8K"], "budget_tokens is 8192, but the model holds"),
+        (["--budget", "1G", "--short-window", "3000"], "texts of 4096: give --mass-tokens 6000"),
+    ],
+)
+def test_budgets_that_are_refused(
+    options: list[str], message: str, letters: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "map.json"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        _run("reach", letters, out, "--samples", "1", "--tokens", "300", *options)
+    assert not out.exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,98 @@
+"""``razor-dist eval maps`` from criteria to a table: maps are found once, then compared."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from razor_dist.commands.identify import METHODS
+from razor_dist.commands.identify_options import (
+    BudgetOptions,
+    CommonOptions,
+    PasskeyOptions,
+    WindowOptions,
+)
+from razor_dist.commands.identify_run import ModelSource, measured_masses
+from razor_dist.commands.identify_run import run as identify
+from razor_dist.config.errors import ConfigError
+from razor_dist.evals.maps import UPPER_BOUND, Study, budget_of, upper_bound
+from razor_dist.evals.needle.config import MapsConfig
+from razor_dist.evals.report import write_json, write_page
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.identify.budget import Masses
+
+_FOUND_HERE = ("razor", "onthefly", "kvzip", "reach")  # by a few passes, without training
+_PASSKEYS = 4000  # tokens of onthefly's longest sample: it is to take about as long as the others
+
+
+def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
+    """Find what maps the folder lacks, measure windows, compare all; return the page."""
+    names = list(dict.fromkeys(criteria or (*_FOUND_HERE, UPPER_BOUND)))
+    for name in names:
+        if name not in (*_FOUND_HERE, UPPER_BOUND) and not name.endswith(".json"):
+            raise ConfigError(
+                f"unknown criterion {name!r}; give {', '.join(_FOUND_HERE)}, {UPPER_BOUND}, or "
+                "paths of head maps that end in .json"
+            )
+    (out / "maps").mkdir(parents=True, exist_ok=True)
+    common = _common(config, out)
+    model = ModelSource(common)
+    for percent in config.budgets:  # refused before the work
+        budget = budget_of(config, model.shape, percent, config.middle_share)
+    maps, seconds = {}, {}
+    for name in names:
+        if name == UPPER_BOUND:
+            maps[name], seconds[name] = upper_bound(config, out / "alone")
+        elif name in _FOUND_HERE:
+            maps[name], seconds[name] = _found(name, _common(config, out, name))
+        else:
+            found = HeadMap.load(name)
+            maps[found.method if found.method not in names else Path(name).stem] = found
+    if len(maps) < len(names):
+        raise ConfigError("two head maps have the same method; give one of them")
+    cached = out / "maps" / "masses.json"
+    if cached.exists():
+        read = json.loads(cached.read_text())
+        seen: Masses = {int(window): tuple(map(tuple, rows)) for window, rows in read.items()}
+    else:
+        seen = measured_masses(model, budget, None, config.tokens)
+        write_json(cached, seen)
+    study = Study(config, maps, seen)
+    rows = study.run_in(out)
+    about: dict[str, Any] = {"seconds": seconds, "budgets": config.budgets, "rows": rows}
+    write_json(out / "maps.json", about)
+    return write_page(out / "report.md", study.page(rows, seconds))
+
+
+def _common(config: MapsConfig, out: Path, name: str = "none") -> CommonOptions:
+    return CommonOptions(
+        model=config.model,
+        out=out / "maps" / f"{name}.json",
+        device=config.device,
+        dtype=config.dtype,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        rope_scaling=None
+        if config.rope_scaling is None
+        else json.dumps(config.rope_scaling.parameters),
+    )
+
+
+def _found(name: str, options: CommonOptions) -> tuple[HeadMap, float]:
+    """Return a criterion's map and the seconds that finding it took, loading included."""
+    clock = options.out.with_suffix(".seconds")
+    if not clock.exists():
+        began = time.monotonic()
+        classes = (WindowOptions, BudgetOptions)
+        own: dict[type, Any] = {cls: cls() for cls in classes}
+        own[PasskeyOptions] = PasskeyOptions(max_tokens=_PASSKEYS)
+        settings_class, *_ = METHODS[name][1]
+        identify(name, options, settings_class(), own)
+        clock.write_text(f"{time.monotonic() - began:.1f}")
+    typer.echo(f"{name}: {options.out}", err=True)
+    return HeadMap.load(options.out), float(clock.read_text())

@@ -1,0 +1,105 @@
+"""``eval maps`` on a tiny model: one command from maps to a table, gone on with where it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from razor_dist import cli
+from razor_dist.evals import maps
+from razor_dist.evals.needle.config import MapsConfig
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.jobs.results import read_job
+from razor_dist.models.registry import display_name
+
+SHAPE = (4, 2)
+WINDOW = ["--window-min", "40", "--window-ratio", "none", "--block", "8"]
+
+
+def _options(letters: Path, out: Path) -> list[str]:
+    documents = ["--lengths", "300", "--depths", "50", "--needles", "1", "--haystack", "reference"]
+    sizes = ["--tokens", "400", "--budgets", "40,60", "--threads", "1"]
+    return ["--model", str(letters), "--out", str(out), *documents, *sizes, *WINDOW]
+
+
+def test_maps_at_equal_bytes(
+    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tuple(tuple((2 * i + j) / 8 for j in range(2)) for i in range(4))
+    own = HeadMap.of_model(
+        display_name(str(letters)),
+        AutoConfig.from_pretrained(letters),
+        method="mine",
+        settings={},
+        retrieval=((True, True),) * 4,
+        kv_scores={"score": table},
+    )
+    own.save(tmp_path / "mine.json")
+    out = tmp_path / "run"
+    command = ["eval", "maps", str(tmp_path / "mine.json"), "fidelity", *_options(letters, out)]
+    assert cli.main(command) == 0
+    page = capsys.readouterr().out
+    found = json.loads((out / "maps.json").read_text())
+    rows = found["rows"]
+    keys = [(row["map"], row["percent"], row["classes"]) for row in rows]
+    names = ("mine", "fidelity")
+    assert keys == [
+        key
+        for percent in (40, 60)
+        for key in (
+            *((name, percent, classes) for classes in (2, 3) for name in names),
+            ("streaming", percent, 2),
+        )
+    ]
+    for row in rows:
+        texts = [row[name] for name in ("prose", "code", "copies")]
+        assert row["mean"] == pytest.approx(sum(texts) / 3) and row["worst"] == max(texts) > 0
+        # At most one head of 400 tokens is left of 3,200.
+        assert row["percent"] / 100 - 0.125 < row["part"] <= row["percent"] / 100
+        assert row["needles"] in ("0/1", "1/1") and row["footprint"] > row["part"] - 0.125
+        windows = [window for line in row["windows"] for window in line]
+        assert len(windows) == 8 and (None in windows) is (row["map"] != "streaming")
+        classes = {*windows} - {None}
+        assert 1 <= len(classes) <= (2 if row["classes"] == 3 else 1)
+    # By the first budget's bytes, 1,280 tokens: (1280 - 8 * 52) / (400 - 52) = 2.5 heads.
+    assert [[w is None for w in line] for line in rows[0]["windows"]] == [[False] * 2] * 3 + [
+        [True] * 2
+    ]
+    assert "| streaming | 2 | all of" in page and found["seconds"].keys() == {"fidelity"}
+    # The measured bytes of the text are the plan's, but for blocks that are not full.
+    for record in read_job(out / "fidelity").records:
+        result = record["result"]
+        [row] = [r for r, key in zip(rows, keys, strict=True) if _named(result["method"], key)]
+        assert result["kv_bytes"] / result["kv_bytes_full"] <= row["part"] + 1e-9
+    # All is there already.
+    assert cli.main(command) == 0
+    assert json.loads((out / "maps.json").read_text()) == found
+
+
+def _named(method: str, key: tuple[str, float, int]) -> bool:
+    return method == f"{key[0]} {key[1]:g} % {key[2]}"
+
+
+def test_the_upper_bound_orders_heads_by_their_gain(letters: Path, tmp_path: Path) -> None:
+    config = MapsConfig(
+        model=str(letters), tokens=400, window_min=40, window_ratio=None, block=8, threads=1
+    )
+    found, seconds = maps.upper_bound(config, tmp_path / "kl")
+    none, *alone = (record["result"]["all"]["kl"] for record in read_job(tmp_path / "kl").records)
+    scores = [score for row in found.kv_scores["kl"] for score in row]
+    assert scores == pytest.approx([none - kl for kl in alone], rel=1e-4) and seconds > 0
+    assert found.retrieval == tuple(
+        tuple(score > 0 for score in row) for row in found.kv_scores["kl"]
+    )
+
+
+def test_an_unknown_criterion_is_refused(
+    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", "maps", "duo", *_options(letters, tmp_path)]) == 2
+    assert "unknown criterion 'duo'; give razor, onthefly, kvzip, reach, fidelity, or paths" in (
+        capsys.readouterr().err
+    )
