@@ -180,7 +180,18 @@ def test_the_options_of_bench_serve_are_frozen() -> None:
 
 def test_the_benches_are_frozen() -> None:
     group: Any = typer.main.get_command(bench)
-    wanted = {"engine", "busy", "shape", "probe", "serve", "prefix", "sources", "gpu", "drafts"}
+    wanted = {
+        "engine",
+        "batch",
+        "busy",
+        "shape",
+        "probe",
+        "serve",
+        "prefix",
+        "sources",
+        "gpu",
+        "drafts",
+    }
     assert group.commands.keys() == wanted
 
 

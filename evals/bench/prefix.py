@@ -177,7 +177,11 @@ def by_handle(settings: PrefixBenchSettings) -> BenchRecord:
             rows.append(("text sent again", server.ask_parts(text, second)))
             disk = server.on_disk()
             server.process.kill()
-        for name, parts, more in (("by handle", (), {"context": context}), ("text", (text,), {})):
+        ways: list[tuple[str, tuple[Part, ...], dict[str, Any]]] = [
+            ("by handle", (), {"context": context}),
+            ("text", (text,), {}),
+        ]
+        for name, parts, more in ways:
             with asker(settings, *flags) as server:
                 for number, question in enumerate((first, second), 1):
                     answer = server.ask_parts(*parts, question, **more)
@@ -195,7 +199,8 @@ def _part(text: str) -> Part:
 
 def pins(settings: PrefixBenchSettings) -> BenchRecord:
     """Keep short contexts and end them, round after round; the last ones expire."""
-    rounds, words = [], prose(settings)[0]
+    words = prose(settings)[0]
+    rounds: list[dict[str, Any]] = []
     mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
     with asker(settings, "--pinned-gb=1", "--max-num-seqs=64") as server:
         rounds.append({"after": "the start", **server.memory()})

@@ -128,7 +128,7 @@ class WhyModel(FidelityModel):
 
         def dropped(layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
             row = method.windows[layer] if method.windows else [None] * self.shape.kv_heads
-            heads = [policy.with_window(window) for window in row]
+            heads = [policy.with_window(window, alibi=self.shape.alibi) for window in row]
             starts = [[head.start(at) for at in positions.tolist()] for head in heads]
             sinks = torch.tensor([head.sinks for head in heads], device=positions.device)
             return sinks, torch.tensor(starts, device=positions.device)
