@@ -46,6 +46,7 @@ class PagesOnly:
     """Executes step plans for all ranks at once, as far as pages and slots go."""
 
     slowdown = 1.0
+    most_decoded = 64
 
     def __init__(
         self,

@@ -161,7 +161,7 @@ def test_another_tool_result_is_no_more_of_the_kept_one() -> None:
 def test_a_mark_on_tools_keeps_all_before_the_first_message() -> None:
     encoder = with_template(
         "{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}"
-        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call: <tool_call>\n"
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call: <tool_call> arguments\n"
         "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     look = {"name": "look", "description": DOCUMENT, "input_schema": {"type": "object"}}
