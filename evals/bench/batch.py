@@ -18,6 +18,7 @@ import numpy as np
 
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.measure import BenchRecord, Table, random_tokens
+from razor_dist.evals.bench.peers import openvino_pipeline
 from razor_dist.evals.bench.settings import PEERS, BatchBenchSettings
 from razor_dist.llm.llm import LLM
 from razor_dist.models.smollm2 import gguf_file
@@ -59,11 +60,8 @@ def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
     import openvino
     import openvino_genai as genai
 
-    scheduler = genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False
-    scheduler.max_num_seqs = max(settings.counts)
-    own = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": settings.threads}
-    pipeline = genai.LLMPipeline(str(gguf_file()), "CPU", **own)
+    most = max(settings.counts)
+    pipeline = openvino_pipeline(gguf_file(), settings.threads, max_num_seqs=most)
 
     def answer(prompts: list[list[int]], new_tokens: int) -> None:
         config = genai.GenerationConfig()

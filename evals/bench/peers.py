@@ -33,14 +33,23 @@ def open_peers(settings: EngineBenchSettings) -> tuple[dict[str, Generate], list
     return engines, missing
 
 
-def openvino(gguf: Path, context: int, threads: int) -> Generate:
-    import openvino
+def openvino_pipeline(gguf: Path, threads: int, **scheduling: Any) -> Any:
+    """Return OpenVINO's pipeline of the model, with fields of its ``SchedulerConfig``."""
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # what is measured is read
+    for name, value in scheduling.items():
+        setattr(scheduler, name, value)
     settings = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": threads}
-    pipeline = genai.LLMPipeline(str(gguf), "CPU", **settings)
+    return genai.LLMPipeline(str(gguf), "CPU", **settings)
+
+
+def openvino(gguf: Path, context: int, threads: int) -> Generate:
+    import openvino
+    import openvino_genai as genai
+
+    pipeline = openvino_pipeline(gguf, threads)
 
     class Stamps(genai.StreamerBase):
         def __init__(self) -> None:

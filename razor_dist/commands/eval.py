@@ -23,17 +23,7 @@ from razor_dist.evals.needle.config import (
 )
 from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
 from razor_dist.evals.sources.config import SourcesConfig
-from razor_dist.evals.suites.config import (
-    SUITES,
-    GraphConfig,
-    NonliteralConfig,
-    NthConfig,
-    PublishedConfig,
-    RulerConfig,
-    SharedConfig,
-    SuiteConfig,
-    WorldConfig,
-)
+from razor_dist.evals.suites.config import CONFIGS, SUITES, SuiteConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.methods import Method
@@ -76,62 +66,27 @@ def needle(config: NeedleConfig, out: Out) -> None:
     _run_job(NeedleTask.plan(config), config, out, write_report)
 
 
-@eval.command("ruler")
-@with_config_flags(RulerConfig, leave_out=_ATTENTION)
-def ruler(config: RulerConfig, out: Out) -> None:
-    """Ask RULER's questions about long texts, and see how each method answers them."""
-    _run_suite(config, out)
-
-
-@eval.command("shared")
-@with_config_flags(SharedConfig, leave_out=_ATTENTION)
-def shared(config: SharedConfig, out: Out) -> None:
-    """Ask five questions about each document, which the prefix cache has after the first."""
-    _run_suite(config, out)
-
-
-@eval.command("nonliteral")
-@with_config_flags(NonliteralConfig, leave_out=_ATTENTION)
-def nonliteral(config: NonliteralConfig, out: Out) -> None:
-    """Ask for people by what the text says of them in other words than the question."""
-    _run_suite(config, out)
-
-
-@eval.command("graph")
-@with_config_flags(GraphConfig, leave_out=_ATTENTION)
-def graph(config: GraphConfig, out: Out) -> None:
-    """Ask for children, grandchildren and parents of a node in a long list of edges."""
-    _run_suite(config, out)
-
-
-@eval.command("world")
-@with_config_flags(WorldConfig, leave_out=_ATTENTION)
-def world(config: WorldConfig, out: Out) -> None:
-    """Ask where people and things end up in a story that stands between other prose."""
-    _run_suite(config, out)
-
-
-@eval.command("nth")
-@with_config_flags(NthConfig, leave_out=_ATTENTION)
-def nth(config: NthConfig, out: Out) -> None:
-    """Ask for the n-th answer to the same request in a long conversation, word for word."""
-    _run_suite(config, out)
-
-
-@eval.command("published")
-@with_config_flags(PublishedConfig, leave_out=_ATTENTION)
-def published(config: PublishedConfig, out: Out) -> None:
-    """Ask the questions of LongBench v2, InfiniteBench, HELMET or L-CiteEval in your files."""
-    _run_suite(config, out)
-
-
-def _run_suite(config: SuiteConfig, out: Path) -> None:
+def _run_suite(config: SuiteConfig, out: Out) -> None:
     from razor_dist.evals.suites.job import SuiteTask
     from razor_dist.evals.suites.report import write_report
 
     suite = config.suite
     write = partial(write_report, kind=suite.name, title=suite.title)
     _run_job(SuiteTask.plan(config), config, out, write)
+
+
+for _name, _summary in {
+    "ruler": "Ask RULER's questions about long texts, and see how each method answers them.",
+    "shared": "Ask five questions about each document, which the prefix cache has after the first.",
+    "nonliteral": "Ask for people by what the text says of them in other words than the question.",
+    "graph": "Ask for children, grandchildren and parents of a node in a long list of edges.",
+    "world": "Ask where people and things end up in a story that stands between other prose.",
+    "nth": "Ask for the n-th answer to the same request in a long conversation, word for word.",
+    "published": "Ask the questions of LongBench v2, InfiniteBench, HELMET or L-CiteEval in your "
+    "files.",
+}.items():
+    _suite_command = with_config_flags(CONFIGS[_name], leave_out=_ATTENTION)(_run_suite)
+    eval.command(_name, help=_summary)(_suite_command)
 
 
 @eval.command("why")

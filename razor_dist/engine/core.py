@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.all_ranks import AllRanks
+from razor_dist.engine.device import drafts_config
 from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.draws import Draws, Run
 from razor_dist.engine.intake import Intake
@@ -79,10 +79,7 @@ class EngineCore:
             end_ids=eos_token_ids,
         )
         self._drafts: Drafts | None = None
-        speculative = config.speculative_config
-        if speculative == "auto":  # measured on CPU only
-            speculative = SpeculativeConfig() if runner.device.type == "cpu" else None
-        if speculative is not None:
+        if (speculative := drafts_config(config, runner.device)) is not None:
             self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
             self.scheduler.batch.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own

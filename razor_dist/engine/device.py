@@ -9,6 +9,7 @@ import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.models.loader import dtype_name
@@ -55,6 +56,13 @@ def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of keys and values that are kept or travel; ``dtype`` is what is computed in."""
     return dtype if config.kv_dtype == "auto" else _DTYPES[config.kv_dtype]
+
+
+def drafts_config(config: EngineConfig, device: torch.device) -> SpeculativeConfig | None:
+    """How drafts are made, None for none; ``auto`` has them on CPU, where they were measured."""
+    if config.speculative_config != "auto":
+        return config.speculative_config
+    return SpeculativeConfig() if device.type == "cpu" else None
 
 
 def kv_dtype_name(kv_dtype: torch.dtype) -> str:
