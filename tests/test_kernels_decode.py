@@ -589,8 +589,10 @@ def summed(dtype: torch.dtype, dim: int) -> list[float]:
     """Largest errors of the kernel that norms a sum, against float64: of the norm, and the sum."""
     from razor_dist.kernels.fused_triton import add_rms_norm
 
-    x, residual = torch.randn(2, 1, 3, 2 * dim).to(dtype)[..., :dim]  # parts of longer rows
-    weight = torch.randn(dim).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 1, 3, 2 * dim, generator=generator).to(dtype)[..., :dim]
+    assert not x.is_contiguous()  # parts of longer rows
+    weight = torch.randn(dim, generator=generator).to(dtype)
     found = add_rms_norm(x, residual, weight, 1e-5)
     total = x.double() + residual.double()
     kept = total.to(dtype).double()

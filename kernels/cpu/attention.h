@@ -49,7 +49,7 @@ inline void score(const float* q, const T* const* k, const T* const* v, int dim,
     for (int r = 0; r < R; ++r) {
       for (int p = 0; p < P; ++p) {
         const Floats of = load(q + r * dim + p * width + d);
-        for (int j = 0; j < SCORED; ++j) sums[r][j] += of * keys[j][p];
+        for (int j = 0; j < SCORED; ++j) sums[r][j] = fused(of, keys[j][p], sums[r][j]);
       }
     }
   }
@@ -59,7 +59,7 @@ inline void score(const float* q, const T* const* k, const T* const* v, int dim,
     for (int p = 0; p < P; ++p)
       for (int rest = d; rest < width; ++rest)
         for (int j = 0; j < SCORED; ++j)
-          four[j] += q[r * dim + p * width + rest] * load_part(k[j][rest], p);
+          four[j] = fused(q[r * dim + p * width + rest], load_part(k[j][rest], p), four[j]);
     std::memcpy(scores + r * BLOCK, &four, sizeof four);
   }
 }
@@ -84,7 +84,8 @@ inline void add_values(const float* weights, const T* const* k, const T* const* 
       load_parts(v[j] + d + c * WIDTH, values);
       __builtin_prefetch(k[j] + BLOCK * width + d + c * WIDTH);
       for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) sums[r][c][p] += values[p] * weights[r * BLOCK + j];
+        for (int p = 0; p < P; ++p)
+          sums[r][c][p] = fused(values[p], Floats{} + weights[r * BLOCK + j], sums[r][c][p]);
     }
   }
   each([](const Floats& own, float* at) { std::memcpy(at, &own, sizeof own); });
@@ -102,8 +103,10 @@ void add_all_values(const float* weights, const T* const* k, const T* const* v, 
   for (; d < width; ++d)
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < P; ++p)
-        for (int j = 0; j < count; ++j)
-          out[r * dim + p * width + d] += weights[r * BLOCK + j] * load_part(v[j][d], p);
+        for (int j = 0; j < count; ++j) {
+          float& sum = out[r * dim + p * width + d];
+          sum = fused(weights[r * BLOCK + j], load_part(v[j][d], p), sum);
+        }
 }
 
 // One layer's cache of KV heads, [rows, places, dim]; the rows may be of a larger one.

@@ -38,7 +38,8 @@ struct Float32 {
   using Vector = Floats;
   static constexpr int STEP = WIDTH;
   static Vector weights(const float* from) { return load(from); }
-  static Vector add(Vector sum, Vector row, Vector weights) { return sum + row * weights; }
+  static Vector add(Vector sum, Vector row, Vector weights) { return fused(row, weights, sum); }
+  static void add_one(float& sum, float row, float weight) { sum = fused(row, weight, sum); }
 };
 
 struct Int8 {
@@ -49,6 +50,7 @@ struct Int8 {
   static constexpr int STEP = 2 * WIDTH;
   static Vector weights(const int8_t* from) { return pairs_of(from); }
   static Vector add(Vector sum, Vector row, Vector weights) { return add_pairs(sum, row, weights); }
+  static void add_one(int32_t& sum, int16_t row, int8_t weight) { sum += row * weight; }
 };
 
 // out[m, o] += x[m] . w[o] over inputs [begin, end), for M rows and O outputs
@@ -81,7 +83,7 @@ void product(const typename Of::Row* x, const typename Of::Weight* w, typename O
     for (int m = 0; m < M; ++m)
       for (int o = 0; o < O; ++o)
         for (int64_t rest = i; rest < end; ++rest)
-          totals[m * O + o] += x[m * inputs + rest] * w[o * inputs + rest];
+          Of::add_one(totals[m * O + o], x[m * inputs + rest], w[o * inputs + rest]);
   for (int m = 0; m < M; ++m)
     for (int o = 0; o < O; ++o) out[m * outputs + o] += totals[m * O + o];
 }
@@ -250,9 +252,9 @@ inline void norm_rows(const Tensor& any_x, const optional<Tensor>& any_residual,
       float* to = out.data_ptr<float>() + row * dim;
       Floats squares = {};
       int64_t d = 0;
-      for (; d + WIDTH <= dim; d += WIDTH) squares += load(from + d) * load(from + d);
+      for (; d + WIDTH <= dim; d += WIDTH) squares = fused(load(from + d), load(from + d), squares);
       float sum_of_squares = sum(squares);
-      for (; d < dim; ++d) sum_of_squares += from[d] * from[d];
+      for (; d < dim; ++d) sum_of_squares = fused(from[d], from[d], sum_of_squares);
       const float factor = 1 / std::sqrt(sum_of_squares / dim + static_cast<float>(eps));
       for (d = 0; d < dim; ++d) to[d] = of[d] * (from[d] * factor);
     }

@@ -45,6 +45,7 @@ ROUTES = {
     ("GET", "/v1/models/smollm2"): 200,
     ("GET", "/v1/contexts"): 200,
     ("GET", "/v1/contexts/smollm2"): 404,
+    ("GET", "/v1/contexts/smollm2/messages"): 404,
     ("DELETE", "/v1/contexts/smollm2"): 404,
     ("GET", "/stats"): 200,
     ("GET", "/nothing/here"): 404,

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from razor_dist.api.contexts import KeptContext
@@ -317,6 +317,14 @@ def test_any_history_of_contexts_is_answered_as_if_nothing_were_kept(
 
         asyncio.run(play())
 
+    # What few random histories may have: a context asked by its handle, too many, and an end.
+    def ask(first: int, *marks: int, handle: int | None = None) -> Ask:
+        return Ask("a", ids((first, 90), (3, 5)), marks, handle, None, 1)
+
+    known = [ask(1, 60), Do("step", 100), ask(2, handle=0), Do("step", 100)]
+    known += [ask(first, 90) for first in (3, 4, 5)] + [Do("step", 100), Do("die", 0)]
+    known += [Do("expire", 0), ask(2, handle=0)]
+    check = example([(0, action) for action in known])(check)
     check()
     print(dict(happened))
     assert all(happened[what] for what in ("answered", "by handle", "refused", "die", "expire"))

@@ -17,8 +17,8 @@ const ENCODINGS = { "windows-1252": "Western (Latin-1)", "iso-8859-2": "Central 
 export const uploads = { running: 0, askLater: false }; // askLater: a question waits for them
 
 export async function addFiles(files) {
-  const mine = app.conversation;
-  for (const file of files) if (mine === app.conversation) await addFile(file);
+  const all = [...files].map(begun); // all are shown and waited for, and read in their order
+  for (const one of all) await read(one);
 }
 
 export function addDocument(name, text, tokens = 0) {
@@ -27,9 +27,8 @@ export function addDocument(name, text, tokens = 0) {
   changed();
 }
 
-async function addFile(file) {
+function begun(file) {
   const abort = new AbortController();
-  const mine = app.conversation;
   const item = documentItem(file.name, "being read…", () => {
     abort.abort();
     uploads.askLater = false;
@@ -38,12 +37,18 @@ async function addFile(file) {
   $("pending").append(item);
   uploads.running++;
   changed();
+  return { file, abort, item, mine: app.conversation };
+}
+
+async function read({ file, abort, item, mine }) {
+  const isUnwanted = () => abort.signal.aborted || mine !== app.conversation;
   try {
+    if (isUnwanted()) return;
     const text = await api.textOf(file, abort.signal);
     const limit = app.model?.max_model_len;
     const tokens = limit ? await countTokens(text, limit, abort.signal) : 0;
     item.remove();
-    if (abort.signal.aborted || mine !== app.conversation) return;
+    if (isUnwanted()) return;
     announce(`${file.name} is added`);
     addDocument(file.name, text, tokens);
   } catch (error) {
@@ -69,7 +74,7 @@ function encodingChoice(file, item) {
   const again = button("Read in this encoding", async () => {
     const text = new TextDecoder(choice.value).decode(await file.arrayBuffer());
     item.remove();
-    await addFile(new File([text], file.name));
+    await addFiles([new File([text], file.name)]);
   });
   const place = document.createElement("div");
   place.className = "row";

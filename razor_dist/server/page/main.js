@@ -110,6 +110,7 @@ function show() {
   if (canKeep) $("ahead").hidden = false;
   $("keep-row").hidden = busy || !canKeep;
   $("read-ahead").hidden = busy || !conversation.pending.length || conversation.holds;
+  $("keep").disabled = $("read-ahead").disabled = uploads.running > 0;
   for (const one of document.querySelectorAll("#contexts button")) one.disabled = busy;
   $("turns").classList.toggle("busy", busy);
   if (!busy && !wasBusy) $("ahead-note").textContent = "";
