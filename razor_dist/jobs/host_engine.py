@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
@@ -41,7 +41,10 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in EngineConfig.model_fields}
 
 
-def numbered(config: EngineConfig, number: int) -> EngineConfig:
+Config = TypeVar("Config", bound=EngineConfig)
+
+
+def numbered(config: Config, number: int) -> Config:
     """Put an engine's number for ``{engine}`` in ``prefix_store``, which one process may write."""
     store = config.prefix_store and config.prefix_store.replace("{engine}", str(number))
     return config.model_copy(update={"prefix_store": store})

@@ -17,6 +17,7 @@ from razor_dist import __version__
 from razor_dist.api.errors import MESSAGES, Failure
 from razor_dist.api.request import Endpoint, no_such_model
 from razor_dist.config.errors import RazorError
+from razor_dist.config.schema import ServerConfig
 from razor_dist.documents.read import Document
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
@@ -59,15 +60,20 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     app.add_middleware(Access, config=service.config, holders=holders, retry_after=retry_after)
     count = service.metrics.http_requests
     app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
-    if service.config.allowed_origins:  # the outermost, so that errors can be read as well
+    allow_origins(app, service.config)
+    return app
+
+
+def allow_origins(app: FastAPI, config: ServerConfig) -> None:
+    """Let pages of the configured origins use an application, which has all other middleware."""
+    if config.allowed_origins:  # the outermost, so that errors can be read as well
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=service.config.allowed_origins,
+            allow_origins=config.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("Retry-After", "X-Request-Id"),
         )
-    return app
 
 
 def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:

@@ -85,8 +85,10 @@ class BodyReader:
         """Return the body of a request that says it is JSON; raises as `read` does."""
         return await self.read(request, "application/json", "JSON")
 
-    async def read(self, request: Request, wanted: str, what: str) -> Body:
+    async def read(self, request: Request, wanted: str = "", what: str = "") -> Body:
         """Return the body of a request whose media type is ``wanted``, which stands for ``what``.
+
+        Without one it may be any.
 
         Raises `RequestError` if it says otherwise (``unsupported_media_type``), is larger than one
         body may be (``body_too_large``, at once if its length is declared), if all bodies together
@@ -95,7 +97,7 @@ class BodyReader:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A page may send anything else to any server without asking it first.
-        if kind != wanted:
+        if wanted and kind != wanted:
             raise RequestError(
                 f"the body must be {what} with the header 'Content-Type: {wanted}', not "
                 f"{kind or 'without one'!r:.80}",

@@ -73,10 +73,13 @@ class Context:
 
 
 class Contexts:
-    """The contexts of all keys; ``most`` are the bytes of KV cache that one key's may take."""
+    """The contexts of all keys; ``most`` are the bytes of KV cache that one key's may take.
 
-    def __init__(self, client: EngineClient, most: float) -> None:
-        self._client, self.most = client, int(most)
+    Their ids begin with ``tag``, hexadecimal digits by which a router finds this engine.
+    """
+
+    def __init__(self, client: EngineClient, most: float, tag: str = "") -> None:
+        self._client, self.most, self._tag = client, int(most), tag
         self._contexts: dict[str, Context] = {}
         self._by_name: dict[bytes, Context] = {}
         self._stored_in: ContextFiles | None = None
@@ -237,7 +240,7 @@ class Contexts:
     ) -> Context:
         """Return the context of what is to be kept: one that is there, or a new one."""
         now = time.time()
-        id_ = f"ctx_{secrets.token_hex(16)}"
+        id_ = f"ctx_{self._tag}{secrets.token_hex(16)[len(self._tag) :]}"
         blank = Context(id_, owner, salt, kept, before, None, now, now, kept.ttl)
         found = self._by_name.get(blank.name)
         if found is None or not self._is_there(found):

@@ -136,7 +136,7 @@ class Frontend:
         if not self._keys and not is_loopback(self.listener.getsockname()[0]):
             log.warning("anybody who reaches %s may use this server: --api-key-file", self._url)
         try:
-            if await _unless(ends, self.load()):
+            if await _unless(ends, load(self._service, self.start)):
                 print(f"Serving {self.config.name} on {self._url}", flush=True)
                 failure = asyncio.create_task(self._failure())
                 await asyncio.wait([failure, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -148,15 +148,7 @@ class Frontend:
             return 0
         finally:
             log.info("ending")
-            self.client.shutdown("the server is shutting down")
-            if self._service.reader is not None:
-                await self._service.reader.process.aclose()
-            if self.client.grammars is not None:
-                await self.client.grammars.aclose()
-            if self._service.traces is not None:
-                with contextlib.suppress(TimeoutError):
-                    closed = in_daemon_thread(self._service.traces.close)
-                    await asyncio.wait_for(closed, _LAST_TRACES)
+            await close(self._service)
             server.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()
@@ -191,28 +183,6 @@ class Frontend:
                 while self.client.unfinished or server.server_state.tasks:
                     await asyncio.sleep(0.05)
 
-    async def load(self) -> None:
-        """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
-        trust = self.config.trust_remote_code
-        folder = await in_daemon_thread(resolve_model, self.config.model, trust_remote_code=trust)
-        defaults = request_defaults(folder, self.config)
-        if defaults:
-            log.info("sampling defaults of the model: %s", dict(defaults))
-        if self.start is not None:
-            await self.start()
-        tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
-        # Now, since it would hold up the loop when the first request needs it.
-        grammars = GrammarProcess(tokenizer, self.client.require_ready)
-        await in_daemon_thread(grammars.load)
-        # What has been loaded stays: a full collection would look at all of it again, for a
-        # quarter of a second in which no request is answered.
-        gc.collect()
-        gc.freeze()
-        process = ParsingProcess(folder, trust_remote_code=trust)
-        self.client.grammars = grammars
-        self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
-        await self.client.ready()
-
     async def _failure(self) -> None:
         """Wait until the engine has failed for good, and log why."""
         while self.client.status.state != "failed":
@@ -234,6 +204,45 @@ class Frontend:
         host, port = self.listener.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def load(service: Service, start: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Start the engine and load the tokenizer meanwhile; returns when both are ready.
+
+    ``start`` starts the engine once the model is known to exist. None: another process does.
+    """
+    config, client, trust = service.config, service.client, service.config.trust_remote_code
+    folder = await in_daemon_thread(resolve_model, config.model, trust_remote_code=trust)
+    defaults = request_defaults(folder, config)
+    if defaults:
+        log.info("sampling defaults of the model: %s", dict(defaults))
+    if start is not None:
+        await start()
+    tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
+    # Now, since it would hold up the loop when the first request needs it.
+    grammars = GrammarProcess(tokenizer, client.require_ready)
+    await in_daemon_thread(grammars.load)
+    # What has been loaded stays: a full collection would look at all of it again, for a
+    # quarter of a second in which no request is answered.
+    gc.collect()
+    gc.freeze()
+    process = ParsingProcess(folder, trust_remote_code=trust)
+    client.grammars = grammars
+    service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
+    await client.ready()
+
+
+async def close(service: Service) -> None:
+    """End what `load` has started but the engine, and send the last traces."""
+    service.client.shutdown("the server is shutting down")
+    if service.reader is not None:
+        await service.reader.process.aclose()
+    if service.client.grammars is not None:
+        await service.client.grammars.aclose()
+    if service.traces is not None:
+        with contextlib.suppress(TimeoutError):
+            closed = in_daemon_thread(service.traces.close)
+            await asyncio.wait_for(closed, _LAST_TRACES)
 
 
 async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -37,6 +37,7 @@ class RequestRecord:
     completion_tokens: int = 0
     operation: str = ""  # what is asked for, as OpenTelemetry names it
     trace: Mapping[str, str] = field(default_factory=dict)  # headers of the caller's span
+    begun: bool = False  # a stream has sent more than its opening and heartbeats
 
     @property
     def turn(self) -> str | None:

@@ -64,18 +64,19 @@ class Service:
     """The model behind the API.
 
     ``stats_patience`` are seconds: what polls the counters often gives up after 10 itself. A stream
-    gets a comment after ``heartbeat`` seconds of silence, so that no proxy gives it up.
+    gets a comment after ``heartbeat`` seconds of silence, so that no proxy gives it up. ``tag`` is
+    that of its `Contexts`.
     """
 
     stats_patience = 8.0
 
     def __init__(
-        self, config: ServerConfig, client: EngineClient, *, heartbeat: float = 3.0
+        self, config: ServerConfig, client: EngineClient, *, heartbeat: float = 3.0, tag: str = ""
     ) -> None:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
-        self.contexts = Contexts(client, config.pinned_gb * 2**30)
+        self.contexts = Contexts(client, config.pinned_gb * 2**30, tag)
         self.documents = DocumentReader(int(config.max_body_mb * 2**20))
         self._asking: asyncio.Task[Fields] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more

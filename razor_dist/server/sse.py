@@ -15,6 +15,7 @@ from razor_dist.api.logprobs import Json
 from razor_dist.config.errors import RazorError
 from razor_dist.frontend.answers import ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
+from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ async def stream(
             if event is None:
                 yield form.heartbeat
                 continue
+            current_record().begun = True
             if not isinstance(event.what, TextPiece):
                 chunks = form.progress(event.index, event.what)
             else:

@@ -35,7 +35,7 @@ from razor_dist.protocol.messages import HEADER_SIZE, decode_fields
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server import service as service_module
 from razor_dist.server.app import build_app
-from razor_dist.server.main import Frontend, bind
+from razor_dist.server.main import bind, load
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
@@ -332,14 +332,12 @@ def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
     async def main() -> tuple[int, int]:
         config = ServerConfig(port=0)
         engine = ManagedEngine(config, start_ranks=fake_ranks)
-        with bind(config) as listener:
-            frontend = Frontend(config, engine.client, listener, start=engine.start)
-            try:
-                await frontend.load()
-                return len(gc.get_objects()), gc.get_freeze_count()
-            finally:
-                gc.unfreeze()
-                await engine.close()
+        try:
+            await load(Service(config, engine.client), engine.start)
+            return len(gc.get_objects()), gc.get_freeze_count()
+        finally:
+            gc.unfreeze()
+            await engine.close()
 
     looked_at, left_alone = asyncio.run(main())
     assert looked_at < 20_000 < 100_000 < left_alone

@@ -1,0 +1,153 @@
+"""Which engine answers a request: the one that has the least left to read.
+
+Prompts are compared by a chain of hashes. Reading, waiting and answering are counted in one unit,
+characters. Why this is not Ray's ``PrefixCacheAffinityRouter`` is in docs/LOG.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+# Characters of a block: prompts are compared in whole blocks.
+BLOCK = 512
+# Characters of prompt that slow a request down as much as an answer beside it: answers share steps.
+ANSWER = 256
+# Blocks that are remembered of each engine: 256 MiB of text in about 80 MB.
+_REMEMBERED = 1 << 19
+_HASH_BYTES = 8
+# The fields of all endpoints that become the prompt, in the order in which they do.
+_PROMPT = ("tools", "system", "instructions", "messages", "input", "prompt")
+
+Engine = TypeVar("Engine", bound=Hashable)
+
+
+@dataclass
+class Route:
+    """What the router sees of a request.
+
+    Attributes
+    ----------
+    length : int
+        Characters of the prompt as JSON.
+    blocks : tuple of bytes
+        Of each whole block of `BLOCK` characters: the hash of the prompt up to its end.
+    holder : str
+        `engine_tag` of the engine whose context is asked for; empty if none is.
+    avoid : mapping of str to bool
+        Ids of replicas that could not answer, and whether their caches were lost.
+    is_read : bool
+        The answer has begun. The ingress sets it, in this very object, while the router counts it.
+    """
+
+    length: int = 0
+    blocks: tuple[bytes, ...] = field(default=(), repr=False)
+    holder: str = ""
+    avoid: Mapping[str, bool] = field(default_factory=dict)
+    is_read: bool = field(default=False, compare=False)
+
+
+def route_of(body: bytes | bytearray, owner: str) -> Route:
+    """Return the route of a body; one that is no JSON object is any engine's to refuse.
+
+    Prompts of different ``owner`` or ``cache_salt`` share nothing, as in the prefix cache.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return Route()
+    if not isinstance(fields, dict):
+        return Route()
+    text = "".join(json.dumps(fields[name]) for name in _PROMPT if name in fields)
+    before = f"{owner}\n{json.dumps(fields.get('cache_salt'))}\n".encode()
+    blocks = []
+    data = memoryview(text.encode())  # ASCII: a character is a byte
+    for end in range(BLOCK, len(data) + 1, BLOCK):
+        link = hashlib.blake2b(before, digest_size=_HASH_BYTES)
+        link.update(data[end - BLOCK : end])
+        before = link.digest()
+        blocks.append(before)
+    context = fields.get("context")
+    return Route(len(data), tuple(blocks), tag_of(context) if isinstance(context, str) else "")
+
+
+def engine_tag(replica: str) -> str:
+    """Return what the ids of an engine's contexts begin with: 8 hexadecimal digits."""
+    return hashlib.blake2b(replica.encode(), digest_size=4).hexdigest()
+
+
+def tag_of(context: str) -> str:
+    """Return the `engine_tag` in a context's id."""
+    return context.removeprefix("ctx_")[:8]
+
+
+class EngineTable(Generic[Engine]):
+    """What each engine has read and has left to do, as far as requests passed here."""
+
+    def __init__(self) -> None:
+        self._read: dict[Engine, OrderedDict[bytes, None]] = {}
+        # Requests in flight, and the characters that their engines had not read.
+        self._placed: dict[str, tuple[Engine, int, Route]] = {}
+
+    def update(self, engines: Collection[Engine]) -> None:
+        """Forget all engines but these."""
+        for engine in self._read.keys() - set(engines):
+            self.forget(engine)
+
+    def forget(self, engine: Engine) -> None:
+        """Forget what an engine has read: it was lost, or started again."""
+        self._read.pop(engine, None)
+
+    def unread(self, engine: Engine, route: Route) -> int:
+        """Return the characters of a prompt that an engine has not read."""
+        read: Collection[bytes] = self._read.get(engine, ())
+        count = 0
+        for block in route.blocks:
+            if block not in read:
+                break
+            count += 1
+        return route.length - count * BLOCK
+
+    def order(self, engines: Mapping[Engine, str], route: Route) -> list[Engine]:
+        """Return engines by the characters to be read before an answer could begin, fewest first.
+
+        The prompt's own count twice, since they delay later requests as well: otherwise a text
+        would be read and kept a second time to begin one answer a little sooner. ``engines`` has
+        their replicas' ids. Of equal engines the one that has read least is first.
+        """
+        left = dict.fromkeys(engines, 0)
+        for engine, unread, placed in self._placed.values():
+            if engine in left:
+                left[engine] += ANSWER + (0 if placed.is_read else unread)
+
+        def cost(engine: Engine) -> tuple[bool, bool, int, int]:
+            replica = engines[engine]
+            return (
+                replica in route.avoid,
+                route.holder not in ("", engine_tag(replica)),
+                left[engine] + 2 * self.unread(engine, route),
+                len(self._read.get(engine, ())),
+            )
+
+        return sorted(engines, key=cost)
+
+    def place(self, engine: Engine, request: str, route: Route) -> None:
+        """Note that an engine answers a request, and has read its prompt from then on."""
+        if request in self._placed and self._placed[request][0] == engine:
+            return
+        self._placed[request] = engine, self.unread(engine, route), route
+        read = self._read.setdefault(engine, OrderedDict())
+        # Backwards: what is forgotten first is a prompt's end, and its beginning is often shared.
+        for block in reversed(route.blocks):
+            read[block] = None
+            read.move_to_end(block)
+        while len(read) > _REMEMBERED:
+            read.popitem(last=False)
+
+    def end(self, request: str) -> None:
+        """Note that a request has ended, however it did."""
+        self._placed.pop(request, None)
