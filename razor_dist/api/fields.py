@@ -310,9 +310,15 @@ def token_keys(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
+def _off(value: object) -> object:
+    if value is not None and value is not False:  # 0 is equal to it
+        raise ValueError("must be false")
+    return value
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Literal[False] | None, BeforeValidator(_off)] = None
     continuous_usage_stats: bool | None = None  # vLLM's: the counts so far, in each chunk
 
 

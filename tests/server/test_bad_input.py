@@ -75,6 +75,11 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20, got 21"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "with stream: true"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": 0.0}},
+            "stream_options.include_obfuscation",
+            "stream_options.include_obfuscation must be false",
+        ),
         ({"return_progress": True}, "return_progress", "with stream: true"),
         ({"return_sources": -1}, "return_sources", "must be between 0 and 100, got -1"),
         ({"return_sources": 101}, "return_sources", "must be between 0 and 100, got 101"),
