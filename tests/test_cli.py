@@ -143,6 +143,12 @@ EVAL_OPTIONS = {
         *("--attention", "--head-map", "--source-heads", "--absent-lengths"),
         *("--tasks", "--samples", "--squad", "--hotpotqa"),
     },
+    "citations": {
+        *GRID_OPTIONS,
+        *ENGINE_OPTIONS.split(),
+        *("--attention", "--head-map", "--source-heads", "--absent-lengths"),
+        *("--kinds", "--weights", "--world-size"),
+    },
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ruler": {*SUITE_OPTIONS, "--squad", "--hotpotqa"},
     "shared": {*SUITE_OPTIONS, "--ask"},

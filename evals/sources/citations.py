@@ -1,100 +1,307 @@
-"""Citations of a running server's ``/v1/messages``: are they the passage, and none without it?
+"""Citations by Anthropic's client: are they the passage, exactly, and is there none without it?
 
-``python -m razor_dist.evals.sources.citations URL`` asks for the needle at the places of
-``eval grid``, and again without it in the documents of ``absent_lengths``, as a text document with
-citations. The server serves the embedded model, or ``--model`` as it names it.
+A server is asked over ``/v1/messages`` for the needle at the places of ``eval grid``, and again
+without it in the documents of ``absent_lengths``. The document is sent in each of ``kinds``:
+
+- ``text``: as plain text;
+- ``pdf``: as a PDF file of several pages;
+- ``mixed``: behind a document in Chinese, by turns as plain text with emoji and CRLF and as
+  ``content`` blocks, so that the needle's characters are neither bytes nor UTF-16 units.
+
+Each request is answered whole and as a stream. Needs the packages of the extra ``dev``.
 """
 
 from __future__ import annotations
 
-import argparse
+import base64
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.extras import install_command
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET
 from razor_dist.evals.needle.config import Place
-from razor_dist.evals.sources.config import SourcesConfig
-from razor_dist.evals.sources.task import Document, SourcesTask, document_at
+from razor_dist.evals.needle.task import run_here
+from razor_dist.evals.report import interval, join, markdown
+from razor_dist.evals.serving import connect, serve
+from razor_dist.evals.sources.config import CitationsConfig
+from razor_dist.evals.sources.task import document_at, fact_at
 from razor_dist.evals.texts import Prompter, same_haystack
+from razor_dist.jobs.task import ExternalEngineConfig, Item
+from razor_dist.models.registry import display_name
+
+try:
+    import anthropic
+    import pypdfium2  # type: ignore[import-untyped]
+    from fpdf import FPDF
+except ImportError as error:
+    raise ConfigError(f"eval citations needs {error.name}: {install_command('dev')}") from None
+
+Json = dict[str, Any]
+
+logging.getLogger("fontTools").setLevel(logging.WARNING)
 
 _PATIENCE = 1800.0  # seconds for an answer
+_CHINESE = (
+    "\U0001f3ef 山上有一座老城，城里的人每天早上去市场买菜。",  # noqa: RUF001
+    "冬天很冷，孩子们在河边玩雪。\U0001f468\u200d\U0001f469\u200d\U0001f467 晚上大家讲故事！",  # noqa: RUF001
+)
+# Of matplotlib, which has the letters and the punctuation of the essays.
+_FONT = "fonts/ttf/DejaVuSans.ttf"
 
 
-def asked(client: httpx.Client, model: str, document: Document) -> dict[str, Any]:
-    """Return a document's answer, its citations, and what is right of them."""
-    text, _, question = document.content.rpartition("\n\n")
+@dataclass(frozen=True)
+class Sent:
+    """A document as it is sent, and how to read what a citation of it names."""
+
+    kind: str  # of its citations
+    source: Json
+    read: Callable[[Any], str]  # from a citation to the characters or pages that it names
+
+
+def _text(text: str) -> Sent:
     source = {"type": "text", "media_type": "text/plain", "data": text}
-    blocks = [
-        {"type": "document", "source": source, "citations": {"enabled": True}},
-        {"type": "text", "text": question},
+
+    def read(cited: Any) -> str:
+        return text[cited.start_char_index : cited.end_char_index]
+
+    return Sent("char_location", source, read)
+
+
+def _blocks(text: str) -> Sent:
+    parts = text.split("\n\n")
+    blocks = [{"type": "text", "text": part} for part in parts]
+
+    def read(cited: Any) -> str:
+        return "\n\n".join(parts[cited.start_block_index : cited.end_block_index])
+
+    return Sent("content_block_location", {"type": "content", "content": blocks}, read)
+
+
+def _pdf(text: str) -> Sent:
+    from matplotlib import get_data_path
+
+    file = FPDF()
+    file.add_page()
+    file.add_font("body", fname=str(Path(get_data_path(), _FONT)))
+    file.set_font("body", size=11)
+    file.multi_cell(0, 6, text)
+    data = bytes(file.output())
+    pages = [page.get_textpage().get_text_bounded() for page in pypdfium2.PdfDocument(data)]
+
+    def read(cited: Any) -> str:
+        return " ".join(pages[cited.start_page_number - 1 : cited.end_page_number - 1])
+
+    encoded = base64.b64encode(data).decode()
+    source = {"type": "base64", "media_type": "application/pdf", "data": encoded}
+    return Sent("page_location", source, read)
+
+
+def sent(kind: str, place: Place, text: str) -> list[Sent]:
+    """Return the documents of a request; the one with the needle is the last."""
+    if kind == "text":
+        return [_text(text)]
+    if kind == "pdf":
+        return [_pdf(text)]
+    first = _text("\r\n\r\n".join(_CHINESE))
+    if place[2] % 2:
+        return [first, _blocks("\U0001f409 " + text.replace("\n\n", "\n\n\U0001f409 "))]
+    return [first, _text("\U0001f409 " + text.replace("\n\n", "\r\n\r\n\U0001f409 "))]
+
+
+def same_words(one: str, other: str) -> bool:
+    """Compare texts whose lines may be broken elsewhere."""
+    return one.split() == other.split()
+
+
+class CitingEngineConfig(ExternalEngineConfig):
+    """Settings of a server, asked by Anthropic's client; frozen."""
+
+    def open(self) -> CitingServer:
+        return CitingServer(self)
+
+
+class CitingServer:
+    """``razor-dist serve`` with these settings, and a client of it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.prompter = Prompter.of(config)
+        given = config.model_dump(mode="json", exclude_defaults=True)
+        with ExitStack() as stack:
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+            file.write(json.dumps({"model": config.model} | given))
+            file.flush()
+            self._server = stack.enter_context(serve(f"--config={file.name}"))
+            url = self._server.url()
+            http = stack.enter_context(connect(url))
+            self._model = http.get("/v1/models").json()["data"][0]["id"]
+            self._client = stack.enter_context(
+                anthropic.Anthropic(base_url=url, api_key="none", timeout=_PATIENCE, max_retries=0)
+            )
+            self.close = stack.pop_all().close
+
+    @property
+    def failed(self) -> bool:
+        return self._server.process.poll() is not None
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._server.family()]
+
+    def ask(self, documents: Sequence[Sent], question: str) -> tuple[Any, Any]:
+        """Return an answer's content as a whole, and again as a stream."""
+        blocks: list[Any] = [
+            {"type": "document", "source": one.source, "citations": {"enabled": True}}
+            for one in documents
+        ]
+        blocks.append({"type": "text", "text": question})
+        asked: Json = {
+            "model": self._model,
+            "max_tokens": PRESET.answer_tokens,
+            "messages": [{"role": "user", "content": blocks}],
+            "extra_body": {"temperature": 0},  # of which the client's later versions know nothing
+        }
+        whole = self._client.messages.create(**asked)
+        with self._client.messages.stream(**asked) as stream:
+            return whole.content, stream.get_final_message().content
+
+
+@dataclass(frozen=True)
+class CitationsTask:
+    """A task of `razor_dist.jobs`; build it with `plan`."""
+
+    config: CitationsConfig
+    haystack: tuple[str, str]  # name and fingerprint
+
+    @classmethod
+    def plan(cls, config: CitationsConfig) -> CitationsTask:
+        name, paragraphs = haystack_paragraphs(config.haystack)
+        return cls(config, (name, fingerprint(paragraphs)))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        name, text = self.haystack
+        about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
+        return {"kind": "citations", "model": display_name(self.config.model), **about}
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        own = self.config.model_dump(include=set(EngineConfig.model_fields), exclude_defaults=True)
+        return {"server": CitingEngineConfig(**own)}
+
+    def items(self) -> Sequence[Item]:
+        """Return the requests of all kinds at each place, first with its needle."""
+        config = self.config
+        every = itertools.product(config.places, config.kinds, ("needle", "absent"))
+        return [
+            Item("/".join(map(str, (kind, *place, what))), place[0], "server", {"at": at})
+            for place, kind, what in every
+            if (at := (kind, place, what)) and self._asked(*at)
+        ]
+
+    def _asked(self, kind: str, place: Place, what: str) -> bool:
+        config = self.config
+        if kind == "mixed" and place[0] != min(config.lengths):
+            return False
+        return what == "needle" or place[0] in config.absent_lengths
+
+    def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
+        server: CitingServer = llm
+        kind, place, what = item.data["at"]
+        haystack = same_haystack(*self.haystack, server.prompter.tokenizer)
+        absent, seed = what == "absent", self.config.seed
+        made = document_at(server.prompter, haystack, place, seed, absent=absent)
+        text, _, question = made.content.rpartition("\n\n")
+        documents = sent(kind, place, text)
+        content, streamed = server.ask(documents, question)
+        answer = "".join(block.text for block in content)
+        fact = fact_at(place, seed)
+        citations = [cited for block in content for cited in block.citations or ()]
+        return {
+            "kind": kind,
+            "place": place,
+            "absent": absent,
+            "expected": fact.answer,
+            "answer": answer,
+            "right": PRESET.score(answer, fact.answer) == 1,
+            "cited": [cited.to_dict() for cited in citations],
+            "passage": [
+                cited.document_index == len(documents) - 1
+                and same_words(cited.cited_text, fact.sentence)
+                for cited in citations
+            ],
+            "exact": [exact(cited, documents) for cited in citations],
+            "streamed": [b.to_dict() for b in content] == [b.to_dict() for b in streamed],
+        }
+
+    def run_in(self, folder: Path) -> list[dict[str, Any]]:
+        """Run what a folder lacks, or refuse it; return the results of this task's items."""
+        return run_here(self, folder)
+
+
+def exact(cited: Any, documents: Sequence[Sent]) -> bool:
+    """Tell if what a citation names in the document that was sent is what it says."""
+    document = documents[cited.document_index]
+    if cited.type != document.kind:
+        return False
+    found = document.read(cited)
+    if cited.type == "char_location":
+        return found == cited.cited_text
+    return " ".join(cited.cited_text.split()) in " ".join(found.split())
+
+
+def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return, by kind, lists of what is true of its documents: see `page`."""
+    found: dict[str, Any] = {}
+    for kind in dict.fromkeys(one["kind"] for one in results):
+        own = [one for one in results if one["kind"] == kind]
+        there = [one for one in own if not one["absent"]]
+        right = [one for one in there if one["right"]]
+        found[kind] = {
+            "right": [one["right"] for one in there],
+            "cited": [bool(one["cited"]) for one in right],
+            "passage": [all(one["passage"]) for one in right if one["cited"]],
+            "wrong, cited": [bool(one["cited"]) for one in there if not one["right"]],
+            "absent, not cited": [not one["cited"] for one in own if one["absent"]],
+            "exact": [exact for one in own for exact in one["exact"]],
+            "streamed": [one["streamed"] for one in own],
+        }
+    return found
+
+
+_COLUMNS = {
+    "right": "right answers",
+    "cited": "of these, with citations",
+    "passage": "of these, every `cited_text` is the needle's sentence",
+    "wrong, cited": "wrong answers with citations",
+    "absent, not cited": "no needle: no citation",
+    "exact": "citations with exact places",
+    "streamed": "the stream says the same",
+}
+
+
+def page(found: Mapping[str, Mapping[str, Sequence[bool]]]) -> str:
+    """Return the figures as Markdown."""
+    rows = [
+        [kind, *(_share(lists[name]) if lists[name] else "" for name in _COLUMNS)]
+        for kind, lists in found.items()
     ]
-    body = {"model": model, "max_tokens": PRESET.answer_tokens, "temperature": 0}
-    message = [{"role": "user", "content": blocks}]
-    answered = client.post("/v1/messages", json=body | {"messages": message})
-    content = answered.raise_for_status().json()["content"]
-    answer = "".join(block["text"] for block in content)
-    citations = [cited for block in content for cited in block["citations"] or ()]
-    exact = all(
-        text[cited["start_char_index"] : cited["end_char_index"]] == cited["cited_text"]
-        for cited in citations
+    return join(
+        "# Citations",
+        "Counts, and the percent with the interval that holds 95 % of 2,000 resamplings.",
+        markdown([["documents", *_COLUMNS.values()], *rows], "numbers"),
     )
-    [expected] = document.answers
-    return {
-        "answer": answer,
-        "right": PRESET.score(answer, expected) == 1,
-        "cited": [cited["cited_text"] for cited in citations],
-        "exact": exact,
-        "expected": expected,
-    }
 
 
-def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the shares that ``docs/sources.md`` has."""
-    there = [one for one in results if not one["absent"]]
-    right = [one for one in there if one["right"]]
-    cited = [one for one in right if one["cited"]]
-    passage = [one for one in cited if all(one["expected"] in text for text in one["cited"])]
-    absent = [one for one in results if one["absent"]]
-    return {
-        "right answers": f"{len(right)} of {len(there)}",
-        "of these, with citations": f"{len(cited)} of {len(right)}",
-        "of these, every cited_text is the passage": f"{len(passage)} of {len(cited)}",
-        "without the needle, no citation": (
-            f"{sum(not one['cited'] for one in absent)} of {len(absent)}"
-        ),
-        "offsets exact": f"{sum(one['exact'] for one in results)} of {len(results)}",
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--every", type=int, default=1, help="ask every N-th place alone")
-    parser.add_argument("--out", type=Path, help="a JSON file of all answers")
-    arguments = parser.parse_args()
-    config = SourcesConfig()
-    task = SourcesTask.plan(config)
-    prompter = Prompter.of(config)
-    haystack = same_haystack(*task.haystack, prompter.tokenizer)
-    places: list[tuple[Place, bool]] = [(place, False) for place in config.places]
-    places += [(place, True) for place in config.places if place[0] in config.absent_lengths]
-    results = []
-    with httpx.Client(base_url=arguments.url, timeout=_PATIENCE) as client:
-        for place, absent in places[:: arguments.every]:
-            document = document_at(prompter, haystack, place, config.seed, absent=absent)
-            result = asked(client, arguments.model, document)
-            results.append({"place": place, "absent": absent, **result})
-            print(json.dumps(results[-1]), flush=True)
-    found = figures(results)
-    print(json.dumps(found, indent=2))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"figures": found, "answers": results}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def _share(yes: Sequence[bool]) -> str:
+    low, high = interval([float(one) for one in yes])
+    return f"{sum(yes)} of {len(yes)} ({100 * low:.0f} to {100 * high:.0f} %)"

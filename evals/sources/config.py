@@ -1,9 +1,9 @@
-"""Settings of ``eval sources``."""
+"""Settings of ``eval sources`` and ``eval citations``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,30 +11,50 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
 from razor_dist.evals.needle.config import PlacesConfig
 from razor_dist.evals.settings import LISTED, HotpotQA, Squad
+from razor_dist.evals.suites import ruler
 from razor_dist.evals.suites.config import check_data, question_files
+from razor_dist.evals.suites.nonliteral import NONLITERAL
 from razor_dist.evals.suites.qa import QA
-from razor_dist.evals.suites.ruler import NEEDLES
-from razor_dist.evals.suites.tasks import DataFile
+from razor_dist.evals.suites.tasks import DataFile, Suite
 
 GRID, RULER = "grid", "ruler"
 # RULER's tasks of which it is known where the answers stand; of those that count words it is not.
-_SYNTHETIC = (*NEEDLES, "vt")
-PLACED = (*_SYNTHETIC, *QA)
+_SYNTHETIC = (*ruler.NEEDLES, "vt")
+# Suites by their tasks with known places.
+SUITE_OF: Mapping[str, Suite] = dict.fromkeys((*_SYNTHETIC, *QA), ruler.RULER) | dict.fromkeys(
+    NONLITERAL.tasks, NONLITERAL
+)
+PLACED = tuple(SUITE_OF)
 
 
-class SourcesConfig(PlacesConfig):
-    """Settings of ``eval sources``: the places of ``eval grid``, RULER's tasks, or both; frozen."""
+class AbsentConfig(PlacesConfig):
+    """Settings of a grid of which some documents are asked without their needle, too; frozen."""
 
     absent_lengths: Annotated[tuple[Size, ...], LISTED] = Field(
         default=(1500, 2500),
         description="Of the grid's lengths, those that are asked without the needle too.",
     )
+
+
+class CitationsConfig(AbsentConfig):
+    """Settings of ``eval citations``; frozen."""
+
+    kinds: Annotated[tuple[Literal["text", "pdf", "mixed"], ...], LISTED] = Field(
+        default=("text", "pdf", "mixed"),
+        description="How documents are sent; mixed: one of several, with CJK, emoji and CRLF, of "
+        "the shortest length alone.",
+    )
+
+
+class SourcesConfig(AbsentConfig):
+    """Settings of ``eval sources``: the places of ``eval grid``, suites' tasks, or both; frozen."""
+
     tasks: Annotated[tuple[str, ...], LISTED] = Field(
         default=(GRID,),
-        description="grid, and RULER's tasks with known places such as niah_multivalue,vt; "
-        "ruler: the 9 of them that need no data.",
+        description="grid, RULER's tasks with known places such as niah_multivalue,vt, and those "
+        "of eval nonliteral; ruler: RULER's 9 that need no data.",
     )
-    samples: int = Field(default=10, ge=1, description="Of each of RULER's tasks and lengths.")
+    samples: int = Field(default=10, ge=1, description="Of each of these tasks and lengths.")
     squad: Squad = None
     hotpotqa: HotpotQA = None
 
@@ -43,7 +63,7 @@ class SourcesConfig(PlacesConfig):
         for name in self.tasks:
             if name not in (GRID, RULER, *PLACED):
                 raise ConfigError(
-                    f"tasks: {name!r} is none of {GRID}, {RULER}, and RULER's tasks with known "
+                    f"tasks: {name!r} is none of {GRID}, {RULER}, and the tasks with known "
                     f"places, {', '.join(PLACED)}"
                 )
         check_data(self.task_names, self.squad, self.hotpotqa)

@@ -1,6 +1,6 @@
 """Sources of right, wrong and impossible answers: does the top passage hold what was asked for?
 
-Every document of `eval grid` is asked once with its needle and once without, and RULER's tasks
+Every document of `eval grid` is asked once with its needle and once without, and tasks of suites
 where it is known where their answers stand. The engine's strongest retrieval heads are traced one
 by one, so that one run tells how many of them are best, and what random ones would say, or the last
 layer's. BM25 over the document's sentences, asked with question and answer, stands beside them
@@ -23,11 +23,11 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
+from razor_dist.evals.needle.presets import Fact
 from razor_dist.evals.needle.task import run_here
 from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
-from razor_dist.evals.sources.config import GRID, PLACED, SourcesConfig
+from razor_dist.evals.sources.config import GRID, SUITE_OF, SourcesConfig
 from razor_dist.evals.suites.job import data_fingerprints, material_of
-from razor_dist.evals.suites.ruler import RULER
 from razor_dist.evals.suites.sample import Sample, Span
 from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
@@ -43,15 +43,20 @@ class Document(NamedTuple):
     cue: str = ""  # begins the answer
 
 
+def fact_at(place: Place, seed: int) -> Fact:
+    """Return what is hidden at a place."""
+    [fact] = PRESET.draw([place[1]], place_seed(place, seed))
+    return fact
+
+
 def document_at(
     prompter: Prompter, haystack: Haystack, place: Place, seed: int, *, absent: bool
 ) -> Document:
     """Make the document at a place, and its question; the needle may be ``absent``."""
     length, depth, _ = place
-    own = place_seed(place, seed)
-    [fact] = PRESET.draw([depth], own)
+    fact = fact_at(place, seed)
     hidden = [] if absent else [(fact.sentence, float(depth))]
-    text = prompter.decode(haystack.hide(length, hidden, own)).strip()
+    text = prompter.decode(haystack.hide(length, hidden, place_seed(place, seed))).strip()
     content = text + PRESET.layouts["after"].fill("after", fact)
     places: tuple[Span, ...] = ()
     if not absent:
@@ -62,8 +67,8 @@ def document_at(
 
 def scored(kind: str, answer: str, wanted: Sequence[str]) -> float:
     """Return the part of the wanted strings that an answer gives, as the kind is scored."""
-    if kind in PLACED:
-        return RULER.tasks[kind].score(answer, wanted)
+    if kind in SUITE_OF:
+        return SUITE_OF[kind].tasks[kind].score(answer, wanted)
     [expected] = wanted
     return PRESET.score(answer, expected)
 
@@ -98,14 +103,14 @@ class SourcesTask:
         return {"traced": self.traced}
 
     def items(self) -> Sequence[Item]:
-        config, ruler = self.config, [name for name in self.config.task_names if name != GRID]
+        config, others = self.config, [name for name in self.config.task_names if name != GRID]
         at: list[tuple[str, tuple[int, ...]]] = [
             (kind, place)
             for place, kind in itertools.product(config.places, ("needle", "absent"))
             if GRID in config.task_names and (kind == "needle" or place[0] in config.absent_lengths)
         ]
         samples = itertools.product(sorted(config.lengths), range(config.samples))
-        at += itertools.product(ruler, samples)
+        at += itertools.product(others, samples)
         return [
             Item("/".join(map(str, (kind, *place))), place[0], "traced", {"at": (kind, place)})
             for kind, place in at
@@ -113,7 +118,7 @@ class SourcesTask:
 
     def document(self, prompter: Prompter, item: Item) -> Document:
         kind, place = item.data["at"]
-        if kind in PLACED:
+        if kind in SUITE_OF:
             return self._sample(prompter, kind, *place)
         haystack = same_haystack(*self.haystack, prompter.tokenizer)
         absent = kind == "absent"
@@ -126,7 +131,7 @@ class SourcesTask:
             [asked] = sample.questions
             return len(prompter.whole(sample.message(asked), asked.cue))
 
-        made = RULER.sample(task, length, number, self.config.seed, material, tokens)
+        made = SUITE_OF[task].sample(task, length, number, self.config.seed, material, tokens)
         [asked] = made.questions
         if not asked.places:
             raise ConfigError(f"the data of {task} do not tell where its answer stands")
@@ -139,7 +144,9 @@ class SourcesTask:
         kind, place = item.data["at"]
         document = self.document(model.prompter, item)
         ids = model.prompter.whole(document.content, document.cue)
-        most = RULER.tasks[kind].answer_tokens if kind in PLACED else PRESET.answer_tokens
+        most = PRESET.answer_tokens
+        if kind in SUITE_OF:
+            most = SUITE_OF[kind].tasks[kind].answer_tokens
         tokens, traced_now = model.answer(ids, most)
         answer = model.prompter.decode(tokens)
         shape = (len(traced_now), -1, TOP)
@@ -148,7 +155,7 @@ class SourcesTask:
         return {
             "kind": kind,
             "length": place[0],
-            "number" if kind in PLACED else "depth": place[1],
+            "number" if kind in SUITE_OF else "depth": place[1],
             "prompt_tokens": len(ids),
             "expected": ", ".join(document.answers),
             "answer": answer,

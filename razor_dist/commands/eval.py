@@ -22,7 +22,7 @@ from razor_dist.evals.needle.config import (
     NeedleGridConfig,
 )
 from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
-from razor_dist.evals.sources.config import SourcesConfig
+from razor_dist.evals.sources.config import CitationsConfig, SourcesConfig
 from razor_dist.evals.suites.config import CONFIGS, SUITES, SuiteConfig
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ _MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threa
 _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code", "seed"}
 _NOT_ABLATIONS = _NOT_GRID - set(WINDOW) - {"head_map"}
 _NOT_SOURCES = _NOT_GRID - set(WINDOW) - {"attention", "head_map", "source_heads", "prefill"}
+# Those of a server with several ranks.
+_NOT_CITATIONS = _NOT_SOURCES - {"world_size", "weights"}
 _NOT_HEADS = _NOT_GRID - set(WINDOW) - {"compensation"}
 # One process compares, without a server's caches; job settings stay.
 _NOT_FIDELITY = _NOT_GRID - set(METHOD_SETTINGS) | _ATTENTION | {"seed"}
@@ -216,6 +218,19 @@ def sources(config: SourcesConfig, out: Out) -> None:
     found = SourcesReport.of(task, task.run_in(out)).summary()
     write_json(out / "sources.json", found)
     _write_page(out / "report.md", page(found, config.source_heads))
+
+
+@eval.command("citations")
+@with_config_flags(CitationsConfig, leave_out=_NOT_CITATIONS)
+def citations(config: CitationsConfig, out: Out) -> None:
+    """See if a server cites what the needle says, and nothing without it."""
+    from razor_dist.evals.report import write_json
+    from razor_dist.evals.sources.citations import CitationsTask, figures, page
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    results = CitationsTask.plan(config).run_in(out)
+    write_json(out / "citations.json", results)
+    _write_page(out / "report.md", page(figures(results)))
 
 
 @eval.command("heads")
