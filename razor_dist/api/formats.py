@@ -308,6 +308,7 @@ def rendered_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
         rendered = {
             "sources": _sources(choice.sources),
             "grounded": choice.grounded,
+            "question_match": choice.question_match,
             "sentences": [],
         }
     if found := [sentence for piece in pieces for sentence in piece.sentences]:

@@ -58,7 +58,11 @@ _FOUND: Json = {
     "grounded": or_null(_SHARE),
 }
 _SENTENCE = _object({"start": _COUNT, "end": _COUNT, **_FOUND})
-_SOURCES: Json = {**_FOUND, "sentences": {"type": "array", "items": _SENTENCE}}
+_SOURCES: Json = {
+    **_FOUND,
+    "question_match": or_null(_SHARE),
+    "sentences": {"type": "array", "items": _SENTENCE},
+}
 _CITATION = _object(
     {
         "type": {"enum": ["char_location", "page_location", "content_block_location"]},

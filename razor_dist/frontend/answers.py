@@ -44,6 +44,7 @@ class Choice:
     # As in `CompletionOutput`.
     sources: list[Source] | None = None
     grounded: float | None = None
+    question_match: float | None = None
 
     @property
     def text(self) -> str:
@@ -55,7 +56,9 @@ class Choice:
         if spans := trace.ended(last=last):
             piece = replace(piece, sentences=await asyncio.to_thread(trace.sentences, spans))
         if last:
-            self.sources, self.grounded = await asyncio.to_thread(trace.sources)
+            sources, self.grounded = await asyncio.to_thread(trace.sources)
+            self.question_match = await asyncio.to_thread(trace.question_match, sources)
+            self.sources = sources
         return piece
 
 

@@ -85,6 +85,9 @@ class CompletionOutput:
     # of them. None for an answer of one token.
     sources: list[Source] | None = None
     grounded: float | None = None
+    # How well the heaviest source has the question's words, of 1 for the passage that has them
+    # best; None without sources, or if no passage has any.
+    question_match: float | None = None
     sentences: list[AnswerSentence] | None = None  # those that have ended
 
 

@@ -7,10 +7,12 @@ those in one sentence become a passage, in characters of the text as it was sent
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +35,7 @@ _BREAK = re.compile(
 )
 _LONGEST = 1000  # characters of a sentence on each side of a token
 _PARAGRAPH = re.compile(r"\n\s*\n")
+_LINE = re.compile(r"\n(?!\s*[a-z])")
 _QUESTION = 500  # characters of a paragraph that is taken for a question as a whole
 _CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # begins the answer
 # An answer that is less grounded has no sources: measured, docs/sources.md.
@@ -41,6 +44,10 @@ FOUND = 0.3
 CITED, MOST_CITED = 0.1, 10
 # Tokens of a prompt without a text that are one passage: no further apart than this.
 _NEAR = 16
+_WORD = re.compile(r"\w+")
+# A word that stands in the prompt more often names nothing, and finding all of it takes long.
+_COMMON = 1000
+_SENTENCE = 100  # characters of one on average, to estimate how many there are
 
 
 # A passage: its part (-1 for token ids), begin and end; and what is none.
@@ -71,6 +78,46 @@ class PromptText:
             if 0 <= at - part.begin < part.searched:
                 return index, *sentence_around(part.text, at - part.begin, part.searched)
         return _NOWHERE
+
+    def question_match(self, source: Source) -> float | None:
+        """Return how well a passage has the question's words, of 1 for that which has them best.
+
+        None if no passage has a word of the question that is not common.
+        """
+        weights, best = self._asked
+        if not weights:
+            return None
+        own = sum(weights.get(word, 0.0) for word in sorted(_words(source.text or "")))
+        return min(1.0, own / best)
+
+    @cached_property
+    def _asked(self) -> tuple[Mapping[str, float], float]:
+        """The question's words with their weights, and the largest sum of them in one passage.
+
+        A word's weight is its inverse document frequency, as BM25 has it:
+        ``log(1 + (N - n + 0.5) / (n + 0.5))``, n of N passages have the word.
+        """
+        words = {word for part in self.parts for word in _words(part.text[part.searched :])}
+        count = sum(part.searched for part in self.parts) / _SENTENCE
+        texts = [part.text[: part.searched] for part in self.parts]
+        small = [(text, text.lower()) for text in texts]
+        weights: dict[str, float] = {}
+        sums: defaultdict[tuple[int, int, int], float] = defaultdict(float)
+        for word in sorted(words):
+            # Where small letters would move characters, the text is taken as it is.
+            found = [_places(word, low if len(low) == len(text) else text) for text, low in small]
+            if not 0 < sum(map(len, found)) < _COMMON:
+                continue
+            own = {
+                (index, *sentence_around(texts[index], at, len(texts[index])))
+                for index, places in enumerate(found)
+                for at in places
+            }
+            rest = max(0.0, count - len(own))
+            weights[word] = math.log(1 + (rest + 0.5) / (len(own) + 0.5))
+            for passage in own:
+                sums[passage] += weights[word]
+        return weights, max(sums.values(), default=0.0)
 
     def to_wire(self) -> list[Any]:
         """Return what a message between processes can hold, for `from_wire`."""
@@ -110,6 +157,12 @@ class Trace:
         Both are shares of what was looked up: attention to anything but what is no source.
         """
         return self._sum(self.tokens, self._places(self.tokens))
+
+    def question_match(self, sources: Sequence[Source]) -> float | None:
+        """Return `PromptText.question_match` of the heaviest of the answer's sources."""
+        if self.text is None or not sources:
+            return None
+        return self.text.question_match(sources[0])
 
     def ended(self, *, last: bool = False) -> list[tuple[int, int]]:
         """Return the sentences of the answer that have ended since: all, if nothing follows."""
@@ -213,17 +266,19 @@ def conversation_parts(
 
 
 def question_begin(text: str) -> int:
-    """Return where a prompt's own question begins: its last paragraph, or a long one's sentence.
+    """Return where a prompt's own question begins.
+
+    It is the last paragraph; of a long one the last line; of a long line the last sentence.
 
     What is before a cue such as "Answer:" belongs to it.
     """
     end = len(text.rstrip())
     first = max(0, end - _QUESTION)
-    for pattern in (_PARAGRAPH, _BREAK):
+    for pattern in (_PARAGRAPH, _LINE, _BREAK):
         begins = [first + m.end() for m in pattern.finditer(text[first:end])]
         begins = [0, *begins] if first == 0 else begins
         last = end
-        while len(begins) > 1 and _CUE.fullmatch(text[begins[-1] : last]):
+        while begins and _CUE.fullmatch(text[begins[-1] : last]):
             last = begins.pop()
         if begins:
             return begins[-1]
@@ -243,6 +298,22 @@ def sentence_around(text: str, at: int, end: int) -> tuple[int, int]:
             stop = first + (found.end(found.lastindex) if found.lastindex else found.start())
             break
     return begin, max(stop, begin + 1)
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text.lower()))
+
+
+def _places(word: str, text: str) -> list[int]:
+    """Return where a text has a word by itself: the first `_COMMON` places."""
+    found: list[int] = []
+    at = text.find(word)
+    while at >= 0 and len(found) < _COMMON:
+        end = at + len(word)
+        if not (_WORD.match(text[max(0, at - 1) : at]) or _WORD.match(text[end : end + 1])):
+            found.append(at)
+        at = text.find(word, end)
+    return found
 
 
 def sentences(text: str) -> Iterator[tuple[int, int]]:

@@ -287,6 +287,7 @@ class GenerationCall:
                 answer, choice = result.outputs[event.index], live.choices[event.index]
                 _grow(answer, event.what)
                 answer.sources, answer.grounded = choice.sources, choice.grounded
+                answer.question_match = choice.question_match
                 if all(output.finish_reason for output in result.outputs):
                     result.metrics.total_seconds, result.finished = seconds, True
                 yield result

@@ -15,7 +15,8 @@ from razor_dist import cli
 from razor_dist.attention.sources import TOP
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.sources.config import SourcesConfig
-from razor_dist.evals.sources.report import SourcesReport, bm25, page, roc_auc
+from razor_dist.evals.sources.report import SourcesReport, bm25, page
+from razor_dist.evals.sources.separation import auc_interval, roc_auc, separation
 from razor_dist.evals.sources.task import Document, SourcesTask
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.prompts import PromptEncoder
@@ -151,7 +152,7 @@ def test_a_document_is_where_its_prompt_has_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": "cwe"}, "tasks: 'cwe' is none of grid, ruler, and RULER's tasks with known"),
+        ({"tasks": "cwe"}, "tasks: 'cwe' is none of grid, ruler, and the tasks with known"),
         ({"tasks": "ruler,qa_1"}, "task qa_1 needs squad, the path of its data"),
         ({"hotpotqa": "dev.json"}, "hotpotqa is for task qa_2, which is not among the tasks"),
         ({"samples": 0}, "samples must be at least 1"),
@@ -199,3 +200,18 @@ def test_roc_auc() -> None:
     assert roc_auc([0.9, 0.8], [0.1]) == 1
     assert roc_auc([0.5], [0.5]) == 0.5
     assert roc_auc([0.1, 0.7], [0.5]) == 0.5
+
+
+def test_separation_has_means_areas_and_their_intervals() -> None:
+    answers = [("right", {"a": 0.9, "b": 0.5}), ("right", {"a": 0.7, "b": 0.5})]
+    answers += [("wrong", {"a": 0.8, "b": 0.1}), ("wrong", {"a": 0.4, "b": 0.3})]
+    rows = separation("vt", answers)
+    assert [(row["others"], row["number"], row["auc"]) for row in rows] == [
+        ("wrong", "a", 0.75),
+        ("wrong", "b", 1.0),
+    ]
+    assert rows[0]["means"] == (pytest.approx(0.8), pytest.approx(0.6))
+    assert rows[0]["interval"] == (0, 1) and rows[1]["interval"] == (1, 1)
+    many = auc_interval([0.1 * n for n in range(10)], [0.1 * n - 0.25 for n in range(10)])
+    assert 0.4 < many[0] < 0.7 < many[1] < 0.95
+    assert separation("vt", answers[:2]) == separation("vt", answers[2:]) == []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from razor_dist.frontend import passages
+from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import (
     SINKS,
     Part,
@@ -68,6 +72,9 @@ def test_a_template_may_strip_and_leave_out() -> None:
         ("What is it?", "What is it?"),
         ("Text. " * 200 + "What is it?", "What is it?"),
         ("Text. " * 200 + "\nWhat is it?\nAnswer:", "What is it?\nAnswer:"),
+        ("Text. " * 200 + "What is it?\nAnswer:", "What is it?\nAnswer:"),
+        ("Text. " * 200 + "\nWhat is it? Be brief.", "What is it? Be brief."),
+        ("Text. " * 200 + "What\nis it?", "What\nis it?"),
         ("Text.\n\n" + "word " * 200, ""),
         ("", ""),
     ],
@@ -179,3 +186,60 @@ def test_every_sentence_of_an_answer_has_its_own_sources() -> None:
         "Which?",
         "x",
     ]
+
+
+def asked(question: str, *texts: str) -> tuple[PromptText, list[Source]]:
+    """A conversation whose last message ends with a question, and all its passages."""
+    parts = [Part(text, 0, len(text), index) for index, text in enumerate(texts)]
+    last = parts[-1]
+    parts[-1] = last._replace(text=last.text + question)
+    found = [
+        Source(begin, end, 0.5, part.text[begin:end], part.message)
+        for part in parts
+        for begin, end in sentences(part.text[: part.searched])
+    ]
+    return PromptText(parts, np.zeros(0, np.int32)), found
+
+
+def test_the_passage_with_the_questions_words_matches_it_best() -> None:
+    text, found = asked(
+        "What is the number of ROME?",
+        "The number of Oslo is 3. Nothing. ",
+        "The number of Rome is 5. A romeo. ",
+    )
+    oslo, nothing, rome, romeo = (text.question_match(source) for source in found)
+    # Of four passages (estimated: 68 characters are fewer than two of 100, so none has no word).
+    twice, once = (math.log(1 + 0.5 / (n + 0.5)) for n in (2, 1))
+    assert rome == 1 and nothing == romeo == 0  # a word within another does not count
+    assert oslo == pytest.approx(4 * twice / (4 * twice + once))  # the, number, of, is
+
+
+def test_a_question_without_words_of_the_text_matches_nothing() -> None:
+    text, [source] = asked("Pourquoi?", "Some words. ")
+    assert text.question_match(source) is None
+    trace = Trace(np.zeros(1, np.int32), text, None, 1)
+    assert trace.question_match([]) is None and trace.question_match([source]) is None
+    assert Trace(np.zeros(1, np.int32), None, None, 1).question_match([source]) is None
+
+
+def test_letters_that_grow_move_nothing() -> None:
+    # The small letters of this one are two characters.
+    text, found = asked("Which is red?", "\u0130. The red one. A blue one. ")
+    assert [text.question_match(source) for source in found] == [0, 1, 0]
+
+
+def test_words_that_are_everywhere_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passages, "_COMMON", 5)
+    text, found = asked("The red one?", "The sky is the sea. The red door. " + "The end. " * 9)
+    assert [text.question_match(source) for source in found[:2]] == [0, 1]
+
+
+@given(st.lists(st.sampled_from(["ab", "cd", "ef", "gh.", "ij!", "kl?"]), min_size=1, max_size=30))
+def test_a_match_is_a_share_and_one_passage_has_all_of_it(words: list[str]) -> None:
+    text, found = asked("ab ef gh?", " ".join(words) + ". ")
+    matches = [text.question_match(source) for source in found]
+    if {"ab", "ef", "gh."} & set(words):
+        assert max(m for m in matches if m is not None) == pytest.approx(1)
+        assert all(m is not None and 0 <= m <= 1 for m in matches)
+    else:
+        assert set(matches) == {None}

@@ -345,6 +345,7 @@ def test_a_sentence_is_told_with_its_sources_once_it_has_ended(
         TextPiece(7, "o", None, "stop", offset=7, sentences=told[1:]),
     ]
     choice = Choice(np.array([1]), 0, pieces, sources=[source], grounded=0.5)
+    choice.question_match = 0.25
     form = kind(ParsedRequest([]), "m", [choice], smollm2_tokenizer())
     as_json = {"start": 4, "end": 9, "weight": 0.5, "text": "green"}
     first = {"start": 0, "end": 4, "sources": [as_json], "grounded": 0.5}
@@ -356,3 +357,4 @@ def test_a_sentence_is_told_with_its_sources_once_it_has_ended(
     assert with_sentences == [[first], [second]]
     assert [chunk for chunk in chunks if "sources" in chunk] == chunks[-1:]
     assert chunks[-1]["finish_reason"] == "stop" and chunks[-1]["grounded"] == 0.5
+    assert chunks[-1]["question_match"] == whole["question_match"] == 0.25

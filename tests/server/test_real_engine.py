@@ -167,7 +167,7 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
     for source in choice.sources:
         content = messages[source["message"]]["content"]
         assert content[source["start"] : source["end"]] == source["text"]
-    assert 0.5 < choice.grounded <= 1
+    assert 0.5 < choice.grounded <= 1 == choice.question_match
     [sentence, *_] = choice.sentences
     said = choice.message.content[sentence["start"] : sentence["end"]]
     assert "48213" in said and sentence["sources"][0]["text"] == fact
