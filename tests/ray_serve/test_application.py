@@ -23,10 +23,7 @@ import yaml
 pytest.importorskip("ray.serve")
 import ray
 from ray import serve
-from ray.serve.schema import ServeDeploySchema
 
-from razor_dist.config.errors import ConfigError
-from razor_dist.ray_serve.app import app
 from tests.jobs.test_submit import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -299,16 +296,3 @@ def test_contexts_are_asked_where_they_are(application: Application) -> None:
         assert client.delete(f"/v1/contexts/{id_}").json()["deleted"]
         assert client.get(f"/v1/contexts/{id_}").status_code == 404
     assert client.get("/v1/contexts").json()["data"] == []
-
-
-def test_settings_of_the_file_that_is_deployed() -> None:
-    [described] = ServeDeploySchema(**yaml.safe_load(FILE.read_text())).applications
-    assert described.import_path == f"{app.__module__}:{app.__name__}"
-    assert [d.name for d in described.deployments] == ["Engine"]
-    built = app({**described.args, "model": "smollm2"})
-    engine = built._bound_deployment.init_args[1]
-    assert len(engine._bound_deployment._replica_config.placement_group_bundles) == 8
-    with pytest.raises(ConfigError, match="ssl_certfile is not the application's"):
-        app({"ssl_certfile": "a", "ssl_keyfile": "b"})
-    with pytest.raises(ConfigError, match="world_sise"):
-        app({"world_sise": 2})

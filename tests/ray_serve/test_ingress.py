@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("ray.serve")
 from ray.exceptions import RayActorError
+from starlette.testclient import TestClient
 
 from razor_dist.config.schema import ServerConfig
 from razor_dist.ray_serve.engine import BodyPart, Forwarded, Head, Part, Unanswered
-from razor_dist.ray_serve.ingress import _Answer
+from razor_dist.ray_serve.ingress import Ingress, _Answer
 from razor_dist.ray_serve.merged import merged
 from razor_dist.ray_serve.routing import Route
 from razor_dist.server.bodies import Body, BodyReader
@@ -73,8 +74,34 @@ def ask(engines: Engines, path: str = CHAT) -> tuple[int, list[bytes]]:
     return asyncio.run(run())
 
 
+def endpoint(engines: Engines, **settings: Any) -> TestClient:
+    """The ingress as Serve's proxy calls it, before such engines."""
+    ingress: Any = object.__new__(Ingress)
+    ingress._config = ServerConfig(**settings)
+    ingress._engines, ingress._bodies = engines, BodyReader(ingress._config)
+    return TestClient(ingress.__serve_build_asgi_app__(), base_url="http://localhost")
+
+
 def whole(text: bytes, engine: int = 0) -> Script:
     return [Head(engine, 200, JSON), BodyPart(text, False), BodyPart(b"", False)]
+
+
+def test_only_who_has_a_key_reaches_an_engine_and_keys_share_no_prefix() -> None:
+    engines = Engines(whole(b"{1}"), whole(b"{2}"), whole(b"{3}"))
+    keys = ["a" * 32, "b" * 32]
+    client = endpoint(engines, api_key=keys, max_body_mb=0.01)
+    body = {"prompt": "word " * 1000}
+    assert client.post("/v1/completions", json=body).status_code == 401
+    assert client.get("/metrics").status_code == 401
+    for key in (*keys, keys[0]):
+        headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200 and "x-request-id" not in answer.headers
+    large = client.post("/v1/completions", json={"prompt": "word " * 9000}, headers=headers)
+    assert large.status_code == 413 and "--max-body-mb" in large.json()["error"]["message"]
+    one, two, three = (set(request.route.blocks) for request in engines.asked)
+    assert one == three and len(one) == 9 and not one & two
+    assert all((b"x-request-id", b"mine") in asked.scope["headers"] for asked in engines.asked)
 
 
 def test_an_answer_is_passed_on_as_it_is() -> None:
