@@ -17,6 +17,7 @@ import base64
 import itertools
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.task import run_here
-from razor_dist.evals.report import interval, join, markdown
+from razor_dist.evals.report import join, markdown
 from razor_dist.evals.serving import connect, serve
 from razor_dist.evals.sources.config import CitationsConfig
 from razor_dist.evals.sources.task import document_at, fact_at
@@ -55,6 +56,7 @@ _CHINESE = (
     "\U0001f3ef 山上有一座老城，城里的人每天早上去市场买菜。",  # noqa: RUF001
     "冬天很冷，孩子们在河边玩雪。\U0001f468\u200d\U0001f469\u200d\U0001f467 晚上大家讲故事！",  # noqa: RUF001
 )
+_EMOJI = "\U0001f409 "  # begins paragraphs
 # Of matplotlib, which has the letters and the punctuation of the essays.
 _FONT = "fonts/ttf/DejaVuSans.ttf"
 
@@ -114,8 +116,8 @@ def sent(kind: str, place: Place, text: str) -> list[Sent]:
         return [_pdf(text)]
     first = _text("\r\n\r\n".join(_CHINESE))
     if place[2] % 2:
-        return [first, _blocks("\U0001f409 " + text.replace("\n\n", "\n\n\U0001f409 "))]
-    return [first, _text("\U0001f409 " + text.replace("\n\n", "\r\n\r\n\U0001f409 "))]
+        return [first, _blocks(_EMOJI + text.replace("\n\n", f"\n\n{_EMOJI}"))]
+    return [first, _text(_EMOJI + text.replace("\n\n", f"\r\n\r\n{_EMOJI}"))]
 
 
 def same_words(one: str, other: str) -> bool:
@@ -236,7 +238,7 @@ class CitationsTask:
             "cited": [cited.to_dict() for cited in citations],
             "passage": [
                 cited.document_index == len(documents) - 1
-                and same_words(cited.cited_text, fact.sentence)
+                and same_words(cited.cited_text.removeprefix(_EMOJI), fact.sentence)
                 for cited in citations
             ],
             "exact": [exact(cited, documents) for cited in citations],
@@ -297,11 +299,16 @@ def page(found: Mapping[str, Mapping[str, Sequence[bool]]]) -> str:
     ]
     return join(
         "# Citations",
-        "Counts, and the percent with the interval that holds 95 % of 2,000 resamplings.",
+        "Counts, and the percent's 95 % interval (Wilson).",
         markdown([["documents", *_COLUMNS.values()], *rows], "numbers"),
     )
 
 
 def _share(yes: Sequence[bool]) -> str:
-    low, high = interval([float(one) for one in yes])
-    return f"{sum(yes)} of {len(yes)} ({100 * low:.0f} to {100 * high:.0f} %)"
+    """Return a count and Wilson's 95 % interval of the share, which resampling puts at 1 of 1s."""
+    n, k, z = len(yes), sum(yes), 1.96
+    centre, half = (
+        (k + z * z / 2) / (n + z * z),
+        z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z),
+    )
+    return f"{k} of {n} ({100 * (centre - half):.0f} to {100 * (centre + half):.0f} %)"

@@ -40,13 +40,15 @@ _QUESTION = 500  # characters of a paragraph that is taken for a question as a w
 _CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # begins the answer
 # An answer that is less grounded has no sources: measured, docs/sources.md.
 FOUND = 0.3
-# A passage that weighs less in its sentence is not cited; so at most as many are.
-CITED, MOST_CITED = 0.1, 10
+# A passage that weighs less in its sentence is not cited; so at most as many are. Nor is any of a
+# sentence that is less grounded than `SURE`: a sentence has fewer tokens than an answer, and what a
+# model makes up is grounded by up to 0.37 in one (docs/sources.md).
+CITED, MOST_CITED, SURE = 0.1, 10, 0.4
 # Tokens of a prompt without a text that are one passage: no further apart than this.
 _NEAR = 16
 _WORD = re.compile(r"\w+")
 # A word that stands in the prompt more often names nothing, and finding all of it takes long.
-_COMMON = 1000
+_COMMON = 100
 _SENTENCE = 100  # characters of one on average, to estimate how many there are
 
 
@@ -234,6 +236,8 @@ class Trace:
 
 def cited(sentence: AnswerSentence) -> list[Source]:
     """Return the sources of an answer's sentence that are worth a citation, heaviest first."""
+    if (sentence.grounded or 0.0) < SURE:
+        return []
     return [source for source in sentence.sources if source.weight >= CITED]
 
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from razor_dist.frontend import passages
-from razor_dist.frontend.outputs import Source
+from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import (
     SINKS,
     Part,
     PromptText,
     Trace,
+    cited,
     conversation_parts,
     question_begin,
     sentence_around,
@@ -243,3 +244,11 @@ def test_a_match_is_a_share_and_one_passage_has_all_of_it(words: list[str]) -> N
         assert all(m is not None and 0 <= m <= 1 for m in matches)
     else:
         assert set(matches) == {None}
+
+
+@pytest.mark.parametrize(("grounded", "count"), [(0.4, 1), (0.39, 0), (None, 0)])
+def test_a_sentence_cites_what_weighs_enough_if_it_is_sure(
+    grounded: float | None, count: int
+) -> None:
+    own = [Source(0, 9, weight, "A passage") for weight in (0.1, 0.09)]
+    assert cited(AnswerSentence(0, 5, own, grounded)) == own[:count]

@@ -412,8 +412,8 @@ def test_headings_and_weak_passages_are_not_cited(reader: Reader) -> None:
     ]
     one, two = source("One.", 0.3, 70), source("Two.", 0.11, 80)
     turn["sentences"] = [
-        {"start": 0, "end": 4, "grounded": 0.3, "sources": [two, source("Weak.", 0.09, 90)]},
-        {"start": 5, "end": 7, "grounded": 0.29, "sources": [source("Lost.", 0.2, 99)]},
+        {"start": 0, "end": 4, "grounded": 0.4, "sources": [two, source("Weak.", 0.09, 90)]},
+        {"start": 5, "end": 7, "grounded": 0.39, "sources": [source("Lost.", 0.2, 99)]},
         {"start": 8, "end": 10, "grounded": 0.9, "sources": [one, pier | {"weight": 0.8}, two]},
     ]
     passages, sentences = reader.page.evaluate(script, turn)

@@ -8,7 +8,7 @@ const QUOTE = 160; // characters
 const LEAST = 0.05;
 // What a sentence cites: as in the citations of `/v1/messages` (docs/sources.md).
 const CITED = 0.1;
-const GROUNDED = 0.3;
+const GROUNDED = 0.4;
 const STEP = 1024; // characters between two known indices
 
 /** The index in a string of its n-th character: the server counts whole ones, not halves. */
