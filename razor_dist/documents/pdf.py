@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -10,6 +11,10 @@ import pypdfium2  # type: ignore[import-untyped]
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.read import ReadLimits
 
+# A line with this part of a page's longest, or more, was broken because it was full. Pages of
+# shorter lines than this are lists.
+_FULL, _LEAST = 0.8, 40
+_GOES_ON = re.compile(r"(?:[^\W\d_]|[,;])$")
 # PDFium's mark of a word that is hyphenated at the end of a line.
 _HYPHENATED = re.compile("[\x02\ufffe](\r?\n)?")
 
@@ -29,8 +34,25 @@ def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
         text = _HYPHENATED.sub("", page.get_textpage().get_text_bounded())
         page.close()  # with its text
         found = found or bool(text.strip())
-        yield text.replace("\r\n", "\n").strip()
+        yield _unwrapped(text.replace("\r\n", "\n").strip())
     if not found:
         raise DocumentError(
             f"holds no text on its {pages} pages; a scan must be recognised first (OCR)"
         )
+
+
+def _unwrapped(page: str) -> str:
+    """Put a space for each line break that only a full line has made, so that sentences are whole.
+
+    A line is full if the next one's first word would have made it nearly as long as the page's
+    longest. One that ends with a letter or a comma goes on; headings, lists and rows of numbers
+    stay as they are.
+    """
+    lines = page.split("\n")
+    longest = max(map(len, lines))
+    parts = [lines[0]]
+    for line, following in itertools.pairwise(lines):
+        first = following.split(" ", 1)[0]
+        full = longest >= _LEAST and len(line) + 1 + len(first) > _FULL * longest
+        parts += [" " if first and full and _GOES_ON.search(line) else "\n", following]
+    return "".join(parts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import pypdfium2  # type: ignore[import-untyped]
 import pytest
 
 from razor_dist.config.errors import DocumentError
-from razor_dist.documents import read
+from razor_dist.documents import pdf, read
 from razor_dist.documents.read import ReadLimits, kind_of, read_document
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
@@ -135,3 +136,19 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(DocumentError, match=wanted):
         read_document(files.epub(), "epub")
+
+
+def test_sentences_of_a_page_are_whole_wherever_its_lines_end() -> None:
+    fact = "The special magic number of London is 109998."
+    broken = 0
+    for words in range(16):
+        data = files.pdf(f"It goes on {'and on ' * words}here. {fact} " + "And so on it goes. " * 9)
+        [page] = pdf.read(data, ReadLimits())
+        assert fact in page
+        [raw] = pypdfium2.PdfDocument(data)
+        broken += fact not in raw.get_textpage().get_text_bounded()
+    assert broken > 3
+    rows = "\n".join(f"Paris and its surroundings and people: {n}00" for n in range(5))
+    for lines in ("Mon\nTue\nWed\nThu", rows, f"A Heading\n{'Many words of prose. ' * 4}"):
+        [page] = pdf.read(files.pdf(lines), ReadLimits())
+        assert page == lines.strip()
