@@ -267,7 +267,7 @@ def test_nothing_is_lost_with_an_engine(application: Application, of_one: Run, w
 
 def test_contexts_are_asked_where_they_are(application: Application) -> None:
     application.deploy(2)
-    client, ids = application.client, {}
+    client = application.client
     mark = {"cache_control": {"type": "ephemeral"}}
     chat: dict[str, Any] = {"model": "smollm2", "max_tokens": 4}
 
@@ -275,15 +275,19 @@ def test_contexts_are_asked_where_they_are(application: Application) -> None:
         messages = [{"role": "user", "content": content}]
         return client.post("/v1/chat/completions", json={**chat, "messages": messages, **fields})
 
-    for number in range(DOCUMENTS):
-        parts = [{"type": "text", "text": document(number), **mark}]
-        answer = ask([*parts, {"type": "text", "text": "\n\nWho?"}])
+    def keep(number: int) -> str:
+        kept = {"type": "text", "text": document(number), **mark}
+        answer = ask([kept, {"type": "text", "text": "\n\nWho?"}])
         assert answer.status_code == 200, answer.text
-        ids[number] = answer.json()["contexts"][0]["id"]
-    assert len({id_[:12] for id_ in ids.values()}) == 2
+        id_: str = answer.json()["contexts"][0]["id"]
+        return id_
+
+    with ThreadPoolExecutor(DOCUMENTS) as pool:
+        ids = list(pool.map(keep, range(DOCUMENTS)))
+    assert len({id_[:12] for id_ in ids}) == 2
     listed = client.get("/v1/contexts").json()["data"]
-    assert {context["id"] for context in listed} == set(ids.values())
-    for id_ in ids.values():
+    assert {context["id"] for context in listed} == set(ids)
+    for id_ in ids:
         usage = ask("\n\nWho?", context=id_).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 900
         assert client.get(f"/v1/contexts/{id_}").json()["id"] == id_
@@ -291,7 +295,7 @@ def test_contexts_are_asked_where_they_are(application: Application) -> None:
     os.kill(engines()[0][0], signal.SIGKILL)  # its successor has another name and the same store
     time.sleep(1)
     application.wait_for(2)
-    for id_ in ids.values():
+    for id_ in ids:
         assert ask("\n\nWho?", context=id_).status_code == 200
         assert client.delete(f"/v1/contexts/{id_}").json()["deleted"]
         assert client.get(f"/v1/contexts/{id_}").status_code == 404
