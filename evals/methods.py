@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.share import share_of
 from razor_dist.evals.selection import SELECTORS, Selection
 from razor_dist.evals.settings import (
     METHOD_SETTINGS,
@@ -193,14 +193,9 @@ def _method(config: EngineConfig, name: str, own: Mapping[str, Any]) -> Method:
 
 def selection_of(share: Any, selector: Any, heads: Flags) -> Selection:
     """Return a rule; ``share`` is a number below 1 or a fraction such as ``1/32``."""
-    try:
-        found = 0.0 if isinstance(share, bool) else float(Fraction(str(share)))
-    except (ValueError, ZeroDivisionError):
-        found = 0.0
-    if not 0 < found < 1:
-        raise ConfigError(
-            f"retrieval_share must be a number between 0 and 1, such as 1/32, got {share!r}"
-        )
+    found = share_of(share)
+    if not found:
+        raise ConfigError("retrieval_share is 0, by which nothing is chosen; leave it out")
     if selector not in SELECTORS:
         raise ConfigError(f"selector must be of {', '.join(SELECTORS)}, got {selector!r}")
     return Selection(found, selector, heads)

@@ -34,7 +34,7 @@ from razor_dist.engine.device import torch_device as torch_device
 from razor_dist.engine.device import torch_dtype as torch_dtype
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.evals.methods import FULL_METHOD, Method
-from razor_dist.evals.selection import SelectedHeads, SelectingContext, slower_half
+from razor_dist.evals.selection import SelectedHeads, SelectingContext
 from razor_dist.evals.settings import METHOD_SETTINGS
 from razor_dist.evals.texts import Prompter
 from razor_dist.evals.watch import Watch, WatchedContext
@@ -48,6 +48,7 @@ from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.slower_half import slower_half
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk

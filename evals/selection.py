@@ -17,23 +17,19 @@ Letters: G query heads of one KV head, T queries, n keys, B blocks, D dimensions
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from razor_dist.config.errors import ModelError
 from razor_dist.heads.decision import Flags
+from razor_dist.kernels.chosen import BLOCK, RECENT
 from razor_dist.kernels.fused import rotate
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
 
-BLOCK = 128
-RECENT = 512
 _TILE = 16  # queries that a kernel would read the union of blocks for
 
 # Of scaled queries [G, T, D], whole blocks of keys [n, D], and the slower dimensions [D / 2], the
@@ -134,24 +130,6 @@ def _attend_tile(
         others = (q @ k[among].mT).masked_fill_(unread, -torch.inf)
         tokens, scores = torch.cat([tokens, among]), torch.cat([scores, others], -1)
     return scores.softmax(-1) @ v[tokens], read
-
-
-def slower_half(model: nn.Module, head_dim: int) -> Tensor:
-    """Return the half of a head's dimensions that turn slowest with position, int64 ``[D / 2]``.
-
-    They are found by turning each unit vector by one position, as the model does, so that any
-    arrangement of pairs will do. Dimensions that are not turned come first.
-    """
-    body: Any = getattr(model, "base_model", model)
-    kinds = [type(m) for m in body.modules() if type(m).__name__.endswith("Attention")]
-    turn = getattr(sys.modules[kinds[0].__module__], "apply_rotary_pos_emb", None)
-    if turn is None or not hasattr(body, "rotary_emb"):
-        raise ModelError("retrieval_share is for models with rotary embeddings")
-    device = next(body.parameters()).device
-    unit = torch.eye(head_dim, device=device)[None, None]
-    cos, sin = body.rotary_emb(unit, torch.ones(1, head_dim, dtype=torch.int64, device=device))
-    turned = turn(unit, unit, cos, sin)[0][0, 0].fill_diagonal_(0)
-    return turned.norm(dim=-1).argsort(stable=True)[: head_dim // 2].sort().values
 
 
 def turned(query: Query, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def attend(
         of = order[split:]
         mine = query.heads(of)
         found = _together(_see_window(mine.tokens(slice(t, t + 1)), windows, t) for t in _rows(q))
-        _write(out, of, found.out, places)
+        write(out, of, found.out, places)
     if pages is None:
         return None
     of = order[:split]
@@ -83,14 +83,14 @@ def attend(
     found = _together(_see_shard(mine.tokens(slice(t, t + 1)), pages, t) for t in _rows(q))
     if pack:
         return torch.cat([found.out.float(), found.lse.unsqueeze(-1)], -1)
-    _write(out, of, found.out, places)
+    write(out, of, found.out, places)
     return None
 
 
 def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | None = None) -> None:
     """See `razor_dist.kernels.decode`."""
     merged = merge_stacked(gathered[..., :-1], gathered[..., -1]).out
-    _write(out, order[: merged.shape[0]], merged, places)
+    write(out, order[: merged.shape[0]], merged, places)
 
 
 def rows_of(heads: Tensor, group: int, places: Tensor | None) -> Tensor:
@@ -99,8 +99,8 @@ def rows_of(heads: Tensor, group: int, places: Tensor | None) -> Tensor:
     return rows.flatten() if places is None else places[rows.flatten()]
 
 
-def _write(out: Tensor, heads: Tensor, found: Tensor, places: Tensor | None) -> None:
-    """Write results ``found`` ``[len(heads), G, n, D]`` to their rows of ``out``."""
+def write(out: Tensor, heads: Tensor, found: Tensor, places: Tensor | None) -> None:
+    """Write what KV ``heads`` found, ``[len(heads), G, n, D]``, to their rows of ``out``."""
     rows = rows_of(heads, found.shape[1], places)
     results = found.flatten(0, 1).transpose(0, 1).to(out.dtype)
     if places is None:

@@ -55,7 +55,7 @@ def attend(
 ) -> Partial:
     """See `razor_dist.kernels.attend` and `razor_dist.kernels.attend_windows`; in float32."""
     assert bias is None
-    own = [_data(x) for x in (k, v)]
+    own = [data_of(x) for x in (k, v)]
     (keys, k_scale), (values, v_scale) = own
     return Partial(
         *operations().attend_many(
@@ -64,7 +64,8 @@ def attend(
     )
 
 
-def _data(x: KeysOrValues) -> tuple[Tensor, Tensor | None]:
+def data_of(x: KeysOrValues) -> tuple[Tensor, Tensor | None]:
+    """Return numbers and scales as the compiled operations read them: rows are contiguous."""
     if isinstance(x, Codes):
         scale = x.scale if x.scale.stride(-1) == 1 else x.scale.contiguous()
         return _rows(x.codes), scale

@@ -19,8 +19,10 @@ from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
 from razor_dist.heads.layout import HeadLayout, HeadShare
+from razor_dist.kernels.chosen import Choice
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.slower_half import slower_half
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import chunks
@@ -56,6 +58,8 @@ class Case:
         Dropped tokens that streaming caches keep.
     tensor : bool
         Several ranks share short steps.
+    share : float
+        Of a query's mass, from which retrieval heads read a block of keys; 0: they read all.
     """
 
     model: str
@@ -72,6 +76,7 @@ class Case:
     windows: tuple[tuple[int | None, ...], ...] | None = None
     tail: int = 0
     tensor: bool = False
+    share: float = 0.0
 
 
 @functools.cache
@@ -117,7 +122,10 @@ def make_runner(
         case.kv_dtype,
         streaming_dtype(case.kv_dtype, case.dtype),
     )
-    return ModelRunner(model, mode, cache, comm, recorder=recorder, source_heads=source_heads)
+    runner = ModelRunner(model, mode, cache, comm, recorder=recorder, source_heads=source_heads)
+    if case.share:
+        runner.caches.choice = Choice(case.share, slower_half(model, shape.head_dim))
+    return runner
 
 
 def answer(*tokens: tuple[int, int]) -> StepPlan:

@@ -34,6 +34,7 @@ SERVE_OPTIONS = """
     --cuda-graphs --decode --default-max-tokens --device --dtype --generation-config --head-map
     --header-timeout --repetition-detection --unknown-fields
     --heartbeat-timeout --host --kv-dtype --kv-tokens --log-format --log-level --max-body-mb
+    --retrieval-share
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --metrics-prefix --model
     --no-compensation --otlp-endpoint --pinned-gb
@@ -81,6 +82,7 @@ def test_the_units_give_options_that_exist(unit: str) -> None:
 PLAN_OPTIONS = """
     --attention --block --compensation --config --context --decode --device --dtype --head-map
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
+    --retrieval-share
     --no-prefix-cache --prefix-cache --prefix-tail-tokens
     --no-trust-remote-code --page-size --prefill --retrieval --rope-scaling --sink-tokens
     --trust-remote-code
@@ -117,6 +119,7 @@ NEEDLE_OPTIONS = """
     --default-max-tokens --repetition-detection
     --duo-head-map --engines --generation-config --haystack --head-map --heartbeat-timeout
     --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --max-step-ms --methods
+    --retrieval-share
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
     --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --ray-address --repeats --retry-failed --ring --rope-scaling --scheduling-policy --seed

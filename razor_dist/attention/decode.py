@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from razor_dist.attention.step import BlockTables, StepInputs
+from razor_dist.attention.chosen import Segments, attend_together
+from razor_dist.attention.step import BlockReader, BlockTables, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels import decode_torch
@@ -32,7 +33,8 @@ class DecodeContext:
 
     Which sequences they are follows from ``inputs`` and ``tables`` alone; nothing is read back from
     the device, here or in `attend`, so that both can be captured. Not so ``beyond_chunk``, where a
-    token stands beyond the first chunk of dual chunk attention.
+    token stands beyond the first chunk of dual chunk attention, and not with ``readers``: then
+    retrieval heads read the blocks that the tokens choose.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class DecodeContext:
         tables: BlockTables,
         *,
         beyond_chunk: bool = False,
+        readers: Sequence[BlockReader] = (),
     ) -> None:
         self.comm, self.caches, self._inputs, self._tables = comm, caches, inputs, tables
         self.tokens = len(inputs.token)
-        self._beyond_chunk = beyond_chunk
+        self._beyond_chunk, self._readers = beyond_chunk, readers
         self._kernels = decode_torch if beyond_chunk else implementation(inputs.token.device)
         if caches.pages.positions is not None:
             caches.pages.positions.index_copy_(0, inputs.at, inputs.position)
@@ -65,6 +68,10 @@ class DecodeContext:
         found = None
         for order, windows in self._windows(heads):
             self._kernels.store(k, v, order, pages, windows, turned)
+            if pages is not None and self._readers:
+                found, pages = self._by_blocks(heads, query._replace(q=q[order])), None
+                decode_torch.write(out, order, found, heads.places)
+                continue
             options: dict[str, Any] = {
                 "scale": query.scale,
                 "slopes": query.slopes,
@@ -78,6 +85,16 @@ class DecodeContext:
                 self._kernels.merge_ranks(gathered, order, out, heads.places)
             pages, pack = None, False  # the first launch has had them
         return out
+
+    def _by_blocks(self, heads: ShortHeads, query: Query) -> Tensor:
+        """Attention of the retrieval heads, float32 ``[K, G, n, D]``, to blocks of their choice."""
+        pages, choice = self.caches.pages, self.caches.choice
+        assert choice is not None
+        readers = []
+        for reader in self._readers:
+            segments = pages.segments(heads.retrieval_rows, reader.spans)
+            readers.append((reader, Segments(segments, reader.shard)))
+        return attend_together(self.comm, choice, query, readers)
 
     def _pages(self, heads: ShortHeads) -> Pages:
         pool, inputs, rows = self.caches.pages, self._inputs, heads.retrieval_rows
@@ -97,11 +114,12 @@ class DecodeContext:
     def _windows(self, heads: ShortHeads) -> Iterator[tuple[Tensor, Windows | None]]:
         """Yield the streaming heads window by window, the first with the retrieval heads.
 
-        Retrieval heads of codes come first, alone, where a kernel reads keys of one dtype.
+        Retrieval heads come first, alone, where they are codes and a kernel reads keys of one
+        dtype, and where they choose blocks.
         """
         split, pages = len(heads.retrieval), self.caches.pages
         apart = pages.k_scale is not None and not mixes_dtypes(pages.k.device)
-        alone = split > 0 and (not heads.groups or apart)
+        alone = split > 0 and (not heads.groups or apart or len(self._readers) > 0)
         if alone:
             yield heads.order[:split], None
         for number, group in enumerate(heads.groups):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from razor_dist.attention.chosen import Segments, attend_chunk
 from razor_dist.attention.step import ChunkTokens
 from razor_dist.attention.streaming_prefill import StreamingChunk, StreamingTransfers
 from razor_dist.cache.caches import Caches
@@ -85,6 +86,11 @@ class PrefillContext:
         assert pool is not None and part is not None
         earlier = Earlier(pool.segments(rows, part.seen), part.lengths, part.positions)
         k, v = pool.stored(k, v)
+        reader, choice = self._chunk.reader, self.caches.choice
+        if reader is not None and choice is not None and not exact:
+            pool.write(rows, part.extents, k, v)
+            held = Segments(pool.segments(rows, reader.spans), reader.shard)
+            return attend_chunk(self.comm, choice, self._chunk.chunk, query, reader, held)
         out = self._ring_attention(self.comm, self._chunk.chunk, query, k, v, earlier)
         pool.write(rows, part.extents, k, v)
         return out

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from razor_dist.attention.chosen import Segments, attend_together
 from razor_dist.attention.step import ReplicatedTokens
 from razor_dist.attention.streaming_prefill import StreamingChunk
 from razor_dist.cache.caches import Caches
@@ -86,7 +87,10 @@ class ReplicatedContext:
     def _retrieval(self, heads: ShortHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the retrieval heads: float32 ``[K, G, T, D]``."""
         pages, rows = self._caches.pages, heads.retrieval_rows
-        query = self._caches.placed(query, max(prompt.chunk.end for prompt in self._prompts))
+        end = max(prompt.chunk.end for prompt in self._prompts)
+        if self._caches.chooses(end):
+            return self._by_blocks(rows, query, k, v)
+        query = self._caches.placed(query, end)
         own = []
         for prompt in self._prompts:
             k_of, v_of = k[:, prompt.at], v[:, prompt.at]
@@ -107,6 +111,18 @@ class ReplicatedContext:
                 partial = merge([partial, Partial(before.out[:, :, at], before.lse[:, :, at])])
             outs.append(partial.out.float())
         return torch.cat(outs, dim=2)
+
+    def _by_blocks(self, rows: slice, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        """The same by the blocks that the tokens choose."""
+        pages, choice, readers = self._caches.pages, self._caches.choice, []
+        for prompt in self._prompts:
+            own = (x[:, prompt.at][:, prompt.own] for x in (k, v))
+            pages.write(rows, prompt.extents, *own)
+            assert prompt.reader is not None
+            held = Segments(pages.segments(rows, prompt.reader.spans), prompt.reader.shard)
+            readers.append((prompt.reader, held))
+        assert choice is not None
+        return attend_together(self._comm, choice, query, readers)
 
     def _before(self, prompt: ReplicatedTokens, rows: slice, by_distance: bool) -> Iterator[Keys]:
         """Yield what this rank holds of the tokens before a prompt's."""

@@ -30,6 +30,7 @@ from razor_dist.attention.window_plan import WindowPlan
 from razor_dist.cache.pages import Span
 from razor_dist.cache.sequence import SharedWindow
 from razor_dist.cache.slots import StreamingSlot
+from razor_dist.kernels.chosen import Shard
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
 
@@ -69,6 +70,17 @@ class BlockTables(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BlockReader:
+    """Tokens of one sequence of which retrieval heads read chosen blocks; and these keys."""
+
+    at: slice  # of the tokens of their kind
+    positions: Tensor  # int64 [T]
+    spans: list[Span]  # slots of this rank's shard, these tokens included
+    shard: Shard  # of these
+    shards: tuple[Shard, ...] = ()  # of a chunk: of every rank
+
+
+@dataclass(frozen=True)
 class DecodeBatch:
     """The next n tokens of some sequences, in host memory."""
 
@@ -79,6 +91,8 @@ class DecodeBatch:
     page_size: int
     dummy_slot: int
     rings: tuple[int, ...]  # by streaming cache: places of a slot before its ring
+    # Of every sequence, if one of them is long enough to choose from.
+    readers: tuple[BlockReader, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -140,6 +154,7 @@ class ReplicatedTokens:
     extents: Extents  # where
     seen: list[Span]  # slots of this rank's shard of the tokens before
     windows: tuple[WindowPart, ...]  # by streaming cache
+    reader: BlockReader | None = None  # where retrieval heads choose blocks
 
     @property
     def own(self) -> slice:
@@ -171,6 +186,7 @@ class ChunkTokens:
     # slots.
     stored: list[tuple[Interval, slice]]
     windows: tuple[WindowPart, ...]  # by streaming cache
+    reader: BlockReader | None = None  # where its end is far enough to choose blocks
 
     @property
     def exact(self) -> bool:
@@ -207,8 +223,9 @@ class Pass:
 
     @property
     def recordable(self) -> bool:
-        """True for a decode batch alone, of which nothing else is asked."""
-        return self.decode is not None and not (self.replicated or self.chunks or self.sources)
+        """True for a decode batch alone, of which nothing else is asked, and that reads all."""
+        alone = not (self.replicated or self.chunks or self.sources)
+        return self.decode is not None and alone and not self.decode.readers
 
 
 @dataclass(frozen=True)

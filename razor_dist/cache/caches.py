@@ -11,6 +11,7 @@ from razor_dist.cache.pages import PagePool
 from razor_dist.cache.slots import Arena
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.chosen import Choice, chooses
 from razor_dist.kernels.dual_chunk import DualChunk
 from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
@@ -47,6 +48,7 @@ class Caches:
     streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
     scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
     dual: DualChunk | None = None  # the model's dual chunk attention
+    choice: Choice | None = None  # of the blocks that retrieval heads read; None: they read all
 
     def placed(self, query: Query, end: int) -> Query:
         """The queries of tokens before position ``end``, with what scoring keys takes there."""
@@ -55,6 +57,10 @@ class Caches:
     def beyond_chunk(self, end: int) -> bool:
         """True if a text of ``end`` tokens has more than one chunk of dual chunk attention."""
         return self.dual is not None and end > self.dual.length
+
+    def chooses(self, end: int) -> bool:
+        """True if retrieval heads leave out blocks of a text of ``end`` tokens."""
+        return self.choice is not None and chooses(end)
 
     def by_distance(self, end: int) -> bool:
         """True if scores in a text of ``end`` tokens depend on where keys stand."""

@@ -22,6 +22,7 @@ from pydantic import (
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.rope_scaling import RopeScaling
+from razor_dist.config.share import Share
 from razor_dist.config.sizes import Size
 from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.config.validation import SettingError, explain
@@ -69,6 +70,11 @@ class EngineConfig(BaseModel):
     )
     prefill: Literal["local", "exact"] = _model(
         "local", "Streaming heads at prefill: windowed (local) or in full (exact)."
+    )
+    retrieval_share: Share = _model(
+        0.0,
+        "Retrieval heads leave out blocks of 128 keys that have less than this of a query's "
+        "attention, such as 1/128; 0: they read all. On cpu.",
     )
     world_size: int = _ranks(1, "Number of ranks.", ge=1)
     device: Literal["auto", "cpu", "cuda"] = _ranks("auto", "Where the ranks compute.")

@@ -35,6 +35,7 @@ from razor_dist.engine.warm_up import warm_up
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.sources import source_heads
+from razor_dist.kernels.chosen import Choice
 from razor_dist.kernels.linear import use_int8_linear
 from razor_dist.models.loader import (
     dtype_name,
@@ -47,6 +48,7 @@ from razor_dist.models.loader import (
 )
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.slower_half import slower_half
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
@@ -193,6 +195,9 @@ def make_engine(
             f"the KV caches do not fit into memory with max_model_len {capacity.max_model_len} "
             f"and kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
         ) from error
+    if config.retrieval_share:
+        slow = slower_half(model, shape.head_dim)
+        runner.caches.choice = Choice(config.retrieval_share, slow)
     if comm.size > 1 and recorder is not None:
         runner.patience = config.collective_timeout
     core = EngineCore(
@@ -256,6 +261,7 @@ def _about(
         "dtype": dtype_name(model.dtype),
         "kv_dtype": kv_dtype_name(torch_kv_dtype(config, model.dtype)),
         **({} if config.weight_dtype == "auto" else {"weight_dtype": config.weight_dtype}),
+        **({"retrieval_share": config.retrieval_share} if config.retrieval_share else {}),
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.attention.step import (
+    BlockReader,
     ChunkTokens,
     DecodeBatch,
     Pass,
@@ -25,6 +26,7 @@ from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import ChunkedPrefill, Sequence, SharedWindow
 from razor_dist.cache.slots import StreamingSlot
 from razor_dist.cache.streaming import StreamingCache
+from razor_dist.kernels.chosen import Shard
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.halo import KVPiece
@@ -170,7 +172,27 @@ class Preparation:
             pool.page_size,
             pool.dummy_slot,
             tuple(cache.arena.ring for cache in caches.streaming),
+            self._readers(runs),
         )
+
+    def _readers(self, runs: Seq[tuple[Sequence, list[int]]]) -> tuple[BlockReader, ...]:
+        """Who reads chosen blocks in a decode batch: all of its sequences, or none."""
+        if not any(self._caches.chooses(of.length + len(tokens)) for of, tokens in runs):
+            return ()
+        readers, begin = [], 0
+        for sequence, tokens in runs:
+            at = slice(begin, begin + len(tokens))
+            begin = at.stop
+            span = Interval(sequence.length, sequence.length + len(tokens))
+            readers.append(self._reader(sequence, at, span))
+        return tuple(readers)
+
+    def _reader(self, sequence: Sequence, at: slice, span: Interval) -> BlockReader:
+        """Tokens that all ranks compute, at ``span``; ``at`` are their places."""
+        rank, size = self._comm.rank, self._comm.size
+        shard = Shard.of(shard_positions(sequence.chunks, span.end, rank, size), span.end)
+        spans = self._caches.pages.spans(sequence.table, 0, len(shard.places))
+        return BlockReader(at, torch.arange(span.begin, span.end), spans, shard)
 
     def _sources(
         self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]
@@ -198,15 +220,17 @@ class Preparation:
         owned = owned_tokens(chunk.span, rank, size)
         exact = caches.scratch is not None and begin == 0
         prefill = ChunkedPrefill([{} for _ in caches.streaming])
+        at = slice(offset, offset + end - begin)
         return ReplicatedTokens(
             entry.sequence,
-            slice(offset, offset + end - begin),
+            at,
             chunk,
             torch.arange(begin, end, device=self._device),
             owned,
             caches.pages.extents(sequence.table, stored, stored + len(owned)),
             caches.pages.spans(sequence.table, 0, stored),
             self._windows(sequence, prefill, _WindowParts([], chunk, 0, True, exact)),
+            None if caches.choice is None else self._reader(sequence, at, chunk.span),
         )
 
     def _chunk(self, entry: BatchEntry, sequence: Sequence) -> ChunkTokens:
@@ -225,15 +249,25 @@ class Preparation:
             if entry.last:
                 stored = _stored(caches.scratch, prefill.scratch, prefill.done, rank)
         windows = _WindowParts(prefill.done, chunk, rank, entry.last, scratch is not None)
+        positions = positions_of(chunk.ranges(rank), self._device)
+        reader = None
+        if caches.chooses(chunk.end):
+            shards = tuple(
+                Shard.of(shard_positions([*sequence.chunks, chunk], chunk.end, r, size), chunk.end)
+                for r in range(size)
+            )
+            spans = caches.pages.spans(sequence.table, 0, len(shards[rank].places))
+            reader = BlockReader(slice(None), positions, spans, shards[rank], shards)
         return ChunkTokens(
             entry.sequence,
             chunk,
             entry.last,
-            positions_of(chunk.ranges(rank), self._device),
+            positions,
             pages,
             scratch,
             stored,
             self._windows(sequence, prefill, windows),
+            reader,
         )
 
     def _shard(

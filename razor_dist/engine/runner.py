@@ -231,8 +231,8 @@ class ModelRunner:
         ids, positions = [], []
         if part.decode is not None:
             inputs, tables = part.decode.on(self.device, len(part.decode))
-            decode = DecodeContext(self.comm, self.caches, inputs, tables, beyond_chunk=beyond)
-            contexts.append(decode)
+            of, readers = (self.comm, self.caches, inputs, tables), part.decode.readers
+            contexts.append(DecodeContext(*of, beyond_chunk=beyond, readers=readers))
             ids, positions = [inputs.token], [inputs.model_position]
         if part.replicated:
             contexts.append(ReplicatedContext(self.comm, self.caches, part.replicated))

@@ -10,6 +10,7 @@ rank holds the whole chunk's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,36 +39,53 @@ def gathered_attention(
     """
     rank, size = comm.rank, comm.size
     keys = torch.stack([k, v])
-    visitors: Pending | None = None
+    visitors: FromAll | None = None
     if pass_q:
         rows = [(*query.q.shape[:2], chunk.tokens(r), query.q.shape[3]) for r in range(size)]
-        visitors = _start(comm, query.q.contiguous(), rows)
+        visitors = sent_to_all(comm, query.q.contiguous(), rows)
         earlier_tokens = [0] * size
     else:
         keys = earlier.block(k, v)
         earlier_tokens = list(earlier.tokens)
     heads, dim = k.shape[0], k.shape[2]
     tokens = [n + chunk.tokens(r) for r, n in enumerate(earlier_tokens)]
-    blocks = _start(comm, keys, [(2, heads, n, dim) for n in tokens])
+    blocks = sent_to_all(comm, keys, [(2, heads, n, dim) for n in tokens])
     found: list[Partial] = []
     if visitors is not None:
-        found = _visit(comm, chunk, query, _in_order(comm, visitors, query.q), earlier)
-    found.append(_own(chunk, rank, query, _in_order(comm, blocks, keys), earlier, earlier_tokens))
+        found = _visit(comm, chunk, query, visitors.wait(), earlier)
+    found.append(_own(chunk, rank, query, blocks.wait(), earlier, earlier_tokens))
     return merge(found).out
 
 
-def _start(comm: Communicator, own: Tensor, shapes: Sequence[Sequence[int]]) -> Pending:
+class FromAll(NamedTuple):
+    """What comes from the other ranks, and this one's own."""
+
+    pending: Pending
+    own: Tensor
+    rank: int
+
+    def wait(self) -> list[Tensor]:
+        """Return it by rank."""
+        found = self.pending.wait()
+        found.insert(self.rank, self.own)
+        return found
+
+
+def sent_to_all(comm: Communicator, own: Tensor, shapes: Sequence[Sequence[int]]) -> FromAll:
     """Send ``own`` to all other ranks, and receive theirs, of these shapes."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     receives = [(rank, own.new_empty(tuple(shapes[rank]))) for rank in others]
-    return comm.exchange([(rank, own) for rank in others], receives, "ring")
+    pending = comm.exchange([(rank, own) for rank in others], receives, "ring")
+    return FromAll(pending, own, comm.rank)
 
 
-def _in_order(comm: Communicator, pending: Pending, own: Tensor) -> list[Tensor]:
-    """Return what `_start` receives, by rank."""
-    found = pending.wait()
-    found.insert(comm.rank, own)
-    return found
+def exchanged(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Send each rank its part; return, by rank, what all have for this one, of its part's shape."""
+    own = [part.contiguous() for part in parts]
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    receives = [(rank, torch.empty_like(own[comm.rank])) for rank in others]
+    pending = comm.exchange([(rank, own[rank]) for rank in others], receives, "ring")
+    return FromAll(pending, own[comm.rank], comm.rank).wait()
 
 
 def _visit(
@@ -82,11 +100,7 @@ def _visit(
     runs = [run for r in range(size) for run in chunk.ranges(r)]
     here = earlier.seen_by(everybodys, runs, rank)
     packed = torch.cat([here.out.float(), here.lse.unsqueeze(-1)], dim=-1)
-    parts = [x.contiguous() for x in packed.split([q.shape[2] for q in queries], 2)]
-    others = [r for r in range(size) if r != rank]
-    receives = [(r, torch.empty_like(parts[rank])) for r in others]
-    returned = comm.exchange([(r, parts[r]) for r in others], receives, "ring")
-    found = [parts[rank], *returned.wait()]
+    found = exchanged(comm, packed.split([q.shape[2] for q in queries], 2))
     return [Partial(x[..., :-1], x[..., -1]) for x in found]
 
 

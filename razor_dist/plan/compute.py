@@ -38,6 +38,7 @@ from razor_dist.parallel.earlier import queries_travel
 from razor_dist.parallel.ring import is_short
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+from razor_dist.plan.chosen import add_chunks, chosen_from, least_keys, least_read, token_bytes
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device, Efficiency
 from razor_dist.protocol.step_plan import FRAME, HEADER, payload_length
@@ -81,7 +82,7 @@ def operations(d: Deployment, prompt: int) -> Operations:
     seen = {heads: causal if d.exact else visible(heads.policy, prompt) for heads in d.streaming}
     return Operations(
         linear=2 * (d.weights.matmul * prompt + d.weights.head),
-        retrieval=per_key * sum(d.retrieval_per_layer) * causal,
+        retrieval=per_key * sum(d.retrieval_per_layer) * least_keys(d, prompt),
         streaming=per_key * sum(heads.rows * keys for heads, keys in seen.items()),
         full=per_key * shape.kv_heads * shape.layers * causal,
     )
@@ -105,7 +106,8 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
     if d.world_size > 1:
         others, rows = d.world_size - 1, sum(d.retrieval_per_layer)
         chunks = d.chunks(prompt)
-        _add_rings(d, chunks, rows, d.kv_bytes, prefill)
+        _add_rings(d, chunks, rows, d.kv_bytes, prefill, chosen=True)
+        add_chunks(d, chunks, rows, prefill)
         if d.exact:
             streaming = sum(heads.rows for heads in d.streaming)
             _add_rings(d, chunks, streaming, d.streaming_kv_bytes, prefill)
@@ -119,6 +121,8 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
         prefill[0]["control"] = others * _INT64 * (FRAME * (1 + len(chunks)) + long)
         for sent in decode:
             sent["merge"] = others * rows * d.shape.group * (d.shape.head_dim + 1) * 4
+            if chosen_from(d, prompt):
+                sent["merge"] += rows * token_bytes(d, prompt)
             if d.shared:
                 sizes = [part_of(d.shape.vocab_size, r, d.world_size) for r in range(others + 1)]
                 logits = others * 4 * max(end - begin for begin, end in sizes)
@@ -154,9 +158,18 @@ def _handed_on(chunk: Chunk, tokens: Sequence[int], rank: int) -> int:
 
 
 def _add_rings(
-    d: Deployment, chunks: Sequence[Chunk], rows: int, kv_bytes: int, sent: list[Counter[str]]
+    d: Deployment,
+    chunks: Sequence[Chunk],
+    rows: int,
+    kv_bytes: int,
+    sent: list[Counter[str]],
+    *,
+    chosen: bool = False,
 ) -> None:
-    """Add what ``rows`` heads send, with these bytes of a token's key and value."""
+    """Add what ``rows`` heads send, with these bytes of a token's key and value.
+
+    Chunks of which they choose blocks are left out if ``chosen``.
+    """
     size, dim = d.world_size, d.shape.head_dim
     earlier = [0] * size
     for chunk in chunks:
@@ -164,7 +177,7 @@ def _add_rings(
         through = [a + b for a, b in zip(earlier, own, strict=True)]
         queries = pass_q(d, chunk, kv_bytes)
         blocks = own if queries else through
-        for rank in range(size):
+        for rank in range(size) if not (chosen and chosen_from(d, chunk.end)) else ():
             nbytes = _handed_on(chunk, blocks, rank) * kv_bytes
             if queries:
                 nbytes += _handed_on(chunk, own, rank) * d.shape.group * dim * d.dtype.itemsize
@@ -325,7 +338,7 @@ def _long_share(d: Deployment, prompt: int) -> float:
 
 def decode_reads(d: Deployment, context: int, sequences: int = 1) -> int:
     """Bytes that the fullest rank reads for a token of each sequence of ``context`` tokens."""
-    nbytes = sum(d.retrieval_per_layer) * _shard(d, context) * d.kv_bytes
+    nbytes = sum(d.retrieval_per_layer) * least_read(d, context, _shard(d, context)) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
         nbytes += _waited_for(d, index) * heads.policy.seen(context - 1) * d.streaming_kv_bytes
     weights = d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize
@@ -363,7 +376,7 @@ def decode_time(
     d: Deployment, device: Device, context: int, sent: Traffic, sequences: int = 1
 ) -> Estimate:
     """Estimate one step of ``sequences``; links cost bytes, and a latency for each collective."""
-    keys = sum(d.retrieval_per_layer) * _shard(d, context)
+    keys = sum(d.retrieval_per_layer) * least_read(d, context, _shard(d, context))
     keys += sum(
         _waited_for(d, index) * heads.policy.capacity(context)
         for index, heads in enumerate(d.streaming)

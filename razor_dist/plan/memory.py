@@ -29,6 +29,7 @@ from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.allocations import Allocations
+from razor_dist.plan.chosen import activation_bytes, chosen_from
 from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
@@ -154,7 +155,10 @@ class DryRun:
             read()
         sizes = allocations.transient()
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
-        return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
+        ring = sizes["ring"]
+        if chosen_from(self._d, chunks[index].end):
+            ring = max(ring, activation_bytes(self._d, chunks[index]))
+        return Counter(ring=ring, halo=halo, chunk=sizes["model"])
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
         cache = self._d.cache(max_model_len, self._free)

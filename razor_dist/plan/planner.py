@@ -143,6 +143,12 @@ class Plan:
                 f"attention over {d.world_size} ranks would take "
                 f"{self.full_kv_per_rank / 1e9:.2f}: nothing is saved"
             )
+        if d.config.retrieval_share:
+            refused = "" if self.device.kind == "cpu" else "; the engine refuses it on cuda"
+            said.append(
+                "with retrieval_share, attention of retrieval heads is the estimates and what "
+                f"each query reads; blocks that a text makes them choose come on top{refused}"
+            )
         if d.exact:
             said.append(
                 "prefill is exact: every head rides the ring and keeps everything until the prompt "

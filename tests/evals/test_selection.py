@@ -32,11 +32,11 @@ from razor_dist.evals.selection import (
     SELECTORS,
     SelectedHeads,
     attend_selected,
-    slower_half,
 )
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.job import run_job
 from razor_dist.kernels.query import Query
+from razor_dist.models.slower_half import slower_half
 from tests.tiny_models import make_tiny
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))

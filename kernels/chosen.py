@@ -1,0 +1,166 @@
+"""Attention of queries to blocks of keys that each of them chooses, and the rule by which they do.
+
+Blocks are `BLOCK` tokens at absolute positions. The query at position i always reads the first, and
+all from that of position i - `RECENT` on (`fixed`). Of the others it reads those of which, for any
+query head of its KV head,
+
+    exp(estimate) >= share * (mass of what is always read + sum of exp(estimate))      (`choose`)
+
+where the estimate is the largest score of the block's keys by the slower half of the dimensions,
+with queries and keys in 8 bits (`largest`). Whole numbers are multiplied, and a largest one has no
+order: the estimates are the same bits, however the keys are dealt to ranks.
+
+Letters: K KV heads, G query heads of each, T queries of one sequence, S keys, D dimensions, W of
+them the slower ones, B blocks. Tables of blocks are ``[K, B, ...]``: the queries of one block are
+adjacent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels.compiled import operations
+from razor_dist.kernels.many_cpu import data_of
+from razor_dist.kernels.partial import Partial, empty_partial
+from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
+from razor_dist.kernels.reference import attend as attend_reference
+
+BLOCK = 128
+RECENT = 512
+# Without compiled operations, the most scores that are in memory at once.
+_SCORES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A share of a query's mass from which it reads a block, and what tells: int64 ``[W]``."""
+
+    share: float
+    slow: Tensor
+
+
+class Shard(NamedTuple):
+    """Where some keys of a sequence stand, in the order of their positions."""
+
+    places: Tensor  # int64 [S], ascending
+    edges: Tensor  # int64 [B + 1]: of block b are the keys from edges[b] to edges[b + 1]
+
+    @classmethod
+    def of(cls, runs: Sequence[range], end: int) -> Shard:
+        """Those of a sequence of ``end`` tokens that are in ``runs``."""
+        parts = [torch.arange(run.start, run.stop, run.step) for run in runs if run]
+        places = torch.cat(parts or [torch.arange(0)])
+        borders = torch.arange(0, blocks_of(end) + 1) * BLOCK
+        return cls(places, torch.searchsorted(places, borders))
+
+    def cut(self, begin: int, end: int) -> Shard:
+        """The keys from index ``begin`` to ``end``."""
+        return Shard(self.places[begin:end], self.edges.clamp(begin, end) - begin)
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+def first_recent(positions: Tensor) -> Tensor:
+    """The first of the last blocks that are always read, by query: int64 ``[T]``."""
+    return ((positions - RECENT) // BLOCK).clamp(min=1)
+
+
+def chooses(end: int) -> bool:
+    """Tell if a text of ``end`` tokens has blocks that are not always read."""
+    return end > RECENT + 2 * BLOCK
+
+
+def fixed(positions: Tensor, blocks: int) -> Tensor:
+    """What is always read, bool ``[B, T]``; blocks behind a query have no key that it sees."""
+    number = torch.arange(blocks).unsqueeze(-1)
+    return (number == 0) | (number >= first_recent(positions))
+
+
+def choose(share: float, estimate: Tensor, lse: Tensor) -> Tensor:
+    """Return the blocks that are read beside the fixed ones, bool ``[K, B, T]``.
+
+    ``estimate`` is `largest`'s, ``lse`` ``[K, G, T]`` the logarithm of the fixed ones' mass.
+    """
+    total = torch.logaddexp(lse, estimate.logsumexp(1))
+    return (estimate >= (math.log(share) + total).unsqueeze(1)).any(2)
+
+
+def index_of(k: KeysOrValues, slow: Tensor) -> Codes:
+    """Keys as they are compared, ``[K, S, W]``: of 8-bit keys these, else rounded to 8 bits."""
+    if isinstance(k, Codes):
+        return Codes(k.codes[..., slow], k.scale)
+    return quantize(k[..., slow])
+
+
+def largest(q: Tensor, k: KeysOrValues, slow: Tensor, shard: Shard, positions: Tensor) -> Tensor:
+    """The largest score of each block, by 8 bits of the dimensions ``slow``: ``[K, B, G, T]``.
+
+    ``q`` is ``[K, G, T, W]``, scaled, at ascending ``positions`` (int64 ``[T]``); ``k`` is
+    ``[K, S, D]``. It is -inf for blocks that are always read, and those without keys.
+    """
+    recent = first_recent(positions)
+    if operations() is not None:
+        of = q.contiguous(), *data_of(k), slow, shard.edges, recent
+        compiled: Tensor = operations().block_largest(*of)
+        return compiled
+    own, index = quantize(q), index_of(k, slow)
+    codes, blocks = own.codes.float(), len(shard.edges) - 1
+    found = q.new_full((len(q), blocks, *q.shape[1:3]), -math.inf)
+    for b in range(1, int(recent.max()) if len(recent) else 0):
+        at = slice(int(shard.edges[b]), int(shard.edges[b + 1]))
+        if at.stop > at.start:
+            scores = torch.einsum("kgtw,ksw->kgts", codes, index.codes[:, at].float())
+            scores = scores * own.scale.unsqueeze(-1) * index.scale[:, None, None, at]
+            found[:, b] = scores.amax(-1).masked_fill(recent <= b, -math.inf)
+    return found
+
+
+def attend_chosen(
+    q: Tensor,
+    k: KeysOrValues,
+    v: KeysOrValues,
+    chosen: Tensor,
+    shard: Shard,
+    positions: Tensor,
+    *,
+    scale: float,
+) -> Partial:
+    """Causal attention of queries to the keys of the blocks that they have ``chosen``.
+
+    ``q`` is float32 ``[K, G, T, D]``, ``k`` and ``v`` ``[K, S, D]``, ``chosen`` bool ``[K, B, T]``.
+    """
+    if not q.shape[2] or not k.shape[1]:
+        return empty_partial(q)
+    chosen = chosen if chosen.stride()[1:] == (q.shape[2], 1) else chosen.contiguous()
+    width = 32 if isinstance(k, Codes) else 16
+    if operations() is not None and q.shape[-1] % width == 0 and q.shape[-1] <= 512:
+        (keys, k_scale), (values, v_scale) = data_of(k), data_of(v)
+        of = q, keys, values, k_scale, v_scale, chosen, shard.edges, shard.places, positions
+        return Partial(*operations().attend_chosen(*of, scale))
+    k, v = k.to(torch.float32), v.to(torch.float32)
+    block, found = shard.places // BLOCK, []
+    rows = max(1, _SCORES // (q.shape[1] * k.shape[1]))
+    for t in range(0, q.shape[2], rows):
+        at = slice(t, t + rows)
+        for head, own in enumerate(chosen[:, :, at]):
+            read = own.any(1)[block].nonzero().flatten()
+            if not len(read):
+                found.append(empty_partial(q[head : head + 1, :, at]))
+                continue
+            seen = own[block[read]].T & (shard.places[read] <= positions[at].unsqueeze(-1))
+            hides = torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+            one = slice(head, head + 1)
+            rows_of = q[one, :, at]
+            found.append(attend_reference(rows_of, k[one, read], v[one, read], scale, False, hides))
+    heads = len(q)
+    parts = [found[i : i + heads] for i in range(0, len(found), heads)]
+    outs, lses = ([torch.cat([p[n] for p in part]) for part in parts] for n in (0, 1))
+    return Partial(torch.cat(outs, 2), torch.cat(lses, 2))
