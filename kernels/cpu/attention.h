@@ -85,7 +85,7 @@ inline void add_values(const float* weights, const T* const* k, const T* const* 
       __builtin_prefetch(k[j] + BLOCK * width + d + c * WIDTH);
       for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p)
-          sums[r][c][p] = fused(values[p], Floats{} + weights[r * BLOCK + j], sums[r][c][p]);
+          sums[r][c][p] = fused(values[p], all(weights[r * BLOCK + j]), sums[r][c][p]);
     }
   }
   each([](const Floats& own, float* at) { std::memcpy(at, &own, sizeof own); });

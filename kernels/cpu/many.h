@@ -45,7 +45,7 @@ struct Matrix {
   int64_t row;
 };
 
-inline Floats add_product(Floats sum, Floats b, float a) { return fused(b, Floats{} + a, sum); }
+inline Floats add_product(Floats sum, Floats b, float a) { return fused(b, all(a), sum); }
 inline Ints add_product(Ints sum, Ints b, int32_t a) { return add_pairs(sum, b, Ints{} + a); }
 
 // c[r, j] = sum over i of a[r, i] b[i, j], added to c if ADD, for R rows and C vectors of columns.

@@ -113,6 +113,10 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// A number in every place. It is not added to zero, which would be an instruction for the sake of
+// -0.
+inline Floats all(float number) { return number - Floats{}; }
+
 inline Floats load(const float* from) { return read<Floats>(from); }
 inline Floats load(const int8_t* from) {
   return __builtin_convertvector(integers_of(from), Floats);

@@ -53,12 +53,11 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     expect(page.locator("#reader mark").first).to_be_in_viewport()
     picture("source")
     page.keyboard.press("Escape")
-    if screen == "phone":
-        page.locator("#close-reader").click()
-    else:
+    if screen != "phone":
         page.mouse.move(0, 0)
         page.locator("#keep").click()
         expect(page.locator("#contexts-list li").first).to_be_visible(timeout=60_000)
+        expect(page.locator("#stop")).to_be_hidden()
         picture("kept")
     if screen == "light":
         page.emulate_media(media="print")

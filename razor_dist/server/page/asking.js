@@ -134,8 +134,8 @@ function begin(turn) {
 function showCited(view) {
   view.append("", follow);
   const before = reader.passages.length;
-  const passages = view.light();
-  if (passages.length > before) reader.follow(passages.at(-1));
+  const [last] = view.light();
+  if (last && reader.passages.length > before) reader.follow(last);
 }
 
 let saved = 0;

@@ -107,11 +107,11 @@ export class TurnView {
     if (marked && document.activeElement === document.body) place.querySelector(`[data-sentence="${marked}"]`)?.focus();
   }
 
-  /** Lights the passages of this turn in the text; returns those. */
+  /** Lights the passages of this turn in the text; returns those of its last sentence that cites. */
   light() {
-    const { passages } = citations(this.turn, this.documentOf);
+    const { passages, sentences } = citations(this.turn, this.documentOf);
     reader.light(passages, (passage) => this.point(passage));
-    return passages;
+    return sentences.at(-1)?.passages ?? [];
   }
 
   /** Marks the sentences that cite a passage, or none. */
