@@ -426,8 +426,8 @@ def test_two_servers_on_one_store_know_each_others_contexts(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_contexts_outlive_an_engine_that_dies(tmp_path: Path) -> None:
-    with serving(2) as server:
+def test_contexts_outlive_an_engine_that_dies() -> None:
+    with serving(2, "--pinned-gb=0.2") as server:
         first = chat(server, messages=[user(part(REPORT, cache_control=MARK), ASK)])
         [context] = first["contexts"]
 
