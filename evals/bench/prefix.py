@@ -203,7 +203,7 @@ def pins(settings: PrefixBenchSettings) -> BenchRecord:
     words = prose(settings)[0]
     rounds: list[dict[str, Any]] = []
     mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
-    # Room for two rounds: from then on every page and slot has been written, and memory is resident.
+    # Room for two rounds: after those every page and slot has been written, and is resident.
     room = ("--pinned-gb=1", "--max-num-seqs=32", "--kv-tokens=40K")
     with asker(settings, *room) as server:
         rounds.append({"after": "the start", **server.memory()})

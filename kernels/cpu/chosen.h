@@ -68,8 +68,7 @@ Tensor block_largest_of(const Tensor& q, const Tensor& k, const optional<Tensor>
                 blocks = edges.size(0) - 1, rows = group * tokens,
                 width = (dims + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH), inner = width / 2;
   const Tensor largest = at::empty({heads, blocks, group, tokens}, q.options());
-  const int64_t *edge = edges.const_data_ptr<int64_t>(),
-                *first = recent.const_data_ptr<int64_t>();
+  const int64_t *edge = edges.const_data_ptr<int64_t>(), *first = recent.const_data_ptr<int64_t>();
   std::vector<int32_t> codes(heads * rows * inner);  // of pairs of 16 bits
   std::vector<float> factors(heads * rows);
   at::parallel_for(0, heads * rows, 64, [&](int64_t begin, int64_t end) {
@@ -87,25 +86,23 @@ Tensor block_largest_of(const Tensor& q, const Tensor& k, const optional<Tensor>
     std::vector<float> wide(width), scales(KEY_BLOCK);
     std::vector<int8_t> bytes(KEY_BLOCK * width);
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t head = unit / blocks, block = unit % blocks, keys = edge[block + 1] - edge[block],
+      const int64_t head = unit / blocks, block = unit % blocks,
+                    keys = edge[block + 1] - edge[block],
                     padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
       float* to = largest.data_ptr<float>() + unit * rows;
       // Later queries choose from more blocks.
       const int64_t t0 = block ? std::upper_bound(first, first + tokens, block) - first : tokens;
-      for (int64_t g = 0; g < group; ++g)
-        std::fill_n(to + g * tokens, keys ? t0 : tokens, NOTHING);
+      for (int64_t g = 0; g < group; ++g) std::fill_n(to + g * tokens, keys ? t0 : tokens, NOTHING);
       if (!keys || t0 == tokens) continue;
       const T* data = k.const_data_ptr<T>() + head * k.stride(0) + edge[block] * k.stride(1);
       const float* own = nullptr;
-      if (k_scale)
-        own = k_scale->const_data_ptr<float>() + head * k_scale->stride(0) + edge[block];
+      if (k_scale) own = k_scale->const_data_ptr<float>() + head * k_scale->stride(0) + edge[block];
       take_slow(Rows<T>{data, k.stride(1), own}, slow.const_data_ptr<int64_t>(), dims, width, keys,
                 wide.data(), bytes.data(), scales.data());
       turn_keys(w, Rows<int8_t>{bytes.data(), width, scales.data()}, keys, padded);
       for (int64_t g = 0; g < group; ++g)
         for (int64_t t = t0; t < tokens; t += ROW_BLOCK) {
-          const int64_t count = std::min(ROW_BLOCK, tokens - t),
-                        row = head * rows + g * tokens + t;
+          const int64_t count = std::min(ROW_BLOCK, tokens - t), row = head * rows + g * tokens + t;
           multiply<false>(Matrix<int32_t>{codes.data() + row * inner, inner},
                           Matrix<int32_t>{w.keys, KEY_BLOCK}, w.scores, KEY_BLOCK, count, padded,
                           inner, factors.data() + row, w.key_factor);

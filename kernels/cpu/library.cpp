@@ -43,11 +43,13 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "bool causal, float scale) -> (Tensor, Tensor)",
       on_cpu(attend_many));
   library.def(
-      "block_largest(Tensor q, Tensor k, Tensor? k_scale, Tensor slow, Tensor edges, Tensor recent) "
+      "block_largest(Tensor q, Tensor k, Tensor? k_scale, Tensor slow, Tensor edges, Tensor "
+      "recent) "
       "-> Tensor",
       on_cpu(block_largest));
   library.def(
-      "attend_chosen(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor chosen, "
+      "attend_chosen(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor "
+      "chosen, "
       "Tensor edges, Tensor places, Tensor at, float scale) -> (Tensor, Tensor)",
       on_cpu(attend_chosen));
   library.def("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
