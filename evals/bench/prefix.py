@@ -203,8 +203,8 @@ def pins(settings: PrefixBenchSettings) -> BenchRecord:
     words = prose(settings)[0]
     rounds: list[dict[str, Any]] = []
     mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
-    # Room for two rounds: after those every page and slot has been written, and is resident.
-    room = ("--pinned-gb=1", "--max-num-seqs=32", "--kv-tokens=40K")
+    # Small caches: after two rounds every page and slot has been written, and is resident.
+    room = ("--pinned-gb=1", "--max-num-seqs=32", "--kv-tokens=30K", "--max-model-len=1K")
     with asker(settings, *room) as server:
         rounds.append({"after": "the start", **server.memory()})
         for number in range(_ROUNDS):
