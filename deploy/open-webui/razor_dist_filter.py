@@ -41,7 +41,7 @@ class Filter:
             0.1, ge=0, le=1, description="Passages with less of a sentence's attention are left out"
         )
         least_grounded: float = Field(
-            0.3, ge=0, le=1, description="Sentences that are less grounded show no passage."
+            0.4, ge=0, le=1, description="Sentences that are less grounded show no passage."
         )
         least_tokens: int = Field(
             500, ge=0, description="Prompts with fewer new tokens show no progress."
