@@ -132,7 +132,7 @@ def attend_chunk(
     sizes = [chunk.tokens(r) for r in range(comm.size)]
     heads, group, _, dim = query.q.shape
     # What every rank has, to every rank.
-    queries = sent_to_all(comm, query.q.contiguous(), [(heads, group, n, dim) for n in sizes])
+    queries = sent_to_all(comm, query.q, [(heads, group, n, dim) for n in sizes])
     width = packed_width(len(choice.slow), INT8)
     codes = [packed(index_of(k, choice.slow)) for k, _ in segments.parts]
     index = sent_to_all(

@@ -42,7 +42,7 @@ def gathered_attention(
     visitors: FromAll | None = None
     if pass_q:
         rows = [(*query.q.shape[:2], chunk.tokens(r), query.q.shape[3]) for r in range(size)]
-        visitors = sent_to_all(comm, query.q.contiguous(), rows)
+        visitors = sent_to_all(comm, query.q, rows)
         earlier_tokens = [0] * size
     else:
         keys = earlier.block(k, v)
@@ -75,7 +75,8 @@ def sent_to_all(comm: Communicator, own: Tensor, shapes: Sequence[Sequence[int]]
     """Send ``own`` to all other ranks, and receive theirs, of these shapes."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     receives = [(rank, own.new_empty(tuple(shapes[rank]))) for rank in others]
-    pending = comm.exchange([(rank, own) for rank in others], receives, "ring")
+    sent = own.contiguous()  # a copy of it is freed when it has been sent
+    pending = comm.exchange([(rank, sent) for rank in others], receives, "ring")
     return FromAll(pending, own, comm.rank)
 
 
