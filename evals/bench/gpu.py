@@ -102,7 +102,7 @@ def run(
             going_on = True
             while waiting and going_on and time.monotonic() < end:
                 name = waiting.pop(0)
-                limit = min(limits[name], end - time.monotonic())
+                limit = min(settings.patience * limits[name], end - time.monotonic())
                 for _ in worker.results(records[name], limit):
                     _record(settings, records).write()
                 log.info("%s: %s", name, records[name].status)

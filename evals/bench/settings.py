@@ -321,6 +321,7 @@ class GpuBenchSettings(BenchSettings):
     out: Annotated[Path, Option(metavar="FOLDER", help="For figures, page and logs.")]
     device: Device = "auto"
     minutes: Annotated[float, Option(min=0.1, help="Time for all parts together.")] = 9.0
+    patience: Annotated[float, Option(min=1, help="Times the time that each part may take.")] = 1.0
 
     @property
     def files(self) -> tuple[Path | None, ...]:

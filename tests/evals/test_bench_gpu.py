@@ -116,7 +116,7 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
         "GPU_PYTHON": sys.executable,
         "GPU_OUT": out,
         "GPU_UNPACKED": tmp_path / "unpacked",
-        "GPU_OPTIONS": "--device cpu",
+        "GPU_OPTIONS": "--device cpu --patience 4",  # other tests run beside it
     }
     command = ["make", "gpu", *(f"{name}={value}" for name, value in variables.items())]
     said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=540)
