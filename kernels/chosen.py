@@ -46,21 +46,21 @@ class Choice:
 
 
 class Shard(NamedTuple):
-    """Where some keys of a sequence stand, in the order of their positions."""
+    """Positions of a part of a sequence's keys, in ascending order."""
 
     places: Tensor  # int64 [S], ascending
     edges: Tensor  # int64 [B + 1]: of block b are the keys from edges[b] to edges[b + 1]
 
     @classmethod
     def of(cls, runs: Sequence[range], end: int) -> Shard:
-        """Those of a sequence of ``end`` tokens that are in ``runs``."""
+        """Return the keys in ``runs`` of a sequence of ``end`` tokens."""
         parts = [torch.arange(run.start, run.stop, run.step) for run in runs if run]
         places = torch.cat(parts or [torch.arange(0)])
         borders = torch.arange(0, blocks_of(end) + 1) * BLOCK
         return cls(places, torch.searchsorted(places, borders))
 
     def cut(self, begin: int, end: int) -> Shard:
-        """The keys from index ``begin`` to ``end``."""
+        """Return the keys from index ``begin`` to ``end``."""
         return Shard(self.places[begin:end], self.edges.clamp(begin, end) - begin)
 
 
@@ -69,7 +69,7 @@ def blocks_of(tokens: int) -> int:
 
 
 def first_recent(positions: Tensor) -> Tensor:
-    """The first of the last blocks that are always read, by query: int64 ``[T]``."""
+    """Return the first of each query's recent blocks, which are always read: int64 ``[T]``."""
     return ((positions - RECENT) // BLOCK).clamp(min=1)
 
 
@@ -79,7 +79,7 @@ def chooses(end: int) -> bool:
 
 
 def fixed(positions: Tensor, blocks: int) -> Tensor:
-    """What is always read, bool ``[B, T]``; blocks behind a query have no key that it sees."""
+    """Return the blocks that are always read, bool ``[B, T]``, and all that begin after a query."""
     number = torch.arange(blocks).unsqueeze(-1)
     return (number == 0) | (number >= first_recent(positions))
 

@@ -1,4 +1,4 @@
-"""How well a number tells right answers from others: areas under the ROC curve."""
+"""Areas under the ROC curve of numbers that are to separate right answers from others."""
 
 from __future__ import annotations
 

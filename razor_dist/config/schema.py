@@ -231,7 +231,7 @@ class EngineConfig(BaseModel):
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """How the model's folder is read: arguments of `razor_dist.models.loader`'s functions."""
+        """Arguments of `razor_dist.models.loader`'s functions that say how a model is read."""
         return {"trust_remote_code": self.trust_remote_code, "rope_scaling": self.rope_scaling}
 
     @property

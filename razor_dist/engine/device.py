@@ -59,7 +59,7 @@ def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def drafts_config(config: EngineConfig, device: torch.device) -> SpeculativeConfig | None:
-    """How drafts are made, None for none; ``auto`` has them on CPU, where they were measured."""
+    """Return the settings of drafts, or None; ``auto`` drafts on CPU, where it was measured."""
     if config.speculative_config != "auto":
         return config.speculative_config
     return SpeculativeConfig() if device.type == "cpu" else None

@@ -176,7 +176,7 @@ class Preparation:
         )
 
     def _readers(self, runs: Seq[tuple[Sequence, list[int]]]) -> tuple[BlockReader, ...]:
-        """Who reads chosen blocks in a decode batch: all of its sequences, or none."""
+        """Return a reader of chosen blocks for each sequence of a decode batch, or none at all."""
         if not any(self._caches.chooses(of.length + len(tokens)) for of, tokens in runs):
             return ()
         readers, begin = [], 0
@@ -197,7 +197,7 @@ class Preparation:
     def _sources(
         self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]
     ) -> list[SourceToken]:
-        """Those of the tokens of a decode batch that ask where the strongest heads look."""
+        """Return the tokens of a decode batch whose requests ask where the strongest heads look."""
         found, index, rank = [], 0, self._comm.rank
         for entry in entries:
             sequence = sequences[entry.sequence]

@@ -58,7 +58,7 @@ def gathered_attention(
 
 
 class FromAll(NamedTuple):
-    """What comes from the other ranks, and this one's own."""
+    """Tensors that are on their way from the other ranks, and this rank's own."""
 
     pending: Pending
     own: Tensor

@@ -1,4 +1,4 @@
-"""What retrieval heads take that choose blocks of keys (``retrieval_share``).
+"""Costs of retrieval heads that choose blocks of keys (``retrieval_share``).
 
 How many blocks a text makes them choose is not known before it is read, so operations and reads are
 the least: the estimates of all keys before a query, and what it always reads. Bytes between ranks

@@ -254,7 +254,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Load:
-    """What a rank does for a prompt or a step: operations, bytes, and counts."""
+    """Operations, bytes and counts of a rank's work for a prompt or a step."""
 
     matmul: float
     attention: float

@@ -1,4 +1,4 @@
-"""What all engines say of themselves, as one answer."""
+"""One answer made of all engines' answers: health, statistics, metrics, contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine answers a request: the one that has the least left to read.
+"""The choice of an engine for a request: the one that has the least left to read.
 
 Prompts are compared by a chain of hashes. Reading, waiting and answering are counted in one unit,
 characters. Why this is not Ray's ``PrefixCacheAffinityRouter`` is in docs/LOG.md.
@@ -28,7 +28,7 @@ Engine = TypeVar("Engine", bound=Hashable)
 
 @dataclass
 class Route:
-    """What the router sees of a request.
+    """The part of a request that decides which engine answers it.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ def tag_of(context: str) -> str:
 
 
 class EngineTable(Generic[Engine]):
-    """What each engine has read and has left to do, as far as requests passed here."""
+    """The prompts that each engine has read, and its requests in flight, of those routed here."""
 
     def __init__(self) -> None:
         self._read: dict[Engine, OrderedDict[bytes, None]] = {}
