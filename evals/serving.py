@@ -104,10 +104,13 @@ class ServerProcess:
             return []
 
 
-def serve(*flags: str, stderr: int | None = subprocess.STDOUT) -> ServerProcess:
+def serve(
+    *flags: str, stderr: int | None = subprocess.STDOUT, env: Mapping[str, str] | None = None
+) -> ServerProcess:
     """Start ``razor-dist serve``, in a session of its own, which Ctrl-C does not reach."""
     command = guarded("razor_dist", "serve", "--port=0", "--log-level=warning", *flags)
-    return ServerProcess(*command, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True)
+    own_session: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    return ServerProcess(*command, stderr=stderr, env=env, **own_session)
 
 
 def wait_until(condition: Callable[[], Any], timeout: float) -> bool:

@@ -37,7 +37,7 @@ QUESTIONS = (
     "How does the text begin?",
 )
 TURNS = ("What is this text about?", "Say it in fewer words.", "Now in one word.")
-_WORDS_PER_TOKEN = 0.68  # of that text, with the embedded model's tokenizer
+_WORDS_PER_TOKEN = 0.68  # of `prose`, with the embedded model's tokenizer
 # Of the Zipf load: requests, documents and their tokens, and documents that the pool holds.
 _REQUESTS, _DOCUMENTS, _LENGTH, _ROOM = 200, 10, 240, 2
 
@@ -101,15 +101,16 @@ def run(settings: PrefixBenchSettings) -> BenchRecord:
     return load.get(settings.load, after_a_kill)(settings)
 
 
-def prose(settings: PrefixBenchSettings) -> tuple[list[str], str]:
-    """Return the words of Python's reference, and a document of about the tokens asked for."""
+def prose(tokens: int) -> tuple[list[str], int]:
+    """Return the words of Python's reference, and how many of them are about ``tokens``."""
     words = " ".join(topics[name] for name in sorted(topics)).split()
-    return words, " ".join(words[: round(settings.prompt_tokens * _WORDS_PER_TOKEN)])
+    return words, round(tokens * _WORDS_PER_TOKEN)
 
 
 def questions(settings: PrefixBenchSettings) -> BenchRecord:
     """Time questions and turns, and compare answers with those of a server without the cache."""
-    words, document = prose(settings)
+    words, length = prose(settings.prompt_tokens)
+    document = " ".join(words[:length])
     halves = [" ".join(reversed(words[a : a + 1500])) for a in (0, 5000, 9000)]
     shared = " ".join(words[20000 : 20000 + 1500])
     flags = ("--max-num-seqs=8",)
@@ -200,7 +201,7 @@ def _part(text: str) -> Part:
 
 def pins(settings: PrefixBenchSettings) -> BenchRecord:
     """Keep short contexts and end them, round after round; the last ones expire."""
-    words = prose(settings)[0]
+    words, _ = prose(settings.prompt_tokens)
     rounds: list[dict[str, Any]] = []
     mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
     # Small caches: after two rounds every page and slot has been written, and is resident.
@@ -232,7 +233,8 @@ def _asked(
 ) -> tuple[list[str], str, list[tuple[str, str]]]:
     """Return a server's flags, a document, and questions to follow it with what is hidden."""
     if "needle" not in settings.load:
-        _, document = prose(settings)
+        words, length = prose(settings.prompt_tokens)
+        document = " ".join(words[:length])
         return ["--max-num-seqs=8"], document, [(f"\n\n{one}", "") for one in QUESTIONS[:3]]
     model = build_needle_model(folder / "needle")
     text, facts = hide_words(settings.prompt_tokens - 64, [10, 50, 90])

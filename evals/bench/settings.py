@@ -246,6 +246,17 @@ class DraftsBenchSettings(PromptBenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartBenchSettings(PromptBenchSettings):
+    """Settings of ``bench start``; the embedded model."""
+
+    world_sizes: Annotated[str, Option(help="Numbers of ranks.")] = "1,8"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return _sizes("world_sizes", self.world_sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapeBenchSettings(PromptBenchSettings):
     argument: ClassVar[str | None] = "shape"
     one_length: ClassVar[bool] = False

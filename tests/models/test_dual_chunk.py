@@ -188,7 +188,8 @@ def test_what_shares_a_step_changes_nothing(
     settings: dict[str, Any], worlds: tuple[int, ...], dual: Path, ranks: Ranks
 ) -> None:
     case = dataclasses.replace(Case(str(dual), split_of(dual, 3), POLICY, ()), **settings)
-    tolerance = 1e-3 if "kv_dtype" in settings else 1e-4
+    # A key within rounding of the middle of two stored values may be stored as either.
+    tolerance = 3e-3 if "kv_dtype" in settings else 1e-4
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, tolerance=tolerance)
 
 

@@ -1,0 +1,65 @@
+"""Seconds from ``razor-dist serve`` to ready, and from a prompt to its answer's first token.
+
+The embedded model. At each number of ranks the server is started twice: with an empty folder of
+compiled kernels, as on a new machine, and with what the first start has left there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from typing import Any
+
+from razor_dist.evals.bench.measure import BenchRecord, Table
+from razor_dist.evals.bench.prefix import prose
+from razor_dist.evals.bench.settings import StartBenchSettings
+from razor_dist.evals.serving import ask, connect, serve
+
+_PROMPTS = 3  # of each length; for the first of them nothing is prepared
+_SHORT_WORDS = 12
+
+
+def run(settings: StartBenchSettings) -> BenchRecord:
+    """Start servers, one after the other, and ask each for short and long prompts."""
+    starts = []
+    for size in settings.ranks:
+        with tempfile.TemporaryDirectory() as kernels:
+            for compiled in (False, True):
+                starts.append(_start(settings, size, kernels) | {"compiled": compiled})
+    rows = [["", "ready, s", "CPU s", "short prompts, s", "long prompts, s", "tokens/s"]]
+    for of in starts:
+        kernels = "compiled before" if of["compiled"] else "nothing compiled"
+        cells = [", ".join(f"{second:.2f}" for second in of[kind]) for kind in ("short", "long")]
+        speeds = ", ".join(f"{speed:.0f}" for speed in of["tokens_per_second"])
+        name = f"P={of['world_size']}, {kernels}"
+        rows.append([name, f"{of['ready']:.1f}", f"{of['cpu']:.1f}", *cells, speeds])
+    return BenchRecord("start", settings, {"starts": starts}, [Table("", rows)])
+
+
+def _start(settings: StartBenchSettings, size: int, kernels: str) -> dict[str, Any]:
+    """Time one server: its start, the first tokens of prompts, and the answers to long ones."""
+    words, long = prose(settings.prompt_tokens)
+    begun = time.perf_counter()
+    with (
+        serve(f"--world-size={size}", env=os.environ | {"XDG_CACHE_HOME": kernels}) as process,
+        connect(process.url()) as client,
+    ):
+        ready = time.perf_counter() - begun
+        cpu = sum(sum(one.cpu_times()[:2]) for one in process.family())
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        answers = []
+        for number, length in enumerate([_SHORT_WORDS] * _PROMPTS + [long] * _PROMPTS):
+            text = " ".join(words[number * long :][:length])  # no two begin alike
+            message = {"role": "user", "content": text}
+            answers.append(ask(client, model, [message], settings.new_tokens))
+    seconds = [answer.first_token_seconds for answer in answers]
+    return {
+        "world_size": size,
+        "ready": ready,
+        "cpu": cpu,
+        "short": seconds[:_PROMPTS],
+        "long": seconds[_PROMPTS:],
+        "prompt_tokens": [answer.prompt_tokens for answer in answers],
+        "tokens_per_second": [answer.tokens_per_second for answer in answers[_PROMPTS:]],
+    }
