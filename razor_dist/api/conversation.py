@@ -118,7 +118,9 @@ class Conversation:
 
     def mark_tools(self, control: CacheControl) -> None:
         """Have all before the first message be kept: that is where templates write tools."""
-        first = next(n for n, turn in enumerate(self.turns) if turn.role != "system")
+        first = next((n for n, turn in enumerate(self.turns) if turn.role != "system"), None)
+        if first is None:
+            return  # without a message the chat is refused
         before = [segment for segment in self._segments if segment.message < first]
         mark = Mark(first, 0, control.seconds, True, segments=before)
         self.marks = [mark, *(other for other in self.marks if other[:2] != mark[:2])]

@@ -336,8 +336,9 @@ class CountTokensBody(Strict):
             if tool.cache_control is not None:
                 conversation.mark_tools(tool.cache_control)
         chat = self._fields() | {"messages": [t.message() for t in conversation.turns]}
-        if self.messages[-1].role == "assistant":  # the answer goes on with it
-            chat["continue_final_message"] = True
+        ends = [turn.role for turn in conversation.turns[-1:]]  # a message may have no block
+        if self.messages[-1].role == "assistant" and ends == ["assistant"]:
+            chat["continue_final_message"] = True  # the answer goes on with it
         if self.tools:
             chat["tools"] = [tool.for_chat() for tool in self.tools]
         if self.tool_choice is not None:
@@ -350,7 +351,9 @@ class CountTokensBody(Strict):
         return body
 
     def _go_on_with(self, kept: KeptContext, conversation: Conversation) -> None:
-        conversation.restore(kept.messages, kept.documents, kept.segments, apart=kept.apart)
+        self.check()  # again: whether all documents are cited is known now
+        apart = kept.apart or not kept.goes_on
+        conversation.restore(kept.messages, kept.documents, kept.segments, apart=apart)
         if self.system and conversation.turns[-1].role != "system":
             raise RequestError(
                 "system is not allowed with a context that goes beyond it", param="system"

@@ -179,6 +179,8 @@ def _answer(
         raise RequestError("stream must be false in a batch", param="stream")
     if parsed.timeout is not None:
         raise RequestError("timeout is not supported in a batch", param="timeout")
+    if parsed.context is not None:
+        raise RequestError("context is not supported in a batch", param="context")
     # Draws depend on the request alone, so that a second run repeats them.
     digest = hashlib.sha256(item_id.encode()).hexdigest()
     prompts = []

@@ -36,7 +36,12 @@ _ONCE = {
 }
 
 # Younger than folders of jobs that can still go on, which were begun with these values.
-_YOUNGER = {"weight_dtype": "auto", "repetition_detection": "auto", "default_max_tokens": None}
+_YOUNGER = {
+    "weight_dtype": "auto",
+    "repetition_detection": "auto",
+    "default_max_tokens": None,
+    "retrieval_share": 0.0,
+}
 
 
 class ExternalEngineConfig(EngineConfig):

@@ -72,7 +72,7 @@ def allow_origins(app: FastAPI, config: ServerConfig) -> None:
             allow_origins=config.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id"),
+            expose_headers=("Retry-After", "X-Request-Id", "request-id"),
         )
 
 

@@ -56,8 +56,8 @@ def current_record() -> RequestRecord:
 class RequestLog:
     """ASGI middleware that logs and counts requests, each when its response has ended.
 
-    Every response has an ``X-Request-Id``: the request's own, if it is made of at most 128 letters,
-    digits and ``._:=/+-``, or a new one.
+    Every response has an ``X-Request-Id`` (and ``request-id``): the request's own, if it is made of
+    at most 128 letters, digits and ``._:=/+-``, or a new one.
     While ``is_draining()`` responses close their connections: the client's next one shall find
     another server.
     """
@@ -81,6 +81,7 @@ class RequestLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = record.request_id
+                headers["request-id"] = record.request_id  # Anthropic's name
                 if self._is_draining():
                     headers["Connection"] = "close"
             await send(message)

@@ -43,6 +43,7 @@ LINES: list[Any] = [
     request("stream", prompt="a", stream=True),
     {**request("other", prompt="a"), "body": {"model": "gpt-5", "prompt": "a"}},
     request("timeout", prompt="a", timeout=60),
+    request("context", CHAT, messages=HELLO, context="ctx_1"),
 ]
 
 
@@ -60,7 +61,7 @@ def test_a_batch(
     command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
     assert cli.main([*command, "--attention", "full"]) == 3
     told = capfd.readouterr()
-    assert "4 of 12 requests answered" in told.out
+    assert "4 of 13 requests answered" in told.out
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [a["custom_id"] for a in answers] == [
         (line["custom_id"] or None) if isinstance(line, dict) else None for line in LINES
@@ -97,6 +98,7 @@ def test_a_batch(
         9: (400, "stream", None),
         10: (404, "model", "model_not_found"),
         11: (400, "timeout", None),
+        12: (400, "context", None),
     }
     for place, (status, param, code) in refused.items():
         response = answers[place]["response"]

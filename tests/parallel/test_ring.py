@@ -192,6 +192,8 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
     monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: True)
     monkeypatch.setattr(torch_cuda, "supports", lambda *given: True)
     monkeypatch.setattr(kernels, "BACKENDS", ("torch_cuda",))
+    # Results without data: merging them takes two minutes and changes no shape.
+    monkeypatch.setattr("razor_dist.kernels.partial._merge", lambda one, other: one)
     world, of = 8, {"dtype": torch.bfloat16, "device": "meta"}
     steps = on_eight_h200(1 << 20, answers)
     chunks = [Chunk(step.begin, step.end, world) for step in steps if step.sharded]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 
 @contextmanager
@@ -19,6 +19,7 @@ def chromium() -> Iterator[Browser]:
         pytest.skip("there is no chromium: apt-get install chromium")
     # Its sandbox needs another user than root.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    expect.set_options(timeout=20_000)  # ms; other tests run beside these
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
         try:

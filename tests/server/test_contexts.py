@@ -102,6 +102,27 @@ def test_documents_in_a_context_are_cited_as_if_they_were_sent() -> None:
     assert error.value.param == "system"
 
 
+def test_what_follows_a_kept_message_stands_apart() -> None:
+    [kept] = parsed("chat", messages=[user(DOCUMENT) | {"cache_control": MARK}]).contexts
+    asked: dict[str, Any] = {"max_tokens": 9}
+    want = parsed("messages", messages=[user(DOCUMENT), user("Why?")], **asked).prompts[0]
+    got = parsed("messages", kept, messages=[user("Why?")], context="c", **asked).prompts[0]
+    assert got.tokens.tolist() == want.tokens.tolist()
+
+
+def test_all_documents_or_none_are_cited_with_those_of_the_context() -> None:
+    def document(cited: bool) -> dict[str, Any]:
+        source = {"type": "text", "media_type": "text/plain", "data": DOCUMENT}
+        return {"type": "document", "source": source, "citations": {"enabled": cited}}
+
+    for kept_cited, cited in ((True, False), (False, True)):
+        marked = user(document(kept_cited) | {"cache_control": MARK}, part("Why?"))
+        [kept] = parsed("messages", messages=[marked], max_tokens=9).contexts
+        then = [user(document(cited), part("Why?"))]
+        with pytest.raises(RequestError, match="citations must be enabled for all documents"):
+            parsed("messages", kept, messages=then, context="c", max_tokens=9)
+
+
 def test_what_does_not_fit_a_context_is_refused() -> None:
     marked = [user(part(DOCUMENT, cache_control=MARK))]
     [kept] = parsed("chat", messages=marked).contexts

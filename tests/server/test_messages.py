@@ -170,7 +170,8 @@ def test_errors_have_anthropics_types(url: str) -> None:
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
             client(server.url(), "another").messages.create(**asking())
         known = client(server.url(), "a-key-of-sixteen-letters")
-        assert known.messages.create(**asking(max_tokens=4)).usage.output_tokens == 4
+        found = known.messages.create(**asking(max_tokens=4))
+        assert found.usage.output_tokens == 4 and found._request_id
         bearer = anthropic.Anthropic(base_url=server.url(), auth_token="a-key-of-sixteen-letters")
         assert bearer.messages.create(**asking(max_tokens=4)).usage.output_tokens == 4
 
@@ -181,6 +182,18 @@ def test_unknown_fields_can_be_ignored_and_prefills_are_continued() -> None:
     assert set(found.ignored) == {"thinking", "n", "messages[].content[].page"}
     begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The castle"}]
     assert prompt_of(parse("messages", asking() | {"messages": begun})).endswith("\nThe castle")
+
+
+def test_a_message_without_blocks_says_nothing() -> None:
+    empty = {"role": "assistant", "content": []}
+    both = [{"role": "user", "content": "Hi"}, empty]
+    found = prompt_of(parse("messages", asking() | {"messages": both}))
+    assert found.endswith("user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    tool["cache_control"] = {"type": "ephemeral"}
+    for tools in ([], [tool]):
+        with pytest.raises(RequestError, match="messages must hold at least one message"):
+            parse("messages", asking() | {"messages": [empty], "tools": tools})
 
 
 def parse(

@@ -160,7 +160,7 @@ def test_what_waits_is_read_ahead(reader: Reader) -> None:
 
 
 def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: ServerProcess) -> None:
-    reader = Reader(browser.new_context(), page_server.url(), max_tokens=2000)
+    reader = Reader(browser.new_context(), page_server.url(), max_tokens=8000)
     reader.add(("fox-2.txt", STORY.encode() * 2))
     expect(reader.pending).to_contain_text("fox-2.txt")
     turn = reader.ask("Who went?")
