@@ -42,8 +42,8 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 
 # The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
 FEW = 24
-# Rows whose products are rounded as one row's are: those of the longest recorded step.
-_ALIKE = 8
+# Rows whose products are rounded as one row's are: those of the longest step with drafts.
+ALIKE = 8
 # And of 8 bits, which oneDNN multiplies by instructions of their own.
 _FEW_INT8 = 8
 
@@ -98,7 +98,7 @@ def fastest_way(rows: int) -> Way:
     For that reason a few rows are computed as one is, if `by_compiled` is the way for that: logits
     of an answer's tokens are the same when they are read one by one, and when a step reads several.
     """
-    if 1 < rows <= _ALIKE and fastest_way(1) is by_compiled:
+    if 1 < rows <= ALIKE and fastest_way(1) is by_compiled:
         return by_compiled
     few = rows <= FEW and operations() is not None
     ways: list[Way] = [by_compiled] if few else []

@@ -52,6 +52,7 @@ class Recorder(Protocol):
     """Records steps: `CudaRecorder`, or `razor_dist.engine.tape.Tape` on CPU."""
 
     most_sequences: int  # of a step that is recorded
+    most_alike: int  # tokens of a step whose results do not depend on how many there are
     pad: int  # lengths are padded to a multiple of at least this, in tokens
 
     def rows(self, sequences: int) -> int:
@@ -67,7 +68,7 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory."""
 
-    most_sequences = 1 << 30
+    most_sequences = most_alike = 1 << 30
     pad = 1024  # tokens; padding by less than this costs next to nothing
 
     def __init__(self, device: torch.device) -> None:
@@ -205,7 +206,7 @@ class DecodeGraphs:
         self._comm, self._caches, self._forward = comm, caches, forward
         self._recorder, self._most = recorder, most
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
-        self.most_tokens = recorder.most_sequences  # of a step that is recorded
+        self.most_tokens = recorder.most_alike  # of a step with drafts
         self.enabled = True
         self.difference = 0.0  # the largest, relative to the largest logit, of those compared
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from razor_dist.kernels.compiled import new_tape
+from razor_dist.kernels.linear import ALIKE
 from razor_dist.parallel.comm import Communicator
 
 Call = Callable[[], object]
@@ -43,7 +44,8 @@ class Tape:
     are padded costs nothing: what is read of a cache follows from how long a sequence is.
     """
 
-    most_sequences = 8
+    most_sequences = 32
+    most_alike = ALIKE
     pad = 1 << 14
 
     def __init__(self, comm: Communicator) -> None:
@@ -51,8 +53,8 @@ class Tape:
         self._found: list[list[Tensor]] = []  # by collectives of the last `warm_up`
 
     def rows(self, sequences: int) -> int:
-        """No more than there are: products of more rows may round otherwise."""
-        return sequences
+        """As many as there are if more rows would round otherwise, else a multiple of `ALIKE`."""
+        return sequences if sequences <= ALIKE else -(-sequences // ALIKE) * ALIKE
 
     def warm_up(self, step: Step) -> None:
         """Run the step, and keep what its collectives bring."""

@@ -8,6 +8,7 @@ those of CPUs (`tests/test_kernels_decode.py` holds all to their definition).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import weakref
@@ -67,12 +68,12 @@ def tokens_of(count: int, seed: int) -> tuple[int, ...]:
 
 
 def make_pair(
-    comm: Communicator, case: Case, recorder: Recorder
+    comm: Communicator, case: Case, recorder: Recorder, sequences: int = 5
 ) -> tuple[ModelRunner, ModelRunner]:
     """An eager runner, and one that records; what no token has filled is NaN in both."""
     longest = dataclasses.replace(case, prompt=(0,) * 70)
-    eager = make_runner(comm, longest, 5)
-    graphs = make_runner(comm, longest, 5, recorder)
+    eager = make_runner(comm, longest, sequences)
+    graphs = make_runner(comm, longest, sequences, recorder)
     graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.decode_logits, recorder)
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
@@ -538,6 +539,25 @@ def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:
     assert runner.graphs is not None
     [key] = runner.graphs._recordings
     assert key.sequences == 2 and runner.graphs._recordings[key].replay is not None
+
+
+@needs_compiler
+def test_steps_of_some_sequences_are_recorded_with_rows_of_none_on_cpu(tiny: Tiny) -> None:
+    """Beyond eight, where no step is rounded as one of another number of sequences."""
+    case = case_of(tiny("llama"))
+    pair = make_pair(Communicator(None), case, Tape(Communicator(None)), 17)
+    for runner, key in itertools.product(pair, range(17)):
+        prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(9 + key, key)))
+    for step, count in enumerate((11, 12, 16, 9, 17, 17, 17, 10, 8, 8, 8)):
+        want, found = (
+            runner.execute(answer(*((key, 5 + step) for key in range(count)))) for runner in pair
+        )
+        assert want is not None and found is not None and len(found) == count
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    graphs = pair[1].graphs
+    assert graphs is not None and graphs.enabled
+    recorded = {key.sequences: of.replay is not None for key, of in graphs._recordings.items()}
+    assert recorded == {8: True, 16: True, 24: True}
 
 
 @given(st.integers(1, 1 << 21), st.sampled_from([1, 16, 1024]))
