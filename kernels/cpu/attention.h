@@ -281,12 +281,7 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
         if (slopes)
           for (int j = 0; j < keys.count; ++j) row[j] += slopes[g + r] * keys.far[j];
         std::fill(row + keys.count, row + padded, NOTHING);
-        Floats largest = load(row);
-        for (int j = WIDTH; j < padded; j += WIDTH) {
-          const Floats next = load(row + j);
-          largest = next > largest ? next : largest;
-        }
-        const float most = std::max(found.most[g + r], largest_of(largest));
+        const float most = std::max(found.most[g + r], largest_of(row, padded));
         Floats total = {};
         for (int j = 0; j < padded; j += WIDTH) {
           // 2^-126 in place of 0 is a weight that no sum of float32 sees beside the largest, 1.

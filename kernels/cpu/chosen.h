@@ -94,11 +94,8 @@ Tensor block_largest_of(const Tensor& q, const Tensor& k, const optional<Tensor>
       const int64_t t0 = block ? std::upper_bound(first, first + tokens, block) - first : tokens;
       for (int64_t g = 0; g < group; ++g) std::fill_n(to + g * tokens, keys ? t0 : tokens, NOTHING);
       if (!keys || t0 == tokens) continue;
-      const T* data = k.const_data_ptr<T>() + head * k.stride(0) + edge[block] * k.stride(1);
-      const float* own = nullptr;
-      if (k_scale) own = k_scale->const_data_ptr<float>() + head * k_scale->stride(0) + edge[block];
-      take_slow(Rows<T>{data, k.stride(1), own}, slow.const_data_ptr<int64_t>(), dims, width, keys,
-                wide.data(), bytes.data(), scales.data());
+      take_slow(rows_of<T>(k, k_scale, head, edge[block]), slow.const_data_ptr<int64_t>(), dims,
+                width, keys, wide.data(), bytes.data(), scales.data());
       turn_keys(w, Rows<int8_t>{bytes.data(), width, scales.data()}, keys, padded);
       for (int64_t g = 0; g < group; ++g)
         for (int64_t t = t0; t < tokens; t += ROW_BLOCK) {
@@ -109,12 +106,7 @@ Tensor block_largest_of(const Tensor& q, const Tensor& k, const optional<Tensor>
           for (int64_t r = 0; r < count; ++r) {
             float* scores = w.scores + r * KEY_BLOCK;
             std::fill(scores + keys, scores + padded, NOTHING);
-            Floats most = load(scores);
-            for (int64_t j = WIDTH; j < padded; j += WIDTH) {
-              const Floats next = load(scores + j);
-              most = next > most ? next : most;
-            }
-            to[g * tokens + t + r] = largest_of(most);
+            to[g * tokens + t + r] = largest_of(scores, padded);
           }
         }
     }
@@ -138,17 +130,8 @@ std::tuple<Tensor, Tensor> attend_chosen_of(const Tensor& q, const Tensor& k, co
   const Tensor lse = at::empty({heads, group, tokens}, q.options());
   const int64_t *edge = edges.const_data_ptr<int64_t>(), *place = places.const_data_ptr<int64_t>(),
                 *position = at.const_data_ptr<int64_t>();
-  auto rows_of = [&](const Tensor& x, const optional<Tensor>& scales, int64_t head, int64_t from) {
-    const T* data = x.const_data_ptr<T>() + head * x.stride(0) + from * x.stride(1);
-    const float* own = nullptr;
-    if (scales) own = scales->const_data_ptr<float>() + head * scales->stride(0) + from;
-    return Rows<T>{data, x.stride(1), own};
-  };
-  int64_t step = std::max<int64_t>(1, ROW_BLOCK / group);
-  auto parts = [&] { return (tokens + step - 1) / step; };
-  while (step > 1 && heads * parts() < 4 * threads && step * group >= 8 * TILE_ROWS)
-    step = (step + 1) / 2;
-  const int64_t units = heads * parts();
+  const int64_t step = queries_at_once(heads, group, tokens, threads),
+                parts = (tokens + step - 1) / step, units = heads * parts;
   const float factor = static_cast<float>(scale) * LOG2_E;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min(units, threads), 1, [&](int64_t, int64_t) {
@@ -156,7 +139,7 @@ std::tuple<Tensor, Tensor> attend_chosen_of(const Tensor& q, const Tensor& k, co
     Workspace<N> w(step * group, dim), found(step * group, dim);
     std::vector<int64_t> read(step * group);
     for (int64_t unit; (unit = next++) < units;) {
-      const int64_t head = unit % heads, t0 = (parts() - 1 - unit / heads) * step;
+      const int64_t head = unit % heads, t0 = (parts - 1 - unit / heads) * step;
       const int64_t count = std::min(step, tokens - t0), rows = count * group;
       for (int64_t r = 0; r < rows; ++r)
         take_query(found, r,
@@ -183,8 +166,8 @@ std::tuple<Tensor, Tensor> attend_chosen_of(const Tensor& q, const Tensor& k, co
           w.most[i] = found.most[r], w.total[i] = found.total[r];
           w.row_factor[i] = found.row_factor[r];
         }
-        turn_keys(w, rows_of(k, k_scale, head, begin), keys, padded);
-        const Matrix<N> values = take_values(w, rows_of(v, v_scale, head, begin), keys);
+        turn_keys(w, rows_of<T>(k, k_scale, head, begin), keys, padded);
+        const Matrix<N> values = take_values(w, rows_of<T>(v, v_scale, head, begin), keys);
         multiply<false>(Matrix<N>{w.rows, w.inner}, Matrix<N>{w.keys, KEY_BLOCK}, w.scores,
                         KEY_BLOCK, n, padded, w.inner, w.row_factor, w.key_factor);
         for (int64_t i = 0; i < n; ++i) {

@@ -225,12 +225,7 @@ void weigh(const Workspace<N>& w, int64_t r, int64_t begin, int64_t end, int64_t
   begin = std::clamp<int64_t>(begin, 0, padded), end = std::clamp<int64_t>(end, begin, padded);
   std::fill(row, row + begin, NOTHING);
   std::fill(row + end, row + padded, NOTHING);
-  Floats largest = load(row);
-  for (int64_t j = WIDTH; j < padded; j += WIDTH) {
-    const Floats next = load(row + j);
-    largest = next > largest ? next : largest;
-  }
-  const float top = begin == end ? w.most[r] : std::max(w.most[r], largest_of(largest));
+  const float top = begin == end ? w.most[r] : std::max(w.most[r], largest_of(row, padded));
   if (top == NOTHING && begin == end) {  // it has seen nothing yet
     std::fill(row, row + padded, 0.0f);
   } else {
@@ -253,6 +248,25 @@ void weigh(const Workspace<N>& w, int64_t r, int64_t begin, int64_t end, int64_t
   }
 }
 
+// A head's keys or values from a token on.
+template <class T>
+Rows<T> rows_of(const Tensor& x, const optional<Tensor>& scales, int64_t head, int64_t from) {
+  const T* data = x.const_data_ptr<T>() + head * x.stride(0) + from * x.stride(1);
+  const float* own = nullptr;
+  if (scales) own = scales->const_data_ptr<float>() + head * scales->stride(0) + from;
+  return Rows<T>{data, x.stride(1), own};
+}
+
+// Queries of a head that a thread takes at once: fewer while threads have too few such blocks to
+// share evenly.
+inline int64_t queries_at_once(int64_t heads, int64_t group, int64_t tokens, int64_t threads) {
+  int64_t step = std::max<int64_t>(1, ROW_BLOCK / group);
+  while (step > 1 && heads * ((tokens + step - 1) / step) < 4 * threads &&
+         step * group >= 8 * TILE_ROWS)
+    step = (step + 1) / 2;
+  return step;
+}
+
 // q: float32 [K, G, T, D]; k, v: [K, S, D / PARTS<T>] with contiguous rows, their scales [K, S].
 // Query t sees the keys from first[t], or 0, to S - T + t if causal, else to S - 1.
 template <class T>
@@ -271,25 +285,15 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
   const int64_t* begins = first ? first->const_data_ptr<int64_t>() : nullptr;
   auto begin_of = [&](int64_t t) { return begins ? begins[t] : 0; };
   auto end_of = [&](int64_t t) { return causal ? stored - tokens + t + 1 : stored; };
-  auto rows_of = [&](const Tensor& x, const optional<Tensor>& scales, int64_t head, int64_t at) {
-    const T* data = x.const_data_ptr<T>() + head * x.stride(0) + at * x.stride(1);
-    const float* own = nullptr;
-    if (scales) own = scales->const_data_ptr<float>() + head * scales->stride(0) + at;
-    return Rows<T>{data, x.stride(1), own};
-  };
-  // Blocks are halved while threads have too few of them to share evenly.
-  int64_t step = std::max<int64_t>(1, ROW_BLOCK / group);
-  auto blocks = [&] { return (tokens + step - 1) / step; };
-  while (step > 1 && heads * blocks() < 4 * threads && step * group >= 8 * TILE_ROWS)
-    step = (step + 1) / 2;
-  const int64_t units = heads * blocks();
+  const int64_t step = queries_at_once(heads, group, tokens, threads),
+                blocks = (tokens + step - 1) / step, units = heads * blocks;
   const float factor = static_cast<float>(scale) * LOG2_E;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min(units, threads), 1, [&](int64_t, int64_t) {
     Workspace<N> w(step * group, dim);
     for (int64_t unit; (unit = next++) < units;) {
       // The last queries first: where they are causal they take longest.
-      const int64_t head = unit % heads, t0 = (blocks() - 1 - unit / heads) * step;
+      const int64_t head = unit % heads, t0 = (blocks - 1 - unit / heads) * step;
       const int64_t count = std::min(step, tokens - t0), rows = count * group;
       for (int64_t r = 0; r < rows; ++r) {
         const float* from = q.const_data_ptr<float>() + head * q.stride(0) +
@@ -309,8 +313,8 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
       for (int64_t begin = std::max<int64_t>(0, begin_of(t0)); begin < end; begin += KEY_BLOCK) {
         const int64_t keys = std::min(KEY_BLOCK, end - begin),
                       padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
-        turn_keys(w, block_of(w, rows_of(k, k_scale, head, begin), keys), keys, padded);
-        const auto of_values = block_of(w, rows_of(v, v_scale, head, begin), keys);
+        turn_keys(w, block_of(w, rows_of<T>(k, k_scale, head, begin), keys), keys, padded);
+        const auto of_values = block_of(w, rows_of<T>(v, v_scale, head, begin), keys);
         const Matrix<N> values = take_values(w, of_values, keys);
         multiply<false>(Matrix<N>{w.rows, w.inner}, Matrix<N>{w.keys, KEY_BLOCK}, w.scores,
                         KEY_BLOCK, rows, padded, w.inner, w.row_factor, w.key_factor);

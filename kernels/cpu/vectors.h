@@ -264,6 +264,16 @@ inline void transpose(Floats (&rows)[WIDTH]) {
   }(std::make_integer_sequence<int, WIDTH == 16 ? 4 : 3>());
 }
 
+// The largest of `count` numbers, a multiple of WIDTH.
+inline float largest_of(const float* from, int64_t count) {
+  Floats most = load(from);
+  for (int64_t i = WIDTH; i < count; i += WIDTH) {
+    const Floats next = load(from + i);
+    most = next > most ? next : most;
+  }
+  return largest_of(most);
+}
+
 // The largest size of some numbers, at least `least`; NaN if one is NaN or infinite.
 inline float largest_size(const float* from, int64_t count, float least) {
   Floats most = Floats{} + least, nothing = {};
