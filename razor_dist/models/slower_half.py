@@ -15,18 +15,20 @@ def slower_half(model: nn.Module, head_dim: int) -> Tensor:
     """Return the half of a head's dimensions that turn slowest with position, int64 ``[D / 2]``.
 
     They are found by turning each unit vector by one position, as the model does, so that any
-    arrangement of pairs will do. Dimensions that are not turned come first. `ModelError` for a
-    model without rotary embeddings.
+    arrangement of pairs will do. Dimensions that are not turned come first; some models, such as
+    Phi, cut them off before they turn the others. `ModelError` for a model without rotary
+    embeddings.
     """
     body: Any = getattr(model, "base_model", model)
-    kinds = [type(m) for m in body.modules() if type(m).__name__.endswith("Attention")]
-    turn = (
-        getattr(sys.modules[kinds[0].__module__], "apply_rotary_pos_emb", None) if kinds else None
-    )
+    found = [m for m in body.modules() if type(m).__name__.endswith("Attention")]
+    code = sys.modules[type(found[0]).__module__] if found else None
+    turn = getattr(code, "apply_rotary_pos_emb", None)
     if turn is None or not hasattr(body, "rotary_emb"):
         raise ModelError("retrieval_share is for models with rotary embeddings")
     device = next(body.parameters()).device
-    unit = torch.eye(head_dim, device=device)[None, None]
-    cos, sin = body.rotary_emb(unit, torch.ones(1, head_dim, dtype=torch.int64, device=device))
-    turned = turn(unit, unit, cos, sin)[0][0, 0].fill_diagonal_(0)
-    return turned.norm(dim=-1).argsort(stable=True)[: head_dim // 2].sort().values
+    width: int = getattr(found[0], "rotary_ndims", head_dim)  # what the model passes to `turn`
+    unit = torch.eye(width, device=device)[None, None]
+    cos, sin = body.rotary_emb(unit, torch.ones(1, width, dtype=torch.int64, device=device))
+    turned = torch.zeros(head_dim, device=device)
+    turned[:width] = turn(unit, unit, cos, sin)[0][0, 0].fill_diagonal_(0).norm(dim=-1)
+    return turned.argsort(stable=True)[: head_dim // 2].sort().values
