@@ -118,7 +118,10 @@ class ModelRunner:
     @property
     def most_decoded(self) -> int:
         """Tokens of answers in a step, at most, that drafts may bring it to."""
-        return _MOST_DECODED if self.graphs is None else min(_MOST_DECODED, self.graphs.most_tokens)
+        # With a choice of blocks, steps of long texts are not recorded, whatever their size.
+        if self.graphs is None or self.caches.choice is not None:
+            return _MOST_DECODED
+        return min(_MOST_DECODED, self.graphs.most_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
