@@ -105,7 +105,10 @@ class ComparingConfig(JobConfig):
         """Return an engine's settings with a method's, for prompts of up to ``longest`` tokens."""
         shared = self.model_dump(include=set(EngineConfig.model_fields))
         # Every prompt is read, and memory is what a method takes.
-        shared |= {"max_model_len": longest, "prefix_cache": False, **own}
+        shared |= {"max_model_len": longest, "prefix_cache": False}
+        if "press" in own or own.get("attention", "razor") != "razor":
+            shared["retrieval_share"] = 0.0  # what razor is compared with reads all
+        shared |= own
         press = shared.pop("press", None)
         if press is None:
             return EngineConfig(**shared)

@@ -89,6 +89,13 @@ def test_engines_are_the_methods() -> None:
     assert all(engine.max_model_len == 4096 for engine in engines.values())
 
 
+def test_what_razor_is_compared_with_reads_all_blocks() -> None:
+    methods = ("full", "razor", "duo", "streaming", "snapkv")
+    config = NeedleConfig(methods=methods, duo_head_map="d.json", retrieval_share="1/32")
+    shares = [config.engine(method, 4096).retrieval_share for method in methods]
+    assert shares == [0, 1 / 32, 1 / 32, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
