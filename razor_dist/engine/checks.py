@@ -33,26 +33,31 @@ def check_settings(config: EngineConfig, folder: Path, device: torch.device) -> 
             f"kv_dtype is int4, which keeps two dimensions in a byte, and heads of {config.model} "
             f"have {shape.head_dim}; use int8"
         )
-    if config.retrieval_share:
-        _check_share(config, shape, device)
+    reason = share_refusal(config, shape, device.type)
+    if reason is not None:
+        raise ConfigError(f"retrieval_share {reason}; leave it out")
     return head_map_of(config, shape, model_fingerprint(model_config))
 
 
-def _check_share(config: EngineConfig, shape: ModelShape, device: torch.device) -> None:
-    """Raise `ConfigError` where retrieval heads cannot choose blocks of keys."""
-    reason = None
-    if device.type != "cpu":
-        reason = f"is computed on cpu, and device is {device.type}"
-    elif config.attention == "streaming":
-        reason = "is of retrieval heads, and with attention: streaming there are none"
-    elif config.kv_dtype == "int4":
-        reason = "reads keys' slower dimensions, which kv_dtype: int4 mixes with the others"
-    elif shape.alibi:
-        reason = f"is for models with rotary embeddings, and {config.model} has ALiBi"
-    elif shape.dual_chunk is not None:
-        reason = f"does not know the dual chunk attention of {config.model}"
-    if reason is not None:
-        raise ConfigError(f"retrieval_share {reason}; leave it out")
+def share_refusal(config: EngineConfig, shape: ModelShape, device: str) -> str | None:
+    """Say why retrieval heads cannot choose blocks of keys on ``device``; None if they can."""
+    if not config.retrieval_share:
+        return None
+    if device != "cpu":
+        return f"is computed on cpu, and device is {device}"
+    if config.attention == "streaming":
+        return "is of retrieval heads, and with attention: streaming there are none"
+    if config.kv_dtype == "int4":
+        return "reads keys' slower dimensions, which kv_dtype: int4 mixes with the others"
+    if shape.alibi:
+        return f"is for models with rotary embeddings, and {config.model} has ALiBi"
+    length, chunk = config.max_model_len or shape.max_positions, shape.dual_chunk
+    if chunk is not None and length > chunk:
+        return (
+            f"does not know the dual chunk attention of {config.model}, which begins after "
+            f"{chunk} tokens, and max_model_len is {length}"
+        )
+    return None
 
 
 def _check_weights(config: EngineConfig, device: torch.device) -> None:

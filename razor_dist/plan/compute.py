@@ -139,9 +139,9 @@ def _reduced(d: Deployment) -> int:
 
 
 def full_attention(d: Deployment) -> Deployment:
-    return replace(
-        d, head_map=HeadMap.uniform("full", d.shape), source="attention: full", missing=None
-    )
+    config = d.config.model_copy(update={"retrieval_share": 0.0})
+    heads = HeadMap.uniform("full", d.shape)
+    return replace(d, config=config, head_map=heads, source="attention: full", missing=None)
 
 
 def pass_q(d: Deployment, chunk: Chunk, kv_bytes: int) -> bool:
@@ -357,12 +357,15 @@ def _waited_for(d: Deployment, window: int) -> int:
     )
 
 
-def collectives(d: Deployment) -> int:
-    """Count a decode step's collectives: merges, and in tensor mode two sums a layer and logits."""
+def collectives(d: Deployment, context: int) -> int:
+    """Count a decode step's collectives: merges, and in tensor mode two sums a layer and logits.
+
+    Where blocks are chosen, masses and estimates are gathered before what they have is merged.
+    """
     if d.world_size == 1:
         return 0
     merges = sum(count > 0 for count in d.retrieval_per_layer)
-    return merges + (2 * d.shape.layers + 1) * d.shared
+    return merges * (3 if chosen_from(d, context) else 1) + (2 * d.shape.layers + 1) * d.shared
 
 
 def kernels(d: Deployment) -> int:
@@ -387,7 +390,7 @@ def decode_time(
         attention=0,
         reads=decode_reads(d, context, sequences),
         sends=sequences * busiest(sent.decode),
-        collectives=collectives(d),
+        collectives=collectives(d, context),
         kernels=kernels(d),
         steps=1,
     ).estimate(d, device, overlapped=False)

@@ -12,6 +12,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
+from razor_dist.engine.checks import share_refusal
 from razor_dist.engine.device import kv_dtype_name
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.advice import faster_windows, fewest_ranks, remedies
@@ -144,11 +145,12 @@ class Plan:
                 f"{self.full_kv_per_rank / 1e9:.2f}: nothing is saved"
             )
         if d.config.retrieval_share:
-            refused = "" if self.device.kind == "cpu" else "; the engine refuses it on cuda"
             said.append(
                 "with retrieval_share, attention of retrieval heads is the estimates and what "
-                f"each query reads; blocks that a text makes them choose come on top{refused}"
+                "each query reads; blocks that a text makes them choose come on top"
             )
+            if (reason := share_refusal(d.config, d.shape, d.kind)) is not None:
+                said.append(f"the engine refuses retrieval_share: it {reason}")
         if d.exact:
             said.append(
                 "prefill is exact: every head rides the ring and keeps everything until the prompt "

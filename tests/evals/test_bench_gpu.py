@@ -197,7 +197,7 @@ def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
     rank.runner.graphs.enabled = False
     with torch.inference_mode():
         next(steps)
-    assert counted.total() == collectives(rank.d)
+    assert counted.total() == collectives(rank.d, context)
     assert counted["_sum"] == 2 * rank.d.shape.layers
     # In two steps of two sequences: the hidden state and the logits, as the planner counts them.
     planned = traffic(rank.d, context).decode[0]["tensor"]

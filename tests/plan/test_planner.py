@@ -22,8 +22,10 @@ from razor_dist.config.sources import load_config
 from razor_dist.plan.advice import remedies
 from razor_dist.plan.compute import (
     KERNELS_OF_STEP,
+    collectives,
     decode_reads,
     decode_time,
+    full_attention,
     operations,
     prefill_time,
     traffic,
@@ -224,6 +226,38 @@ def test_codes_save_what_the_pool_is_smaller(kv_dtype: str, width: int) -> None:
     assert codes.activations == bf16.activations
     assert sum(codes.activations.values()) == pytest.approx(4.68e9, rel=0.01)
     assert bf16.total - codes.total == bf16.retrieval_kv - codes.retrieval_kv
+
+
+@pytest.mark.usefixtures("any_context")
+@pytest.mark.parametrize(
+    ("device", "given", "refusal"),
+    [
+        ("cpu", {}, None),
+        ("h100", {}, "it is computed on cpu, and device is cuda"),
+        ("cpu", {"kv_dtype": "int4"}, "kv_dtype: int4 mixes"),
+        ("cpu", {"attention": "streaming"}, "with attention: streaming there are none"),
+    ],
+)
+def test_a_share_is_planned_beside_full_attention(
+    device: str, given: dict[str, Any], refusal: str | None
+) -> None:
+    tokens, fraction = 2**16, None if "attention" in given else 0.3
+    found = plan(
+        settings(retrieval_share=0.01, **given),
+        load_device(device),
+        context=tokens,
+        retrieval=fraction,
+    )
+    refused = [said for said in found.warnings if "the engine refuses retrieval_share" in said]
+    assert len(refused) == (refusal is not None)
+    assert refusal is None or refusal in refused[0]
+    d = found.deployment
+    config = d.config.model_copy(update={"retrieval_share": 0.0})
+    without = dataclasses.replace(d, config=config)
+    assert traffic(full_attention(d), tokens) == traffic(full_attention(without), tokens)
+    layers = sum(count > 0 for count in d.retrieval_per_layer)
+    assert [collectives(d, n) for n in (768, tokens)] == [layers, 3 * layers]
+    assert collectives(without, tokens) == layers
 
 
 def test_what_never_fits() -> None:
