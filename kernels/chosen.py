@@ -59,6 +59,12 @@ class Shard(NamedTuple):
         borders = torch.arange(0, blocks_of(end) + 1) * BLOCK
         return cls(places, torch.searchsorted(places, borders))
 
+    @property
+    def blocks(self) -> slice:
+        """From the first key's block to the last one's; there is a key."""
+        first, last = self.places[[0, -1]].tolist()
+        return slice(first // BLOCK, last // BLOCK + 1)
+
     def cut(self, begin: int, end: int) -> Shard:
         """Return the keys from index ``begin`` to ``end``."""
         return Shard(self.places[begin:end], self.edges.clamp(begin, end) - begin)

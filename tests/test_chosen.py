@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,21 +14,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, PhiConfig
 from transformers.masking_utils import AttentionMaskInterface
 
+from razor_dist.attention import chosen as by_blocks
+from razor_dist.cache import pages
+from razor_dist.cache.pages import PagePool
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.checks import check_settings
+from razor_dist.engine.tape import Tape
 from razor_dist.evals.selection import SELECTORS, attend_selected
 from razor_dist.kernels import chosen, merge
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import KeysOrValues, quantize
-from razor_dist.parallel.zigzag import Chunk
+from razor_dist.models.slower_half import slower_half
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.zigzag import Chunk, chunks
+from razor_dist.plan.allocations import Allocations
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
-from tests.cases import Case, logits_of, model_and_shape
+from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, one_chunk, prefill
 from tests.ranks import RankPool
 from tests.test_invariance import POLICY, assert_same, split_of, tokens_of
+from tests.tiny_models import write_random
 
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
@@ -36,13 +47,14 @@ N, K = 1400, 6
 
 
 def _by_blocks(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: float
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     group, outs = query.shape[1] // key.shape[1], []
     for q, k, v in zip(query[0].split(group), key[0], value[0], strict=True):
         q = (q * kwargs["scaling"]).double()
+        slow = kwargs.get("slow", SLOW)
         out, _ = attend_selected(
-            q, k.double(), v.double(), kwargs["share"], SELECTORS["slower"], SLOW
+            q, k.double(), v.double(), kwargs["share"], SELECTORS["slower"], slow
         )
         outs.append(out.to(query.dtype))
     return torch.cat(outs)[None].transpose(1, 2), None
@@ -94,6 +106,184 @@ def test_beside_streaming_heads_and_in_8_bits(
             assert_same(got, want)
         else:  # a number that is rounded the other way moves a key by a level
             torch.testing.assert_close(got, want, rtol=0, atol=5e-3)
+
+
+def test_a_model_that_turns_a_part_of_each_head_by_itself(ranks: Ranks, tmp_path: Path) -> None:
+    config = PhiConfig(
+        hidden_size=64, intermediate_size=96, vocab_size=192, max_position_embeddings=4096,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        },
+    )  # fmt: skip
+    path, tokens = str(write_random(config, tmp_path / "phi")), tokens_of(N + K)
+    model, shape = model_and_shape(path)
+    # Of 12 that are turned, i with i + 6, the two slowest pairs; and the 4 that are not.
+    slow = torch.tensor([4, 5, 10, 11, 12, 13, 14, 15])
+    assert torch.equal(slower_half(model, shape.head_dim), slow)
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="by_blocks")
+    with torch.inference_mode():
+        found = stock(torch.tensor([tokens]), use_cache=False, share=1 / 300, slow=slow)
+    case = Case(path, ((True, True),) * 2, POLICY, tokens[:N], tokens[N:], share=1 / 300)
+    assert_same(ranks(2).run(logits_of, case)[0], found.logits[0, N - 1 :])
+
+
+def every_head(path: Path) -> tuple[tuple[bool, ...], ...]:
+    _, shape = model_and_shape(str(path))
+    return ((True,) * shape.kv_heads,) * shape.layers
+
+
+def runs_of(
+    comm: Communicator, case: Case, texts: tuple[tuple[tuple[int, ...], ...], ...], most: int
+) -> tuple[Tensor | None, list[Counter[str]], int]:
+    """Rank 0's logits of two steps with a run of each text, all in one step; what was gathered.
+
+    A text is its prompt, a run of which the first two tokens stay, and the run after these. At
+    most ``most`` estimates are in memory at once: the last number is the largest that were.
+    """
+    longest = max(len(prompt) for prompt, *_ in texts) + 20
+    case = dataclasses.replace(case, prompt=tuple(range(longest)))
+    runner = make_runner(comm, case, len(texts), recorder=Tape(comm))
+    assert runner.most_decoded == 64  # though a step of so many is not recorded
+    for key, (prompt, *_) in enumerate(texts):
+        prefill(runner, key, dataclasses.replace(case, prompt=prompt, forced=(1,) * 20))
+    gather, gathered, largest = comm.all_gather, [Counter[str](), Counter[str]()], [0]
+    rows, kept = [], ()
+    with mock.patch.object(by_blocks, "ESTIMATES", most):
+        for step, count in enumerate(gathered):
+
+            def counted(
+                tensor: Tensor, purpose: Any, count: Counter[str] = count, step: int = step
+            ) -> Tensor:
+                count[purpose] += 1
+                found = gather(tensor, purpose)
+                if tensor.dim() == 1:
+                    largest[0] = max(largest[0], found.numel())
+                return found
+
+            entries = [BatchEntry(key, text[1 + step], run=True) for key, text in enumerate(texts)]
+            plan = dataclasses.replace(StepPlan.step(entries), kept=kept)
+            with mock.patch.object(comm, "all_gather", counted):
+                logits = runner.execute(plan)
+            rows += [] if logits is None else [logits.clone()]
+            kept = (2,) * len(texts)
+    for key in range(len(texts)):
+        runner.execute(StepPlan(Op.CLOSE, key, kept=() if key else kept))
+    assert runner.kv_bytes == 0
+    return (torch.cat(rows) if rows else None), gathered, largest[0]
+
+
+def test_runs_of_several_sequences_in_one_step(ranks: Ranks, tiny: Tiny) -> None:
+    """Some of which are long enough to choose, in three all-gathers a layer."""
+    path = tiny("llama")
+    case = Case(str(path), every_head(path), POLICY, (), share=1 / 300)
+    texts, want = [], ([], [])
+    for seed, n in enumerate((765, 1000, 60)):
+        tokens, wrong = tokens_of(n + 8, seed), (5, 7)
+        texts.append((tokens[:n], (*tokens[n : n + 2], *wrong), tokens[n + 2 : n + 6]))
+        for rows, before in zip(want, ((), tokens[n : n + 2]), strict=True):
+            run = texts[-1][2 if before else 1]
+            alone = dataclasses.replace(case, prompt=(*tokens[:n], *before), forced=run)
+            rows.append(ranks(1).run(logits_of, alone)[0][1:])
+    expected = torch.cat([*want[0], *want[1]])
+    layers, row = len(case.retrieval), 8 * 8  # estimates of a token of 1000
+    for world, most in ((1, 1 << 24), (2, 1 << 24), (2, 2 * 4 * row)):
+        logits, gathered, largest = ranks(world).run(runs_of, case, tuple(texts), most)[0]
+        assert_same(logits, expected)
+        if world > 1:
+            assert largest <= most
+            few = most == 1 << 24
+            assert all((count["merge"] == 3 * layers) == few for count in gathered)
+
+
+def cut_logits(comm: Communicator, case: Case, cut: int) -> Tensor | None:
+    """Rank 0's logits of a prompt after a fork of another one that has its first tokens."""
+    runner, n = make_runner(comm, case, 2), len(case.prompt)
+    other = (*case.prompt[:cut], *tokens_of(n - cut, seed=8))
+    prefill(runner, 0, dataclasses.replace(case, prompt=other))
+    runner.execute(StepPlan(Op.FORK, 1, begin=cut, end=n, total=n, source=0, max_read=n))
+    logits = None
+    for chunk in chunks(cut, n, case.chunked_prefill_size, comm.size):
+        tokens = case.prompt[chunk.begin : chunk.end]
+        logits = runner.execute(one_chunk(1, tokens, last=chunk.end == n))
+    for key in range(2):
+        runner.execute(StepPlan(Op.CLOSE, key))
+    return logits
+
+
+def test_a_prefix_is_cut_within_a_block(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    case = Case(str(path), every_head(path), POLICY, tokens_of(N), share=1 / 300)
+    want = ranks(1).run(logits_of, case)[0]
+    for world, cut in ((2, 1001), (4, 777)):
+        of = dataclasses.replace(case, chunked_prefill_size=300)
+        assert_same(ranks(world).run(cut_logits, of, cut)[0], want)
+
+
+def logits_of_scattered(comm: Communicator, case: Case) -> tuple[Tensor | None, int, int]:
+    """`logits_of` with pages in any order; and of the last token, the parts read and those whole.
+
+    Short runs of pages are copied 128 tokens at a time.
+    """
+    generator, read = torch.Generator().manual_seed(1), Counter[str]()
+    at, keys = PagePool.at, PagePool.keys
+
+    def take(pool: PagePool, need: int) -> list[int]:
+        free = (torch.from_numpy(pool._references) == 0).nonzero().flatten()
+        taken: list[int] = free[torch.randperm(len(free), generator=generator)[:need]].tolist()
+        pool._references[taken] = pool._users[taken] = 1
+        return taken
+
+    def counted(of: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            read[name] += 1
+            return of(*args)
+
+        return call
+
+    with mock.patch.multiple(PagePool, _take=take), mock.patch.object(pages, "_COPIED", 128):
+        runner = make_runner(comm, case)
+        rows = [prefill(runner, 0, case)]
+        rows += [runner.execute(answer((0, token))) for token in case.forced[:-1]]
+        with mock.patch.multiple(PagePool, at=counted(at, "at"), keys=counted(keys, "keys")):
+            rows.append(runner.execute(answer((0, case.forced[-1]))))
+        runner.execute(StepPlan(Op.CLOSE, 0))
+    found = None if comm.rank else torch.cat([row for row in rows if row is not None])
+    return found, read["at"], read["keys"] - read["at"]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_pages_that_are_not_contiguous(kv_dtype: torch.dtype, ranks: Ranks, tiny: Tiny) -> None:
+    path, tokens = tiny("llama"), tokens_of(N + K, seed=5)
+    case = Case(
+        str(path), every_head(path), POLICY, tokens[:N], tokens[N:], share=1 / 300,
+        chunked_prefill_size=600, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    want = ranks(1).run(logits_of, case)[0]
+    for world in (1, 2):
+        got, whole, keys = ranks(world).run(logits_of_scattered, case)[0]
+        # Of 8 bits a number that is rounded the other way moves a key by a level.
+        bound = 2e-2 if kv_dtype == torch.int8 else 1e-4
+        torch.testing.assert_close(got, want, rtol=0, atol=bound)
+        # Keys are read once in each layer, and values of no part from which nothing is chosen.
+        parts = -(-(N + K) // (128 * world))
+        assert keys == len(case.retrieval) * parts and whole < 2 * keys
+
+
+def logits_in_rounds(comm: Communicator, case: Case, most: int) -> tuple[Tensor | None, int]:
+    """`logits_of`, and the bytes at its peak, with chunks' attention in ``most`` bytes at once."""
+    with mock.patch.object(by_blocks, "ROUND_BYTES", most), Allocations() as made:
+        return logits_of(comm, case), made.peak
+
+
+def test_heads_are_taken_a_few_at_a_time(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama2")  # four KV heads
+    case = Case(str(path), every_head(path), POLICY, tokens_of(3000), share=1 / 300)
+    (want, whole), (got, few) = (
+        ranks(2).run(logits_in_rounds, case, most)[0] for most in (1 << 40, 1)
+    )
+    assert torch.equal(got, want)
+    assert few < 0.7 * whole
 
 
 def _shards(n: int, ways: int) -> list[list[range]]:
@@ -194,6 +384,15 @@ def test_what_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     assert config.retrieval_share == 1 / 32
     with pytest.raises(ConfigError, match="retrieval_share is computed on cpu, and device is cuda"):
         check_settings(config, Path(model), torch.device("cuda"))
+    # Dual chunk attention begins after 3,968 tokens.
+    chunked = {"model": str(tiny("qwen2_1m")), "attention": "full", "retrieval_share": 0.1}
+    check_settings(
+        EngineConfig(**chunked, max_model_len=3968), tiny("qwen2_1m"), torch.device("cpu")
+    )
+    with pytest.raises(ConfigError, match="retrieval_share does not know the dual chunk attention"):
+        check_settings(
+            EngineConfig(**chunked, max_model_len=3969), tiny("qwen2_1m"), torch.device("cpu")
+        )
     for wrong in (1, -0.1, "1/0", "much", None):
         with pytest.raises(ConfigError, match="retrieval_share must be a number between 0 and 1"):
             EngineConfig(retrieval_share=wrong)

@@ -267,7 +267,11 @@ def make_tiny(family: str, path: str | Path, *, seed: int = 0) -> Path:
     Path
         ``path``.
     """
-    config = _CONFIGS[family]()
+    return write_random(_CONFIGS[family](), path, seed=seed)
+
+
+def write_random(config: PretrainedConfig, path: str | Path, *, seed: int = 0) -> Path:
+    """The same of any configuration."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

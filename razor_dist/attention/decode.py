@@ -90,10 +90,7 @@ class DecodeContext:
         """Attention of the retrieval heads, float32 ``[K, G, n, D]``, to blocks of their choice."""
         pages, choice = self.caches.pages, self.caches.choice
         assert choice is not None
-        readers = []
-        for reader in self._readers:
-            segments = pages.segments(heads.retrieval_rows, reader.spans)
-            readers.append((reader, Segments(segments, reader.shard)))
+        readers = [Segments(pages, heads.retrieval_rows, reader) for reader in self._readers]
         return attend_together(self.comm, choice, query, readers)
 
     def _pages(self, heads: ShortHeads) -> Pages:

@@ -89,8 +89,8 @@ class PrefillContext:
         reader, choice = self._chunk.reader, self.caches.choice
         if reader is not None and choice is not None and not exact:
             pool.write(rows, part.extents, k, v)
-            held = Segments(pool.segments(rows, reader.spans), reader.shard)
-            return attend_chunk(self.comm, choice, self._chunk.chunk, query, reader, held)
+            held = Segments(pool, rows, reader)
+            return attend_chunk(self.comm, choice, self._chunk.chunk, query, held)
         out = self._ring_attention(self.comm, self._chunk.chunk, query, k, v, earlier)
         pool.write(rows, part.extents, k, v)
         return out

@@ -21,10 +21,11 @@ from razor_dist.attention.step import ReplicatedTokens
 from razor_dist.attention.streaming_prefill import StreamingChunk
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads
-from razor_dist.kernels import Partial, merge, merge_stacked
+from razor_dist.kernels import Partial, merge
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Keys, Query
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.gather import merged_over_ranks
 
 
 class ReplicatedContext:
@@ -100,8 +101,9 @@ class ReplicatedContext:
         if not continuing:
             return torch.cat([partial.out.float() for partial in own], dim=2)
         segments = (self._before(prompt, rows, query.by_distance) for prompt in continuing)
-        before = self._merged(
-            query.attend_each([(p.at, of) for p, of in zip(continuing, segments, strict=True)])
+        before = merged_over_ranks(
+            self._comm,
+            query.attend_each([(p.at, of) for p, of in zip(continuing, segments, strict=True)]),
         )
         outs, first = [], 0
         for prompt, partial in zip(self._prompts, own, strict=True):
@@ -119,8 +121,7 @@ class ReplicatedContext:
             own = (x[:, prompt.at][:, prompt.own] for x in (k, v))
             pages.write(rows, prompt.extents, *own)
             assert prompt.reader is not None
-            held = Segments(pages.segments(rows, prompt.reader.spans), prompt.reader.shard)
-            readers.append((prompt.reader, held))
+            readers.append(Segments(pages, rows, prompt.reader))
         assert choice is not None
         return attend_together(self._comm, choice, query, readers)
 
@@ -133,13 +134,6 @@ class ReplicatedContext:
                 assert pages.positions is not None
                 where = Places(prompt.chunk.ranges(0), pages.positions[span])
             yield Keys(k, v, where)
-
-    def _merged(self, found: Partial) -> Partial:
-        if self._comm.size == 1:
-            return found
-        packed = torch.cat([found.out.float(), found.lse.unsqueeze(-1)], dim=-1)
-        gathered = self._comm.all_gather(packed, "merge")
-        return merge_stacked(gathered[..., :-1], gathered[..., -1])
 
 
 def _own(prompt: ReplicatedTokens, query: Query, k: Tensor, v: Tensor) -> Partial:

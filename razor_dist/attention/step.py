@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from razor_dist.attention.window_plan import WindowPlan
 from razor_dist.cache.pages import Span
 from razor_dist.cache.sequence import SharedWindow
 from razor_dist.cache.slots import StreamingSlot
-from razor_dist.kernels.chosen import Shard
+from razor_dist.kernels.chosen import Shard, fixed
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
 
@@ -75,9 +76,30 @@ class BlockReader:
 
     at: slice  # of the tokens of their kind
     positions: Tensor  # int64 [T]
+    queries: Tensor  # int64: the same; of a chunk all ranks' tokens, by rank
     spans: list[Span]  # slots of this rank's shard, these tokens included
     shard: Shard  # of these
     shards: tuple[Shard, ...] = ()  # of a chunk: of every rank
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the text so far."""
+        return len(self.shard.edges) - 1
+
+    @cached_property
+    def always(self) -> Tensor:
+        """What `queries` always read, bool ``[B, T]``: alike in all layers, and large."""
+        return fixed(self.queries, self.blocks)
+
+    @cached_property
+    def parts(self) -> list[tuple[Span, Shard]]:
+        """`spans`, and where the keys of each stand."""
+        found, done = [], 0
+        for span in self.spans:
+            end = done + (span.stop - span.start if isinstance(span, slice) else len(span))
+            found.append((span, self.shard.cut(done, end)))
+            done = end
+        return found
 
 
 @dataclass(frozen=True)

@@ -260,10 +260,11 @@ class PagePool:
 
     def at(self, rows: slice, span: Span) -> tuple[KeysOrValues, KeysOrValues]:
         """Return the keys and values ``[K, n, D]`` in some slots: views of a run of them."""
-        k, v = self.k[rows, span], self.v[rows, span]
-        if self.k_scale is None or self.v_scale is None:
-            return k, v
-        return Codes(k, self.k_scale[rows, span]), Codes(v, self.v_scale[rows, span])
+        return self.keys(rows, span), _read(self.v, self.v_scale, rows, span)
+
+    def keys(self, rows: slice, span: Span) -> KeysOrValues:
+        """Return the keys alone."""
+        return _read(self.k, self.k_scale, rows, span)
 
     def write(self, rows: slice, extents: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
         """Keep one layer's ``k`` and ``v``, as `stored` gives them, in the slots of ``extents``."""
@@ -315,6 +316,11 @@ class PagePool:
 
     def segments(self, rows: slice, spans: Sequence[Span]) -> Segments:
         return Segments(self, rows, spans)
+
+
+def _read(store: Tensor, scale: Tensor | None, rows: slice, span: Span) -> KeysOrValues:
+    found = store[rows, span]
+    return found if scale is None else Codes(found, scale[rows, span])
 
 
 class Segments(Sequence[tuple[KeysOrValues, KeysOrValues]]):

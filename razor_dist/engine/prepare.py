@@ -192,7 +192,8 @@ class Preparation:
         rank, size = self._comm.rank, self._comm.size
         shard = Shard.of(shard_positions(sequence.chunks, span.end, rank, size), span.end)
         spans = self._caches.pages.spans(sequence.table, 0, len(shard.places))
-        return BlockReader(at, torch.arange(span.begin, span.end), spans, shard)
+        positions = torch.arange(span.begin, span.end)
+        return BlockReader(at, positions, positions, spans, shard)
 
     def _sources(
         self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]
@@ -257,7 +258,11 @@ class Preparation:
                 for r in range(size)
             )
             spans = caches.pages.spans(sequence.table, 0, len(shards[rank].places))
-            reader = BlockReader(slice(None), positions, spans, shards[rank], shards)
+            queries = positions_of(
+                [of for r in range(size) for of in chunk.ranges(r)], self._device
+            )
+            of_rank = spans, shards[rank], shards
+            reader = BlockReader(slice(None), positions, queries, *of_rank)
         return ChunkTokens(
             entry.sequence,
             chunk,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import Partial, merge
+from razor_dist.kernels import Partial, merge, merge_stacked
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
@@ -89,6 +89,27 @@ def exchanged(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]:
     return FromAll(pending, own[comm.rank], comm.rank).wait()
 
 
+def sent_back(comm: Communicator, found: Partial, sizes: Sequence[int]) -> list[Partial]:
+    """Send each rank what its queries have found here; return what this rank's found, by rank.
+
+    The queries are all ranks', ``sizes`` of them.
+    """
+    parts = exchanged(comm, _packed(found).split(list(sizes), 2))
+    return [Partial(x[..., :-1], x[..., -1]) for x in parts]
+
+
+def merged_over_ranks(comm: Communicator, found: Partial) -> Partial:
+    """Merge what the same queries have found on every rank, by one all-gather."""
+    if comm.size == 1:
+        return found
+    gathered = comm.all_gather(_packed(found), "merge")
+    return merge_stacked(gathered[..., :-1], gathered[..., -1])
+
+
+def _packed(found: Partial) -> Tensor:
+    return torch.cat([found.out.float(), found.lse.unsqueeze(-1)], dim=-1)
+
+
 def _visit(
     comm: Communicator, chunk: Chunk, query: Query, queries: Sequence[Tensor], earlier: Earlier
 ) -> list[Partial]:
@@ -100,9 +121,7 @@ def _visit(
     everybodys = query._replace(q=torch.cat(list(queries), 2))
     runs = [run for r in range(size) for run in chunk.ranges(r)]
     here = earlier.seen_by(everybodys, runs, rank)
-    packed = torch.cat([here.out.float(), here.lse.unsqueeze(-1)], dim=-1)
-    found = exchanged(comm, packed.split([q.shape[2] for q in queries], 2))
-    return [Partial(x[..., :-1], x[..., -1]) for x in found]
+    return sent_back(comm, here, [q.shape[2] for q in queries])
 
 
 def _own(

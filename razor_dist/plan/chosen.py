@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from razor_dist.attention.chosen import ESTIMATES
+from razor_dist.attention.chosen import ESTIMATES, head_bytes, heads_at_once
 from razor_dist.kernels.chosen import BLOCK, RECENT, blocks_of, chooses
 from razor_dist.kernels.quantized import INT8, row_bytes
 from razor_dist.parallel.zigzag import Chunk
@@ -73,15 +73,15 @@ def add_chunks(
 def activation_bytes(d: Deployment, chunk: Chunk) -> int:
     """Bytes of a layer's attention at its peak.
 
-    They are all ranks' queries, sent, received and joined; what they find, seven times as it is
-    merged and sent; the index of all keys; the choice twice; and the estimates of one part of the
-    queries with what is made of them. Not less than measured, and less than twice
-    (``tests/plan/test_measured.py``).
+    They are what is always read, which all layers share; what the KV heads take that are taken at
+    once, and the results of all; and the estimates of one part of the queries with what is made of
+    them. Not less than measured, and less than twice (``tests/plan/test_measured.py``).
     """
     rows = max(d.retrieval_per_layer, default=0)
-    tokens = chunk.end - chunk.begin
     group, dim, blocks = d.shape.group, d.shape.head_dim, blocks_of(chunk.end)
-    visitors = tokens * group * (3 * d.dtype.itemsize * dim + 7 * (dim + 1) * _FLOAT)
-    index = chunk.end * row_bytes(dim // 2, INT8) if d.world_size > 1 else 0
-    estimates = min(ESTIMATES, rows * group * chunk.tokens(0) * blocks)
-    return rows * (visitors + index + 2 * tokens * blocks) + 3 * _FLOAT * estimates
+    of = chunk, group, dim, d.dtype
+    at_once = rows if d.world_size == 1 else min(rows, heads_at_once(*of))
+    always = (chunk.end - chunk.begin) * blocks
+    results = rows * group * chunk.tokens(0) * dim * _FLOAT
+    estimates = min(ESTIMATES, at_once * group * chunk.tokens(0) * blocks)
+    return always + at_once * head_bytes(*of) + results + 3 * _FLOAT * estimates
