@@ -272,6 +272,17 @@ def test_figures_are_what_the_server_tells(reader: Reader) -> None:
     expect(reader.gauge).to_contain_text("Sent between 2 ranks")
 
 
+def test_the_counters_of_several_engines(reader: Reader) -> None:
+    def many(route: Route) -> None:
+        route.fulfill(json={"engines": {"0": route.fetch().json(), "1": {}}})
+
+    reader.page.route("**/stats", many)
+    reader.page.reload()
+    expect(reader.ahead).to_have_attribute("data-known", "true")
+    reader.answered("What is sent?")
+    expect(reader.gauge).to_contain_text("Sent between 2 ranks")
+
+
 # Answers with the marks of Markdown in places where offsets could be lost.
 MARKDOWN = """# A *title* 🦊
 
