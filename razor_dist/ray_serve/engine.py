@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 from ray import serve, util
 from starlette.types import Message, Scope
 
@@ -93,7 +96,7 @@ class Engine:
         group = util.get_current_placement_group()
         assert group is not None
         start = partial(ActorRanks.start, group, bundle)
-        config = numbered(config, self._number)
+        config, self._store_lock = with_own_store(config, self._number)
         self._engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start)
         self._service = Service(config, self._engine.client, tag=engine_tag(self._replica))
         self._app = build_app(self._service, load_keys(config))
@@ -143,6 +146,7 @@ class Engine:
         """Stream a response, whatever is there of it at a time."""
         parts: asyncio.Queue[Part | None] = asyncio.Queue(_WAITING)
         gone, body, ended = asyncio.Event(), iter([request.body]), False
+        head: Message | None = None
 
         async def receive() -> Message:
             data = next(body, None)
@@ -152,11 +156,14 @@ class Engine:
             return {"type": "http.request", "body": data, "more_body": False}
 
         async def send(message: Message) -> None:
-            nonlocal ended
-            if not ended:  # else another engine is asked
-                part = self._part(message, current_record().begun, request)
-                ended = isinstance(part, Unanswered)
-                await parts.put(part)
+            nonlocal ended, head
+            if message["type"] == "http.response.start":
+                head = message  # goes with the first of the body, which says why it is a refusal
+            elif not ended:  # else another engine is asked
+                for part in self._parts(head, message, current_record().begun, request):
+                    ended = isinstance(part, Unanswered)
+                    await parts.put(part)
+                head = None
 
         async def run() -> None:
             try:
@@ -180,20 +187,48 @@ class Engine:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GOODBYE)
 
-    def _part(self, message: Message, begun: bool, request: Forwarded) -> Part:
-        """Return what the ingress gets of a message from the application."""
-        state, is_head = self._service.status, message["type"] == "http.response.start"
-        status: int = message.get("status", 0)
+    def _parts(
+        self, head: Message | None, message: Message, begun: bool, request: Forwarded
+    ) -> list[Part]:
+        """Return what the ingress gets of a body's message, which is the first after a ``head``."""
+        state, data = self._service.status, message.get("body", b"")
+        status = head["status"] if head else 0
         if not (begun or request.is_last):
-            if state.state != "ready" and (status >= 500 or not is_head):
-                return Unanswered(self._replica, True, state.reason or f"it is {state.state}")
-            if status == 429 and self._service.client.unfinished >= self._service.config.max_queue:
-                return Unanswered(self._replica, False, "it is full")
+            if state.state != "ready":
+                reason = state.reason or f"it is {state.state}"
+                return [Unanswered(self._replica, True, reason)]
+            if status == 429 and b'"queue_full"' in data:  # and not a limit of the key's
+                return [Unanswered(self._replica, False, "it is full")]
             if status == 404 and request.route.holder not in ("", engine_tag(self._replica)):
-                return Unanswered(self._replica, False, "it has no such context")
-        if is_head:
-            return Head(self._number, status, list(message.get("headers", [])))
-        return BodyPart(message.get("body", b""), begun)
+                return [Unanswered(self._replica, False, "it has no such context")]
+        body = BodyPart(data, begun)
+        return [Head(self._number, status, list(head.get("headers", []))), body] if head else [body]
+
+
+def with_own_store(
+    config: ServerConfig, number: int
+) -> tuple[ServerConfig, filelock.FileLock | None]:
+    """Return settings in which ``{engine}`` is a store that no other engine has, and its lock.
+
+    That is the store of the engine's number, unless an engine has it that had this number before:
+    Serve renumbers engines when one goes. Then it is the first free one. The lock is held until the
+    process ends.
+    """
+    if "{engine}" not in (config.prefix_store or ""):
+        return config, None
+    for one in itertools.chain([number], itertools.count()):
+        found = numbered(config, one)
+        folder = Path(found.prefix_store or "")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = filelock.FileLock(folder / "engine.lock", mode=0o600)
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            continue
+        except OSError:  # a file system without locks, or a folder that the ranks will complain of
+            break
+        return found, lock
+    return numbered(config, number), None
 
 
 def _scope(scope: Mapping[str, Any]) -> Scope:
