@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,17 +16,22 @@ from prometheus_client import CollectorRegistry, Counter
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import (
+    DeploymentBroadcastResponse,
+    DeploymentHandle,
+    DeploymentResponseGenerator,
+)
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from razor_dist.api.errors import MESSAGES, Failure
+from razor_dist.api.errors import MESSAGES, Failure, NotReadyError
 from razor_dist.config.errors import EngineError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.client import Status
 from razor_dist.ray_serve.engine import BodyPart, Forwarded, Head, Part, Unanswered
-from razor_dist.ray_serve.merged import MERGED, merged
-from razor_dist.ray_serve.routing import Route, route_of, tag_of
+from razor_dist.ray_serve.merged import HEALTH, MERGED, merged
+from razor_dist.ray_serve.routing import Route, engine_tag, route_of, tag_of
 from razor_dist.server.access import Access, load_keys
 from razor_dist.server.app import allow_origins
 from razor_dist.server.bodies import Body, BodyReader
@@ -35,10 +41,17 @@ log = logging.getLogger(__name__)
 
 # Engines that a request is sent to at most.
 _ATTEMPTS = 3
-# Seconds that all engines get to answer a scrape or the like.
+# Seconds that engines get to answer a scrape or the like.
 _MERGED_PATIENCE = 10.0
+# Seconds that engines get to tell their health: probes wait a few seconds at most.
+_HEALTH_PATIENCE = 2.0
+# Seconds to collect the answers that have come, once others are late.
+_COLLECTING = 0.5
 # Of a scope, what an engine's application looks at; the rest is this process's.
-_FORWARDED = ("method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme")
+_FORWARDED = (
+    *("method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme"),
+    "app_root_path",
+)
 _CONTEXTS = "/v1/contexts/"
 
 
@@ -82,6 +95,11 @@ class Ingress:
 
             # Serve begins and ends with a lifespan, which is unknown to the middleware.
             if scope["type"] == "http":
+                # Routes, logs and the check of access know paths without Serve's route_prefix.
+                # Starlette puts the prefix into URLs by this name.
+                root = scope.get("root_path", "")
+                path = scope["path"].removeprefix(root)
+                scope = {**scope, "path": path, "root_path": "", "app_root_path": root}
                 await app(scope, receive, without_id)
             else:
                 await app.router(scope, receive, send)
@@ -100,14 +118,28 @@ class Ingress:
 
     async def _merged(self, request: Request) -> Response:
         """Ask all engines; the answer is made of those that answer in time."""
+        path, got = request.url.path, []
         forwarded = Forwarded(_forwarded(request.scope), b"", Route(), is_last=True)
         asked = self._engines.broadcast("answer_whole", forwarded)
+        seconds = _HEALTH_PATIENCE if path in HEALTH else _MERGED_PATIENCE
         try:
-            got = await asked.results_async(timeout_s=_MERGED_PATIENCE, return_exceptions=True)
-        except (RayServeException, TimeoutError) as error:
-            raise EngineError("no engine answers") from error
-        answers = [answer for answer in got if not isinstance(answer, BaseException)]
-        return merged(request.url.path, answers)
+            got = await asked.results_async(timeout_s=seconds, return_exceptions=True)
+        except TimeoutError:  # raised if any engine is late, whatever the others have said
+            got = await asyncio.to_thread(_come, asked)
+        except RayServeException as error:
+            log.warning("no engine can be asked: %s", error)
+        return merged(path, [answer for answer in got if not isinstance(answer, BaseException)])
+
+
+def _come(asked: DeploymentBroadcastResponse) -> list[Any]:
+    """Return the answers that have come, and an exception for each that has not.
+
+    ``results`` waits for each engine by itself, which ``results_async`` does not; it blocks.
+    """
+    try:
+        return asked.results(timeout_s=_COLLECTING, return_exceptions=True)
+    except (RayServeException, TimeoutError, CancelledError):  # nobody has been asked yet
+        return []
 
 
 class _Answer:
@@ -148,10 +180,15 @@ class _Answer:
     async def _parts(self, route: Route) -> AsyncIterator[bytes]:
         """Stream the body of an answer, that of a stream after an empty part for its head.
 
-        `EngineError` if the engine is lost after it has begun, or no other can answer.
+        `EngineError` if the engine is lost after it has begun, `NotReadyError` if none can answer.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             is_last, lost = attempt == _ATTEMPTS, ""
+            if is_last:
+                # A context's own engine has the last word. If it was full or restarting, another
+                # engine's 404 would tell the client that the context has ended.
+                avoid = [one for one in route.avoid.items() if engine_tag(one[0]) != route.holder]
+                route = replace(route, avoid=dict(avoid))
             request = Forwarded(self._scope, bytes(self._body), route, is_last)
             answer = cast("DeploymentResponseGenerator[list[Part]]", self._engines.remote(request))
             del request
@@ -166,12 +203,12 @@ class _Answer:
                         elif (data := self._news(part)) is not None:
                             route.is_read = self._begun
                             yield data
-            except RayActorError as error:
+            except (RayActorError, RayServeException) as error:
                 lost = "its process has ended"
-                if self._begun or is_last:
+                if self._begun:
                     raise EngineError("the engine that answered was lost") from error
-            except RayServeException as error:
-                raise EngineError(f"there is no engine: {error}") from error
+                if is_last or isinstance(error, RayServeException):
+                    raise NotReadyError(Status("restarting", "no engine answers")) from error
             except BaseException:  # the client has gone
                 answer.cancel()
                 raise

@@ -12,22 +12,27 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from razor_dist.config.errors import EngineError
+from razor_dist.api.errors import NotReadyError
+from razor_dist.frontend.client import Status
 from razor_dist.ray_serve.engine import Head
 
 Answers = Sequence[tuple[Head, bytes]]
 
 
 def merged(path: str, answers: Answers) -> Response:
-    """Return one answer for a path of `MERGED`; `EngineError` if no engine has one.
+    """Return one answer for a path of `MERGED`; `NotReadyError` if no engine has one.
 
     If engines refuse, and none answers, the refusal of one stands for all.
     """
-    good = [(head, body) for head, body in answers if head.status == 200 or path in _HEALTH]
+    good = [(head, body) for head, body in answers if head.status == 200 or path in HEALTH]
     if good:
         return MERGED[path](good)
     if not answers:
-        raise EngineError("no engine answers")
+        nobody = Status("restarting", "no engine answers")
+        if path in HEALTH:
+            about = {"status": nobody.state, "reason": nobody.reason, "engines": {}}
+            return JSONResponse(about, 503)
+        raise NotReadyError(nobody)
     head, body = answers[0]
     response = Response(body, head.status)
     response.raw_headers = head.headers
@@ -78,9 +83,9 @@ def _metrics(answers: Answers) -> Response:
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-_HEALTH = ("/health", "/ping")
+HEALTH = ("/health", "/ping")
 MERGED: dict[str, Callable[[Answers], Response]] = {
-    **dict.fromkeys(_HEALTH, _health),
+    **dict.fromkeys(HEALTH, _health),
     "/stats": _stats,
     "/metrics": _metrics,
     "/v1/contexts": _contexts,

@@ -265,6 +265,18 @@ def test_nothing_is_lost_with_an_engine(application: Application, of_one: Run, w
     application.wait_for(2)
 
 
+def test_an_engine_that_hangs_hides_no_other(application: Application) -> None:
+    application.deploy(2)
+    frontend = engines()[1][0]
+    os.kill(frontend, signal.SIGSTOP)
+    try:
+        assert application.states() == ["ready"]
+        assert set(application.unfinished()) == {"0"}
+    finally:
+        os.kill(frontend, signal.SIGCONT)
+    application.wait_for(2)
+
+
 def test_contexts_are_asked_where_they_are(application: Application) -> None:
     application.deploy(2)
     client = application.client

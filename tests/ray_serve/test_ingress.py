@@ -10,13 +10,15 @@ import pytest
 
 pytest.importorskip("ray.serve")
 from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from razor_dist.config.schema import ServerConfig
 from razor_dist.ray_serve.engine import BodyPart, Forwarded, Head, Part, Unanswered
 from razor_dist.ray_serve.ingress import Ingress, _Answer
 from razor_dist.ray_serve.merged import merged
-from razor_dist.ray_serve.routing import Route
+from razor_dist.ray_serve.routing import Route, engine_tag
 from razor_dist.server.bodies import Body, BodyReader
 
 JSON = [(b"content-type", b"application/json")]
@@ -61,14 +63,30 @@ class Engines:
         return self.answers[len(self.asked) - 1]
 
 
-def ask(engines: Engines, path: str = CHAT) -> tuple[int, list[bytes]]:
+class Asked:
+    """What a broadcast returns; as of Ray 2.60, one late engine is a time-out of all."""
+
+    def __init__(self, *results: Any) -> None:
+        self._results = results
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        for result in self._results:
+            if isinstance(result, TimeoutError | RayServeException):
+                raise result
+        return list(self._results)
+
+    def results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        return list(self._results)
+
+
+def ask(engines: Engines, path: str = CHAT, route: Route | None = None) -> tuple[int, list[bytes]]:
     """Return the status and the pieces of the answer; raises what breaks it."""
 
     async def run() -> tuple[int, list[bytes]]:
         body = Body(BodyReader(ServerConfig()))
         body.grow(b"{}")
         answer = _Answer(cast(Any, engines), {"path": path}, body)
-        response = cast(Any, await answer.response(Route()))
+        response = cast(Any, await answer.response(route or Route()))
         return response.status_code, [data async for data in response.body_iterator if data]
 
     return asyncio.run(run())
@@ -132,9 +150,50 @@ def test_an_engine_that_cannot_answer_is_avoided_and_the_last_is_not_asked_for_a
     assert last.route.avoid == {"a": True, "b": False} and last.is_last
 
 
-def test_three_lost_engines_are_an_error() -> None:
-    with pytest.raises(Exception, match="the engine that answered was lost"):
-        ask(Engines(*[[RayActorError()]] * 3))
+def test_a_contexts_engine_that_is_full_or_restarting_has_the_last_word() -> None:
+    for is_lost in (True, False):
+        refused = Unanswered("holder", is_lost, "why")
+        engines = Engines([refused], [Unanswered("b", False, "it has no such context")], whole(b""))
+        ask(engines, route=Route(holder=engine_tag("holder")))
+        last = engines.asked[-1]
+        assert last.is_last and last.route.avoid == {"b": False}
+
+
+@pytest.mark.parametrize("lost", [RayActorError(), RayServeException("none")])
+def test_without_any_engine_the_client_is_to_come_again(lost: Exception) -> None:
+    answer = endpoint(Engines(*[[lost]] * 3)).post(CHAT, json={})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "engine_restarting"
+
+
+def test_an_engine_that_hangs_is_left_out_of_what_all_say() -> None:
+    engines: Any = Engines()
+    client = endpoint(engines)
+    ready = Head(1, 200, JSON), b'{"status": "ready", "reason": ""}'
+    engines.broadcast = lambda *_: Asked(TimeoutError(), RayActorError(), ready)
+    health = client.get("/health")
+    assert health.status_code == 200 and health.json()["engines"] == {"1": "ready"}
+    for nobody in (Asked(TimeoutError()), Asked(RayServeException("none"))):
+        engines.broadcast = lambda *_, nobody=nobody: nobody
+        health, stats = client.get("/health"), client.get("/stats")
+        assert health.status_code == stats.status_code == 503
+        assert health.json()["status"] == "restarting" and stats.headers["retry-after"] == "1"
+
+
+def test_a_route_prefix_is_no_part_of_the_path() -> None:
+    engines: Any = Engines(whole(b"{}"))
+    engines.broadcast = lambda *_: Asked((Head(0, 200, JSON), b"{}"))
+    client = endpoint(engines, api_key=["a" * 32])
+    served: Any = client.app
+    client = TestClient(served, base_url="http://localhost", root_path="/v1")
+    assert client.get("/v1/stats").status_code == 401
+    client.headers["authorization"] = "Bearer " + "a" * 32
+    assert client.get("/v1/stats").json() == {"engines": {"0": {}}}
+    assert client.post("/v1" + CHAT, json={}).status_code == 200
+    [asked] = engines.asked
+    assert asked.scope["path"] == CHAT and "root_path" not in asked.scope
+    base = Request({**asked.scope, "type": "http"}).base_url
+    assert str(base) == "http://localhost/v1/"
 
 
 def test_a_stream_that_has_not_begun_is_begun_anew() -> None:
