@@ -44,8 +44,9 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 FEW = 24
 # Rows whose products are rounded as one row's are: those of the longest step with drafts.
 ALIKE = 8
-# And of 8 bits, which oneDNN multiplies by instructions of their own.
-_FEW_INT8 = 8
+# Rows of 8 bits that the compiled operation multiplies: those of the longest recorded step. oneDNN
+# takes half of its time for 32, but needs operations before and after that are not recorded so well.
+_FEW_INT8 = 32
 
 # Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
 # with the least of these numbers of rows that is enough, or the last; another than the first must

@@ -85,6 +85,7 @@ class DryRun:
 
     def __init__(self, deployment: Deployment, free: float = math.inf) -> None:
         self._d, self._free = deployment, free
+        self._reserved: dict[int, dict[str, int]] = {}  # by ``max_model_len``
         kept, windows = deployment.head_map.retrieval, deployment.head_map.windows
         layers = _kinds_of_layers(deployment.retrieval_per_layer, deployment.shape.kv_heads)
         self._model = deployment.meta_model(len(layers))
@@ -100,13 +101,16 @@ class DryRun:
 
     def reserved(self, max_model_len: int) -> dict[str, int]:
         """Bytes of the caches that a rank makes at start, by their names in `Memory`."""
+        if max_model_len in self._reserved:  # lengths are looked for more than once
+            return self._reserved[max_model_len]
         share = self._d.layout.share
         caches = self._whole(max_model_len, 0 if share is None else share.rank).caches
-        return {
+        found = self._reserved[max_model_len] = {
             "retrieval_kv": caches.pages.reserved_bytes,
             "streaming_cache": sum(cache.reserved_bytes for cache in caches.streaming),
             "scratch": 0 if caches.scratch is None else caches.scratch.reserved_bytes,
         }
+        return found
 
     def caches(self, max_model_len: int, context: int) -> dict[str, int]:
         """The same, and what a sequence of ``context`` tokens takes on the fullest rank.
