@@ -45,7 +45,7 @@ FEW = 24
 # Rows whose products are rounded as one row's are: those of the longest step with drafts.
 ALIKE = 8
 # Rows of 8 bits that the compiled operation multiplies: those of the longest recorded step. oneDNN
-# takes half of its time for 32, but needs operations before and after that are not recorded so well.
+# takes half of its time for 32, but other operations before and after take more (docs/LOG.md).
 _FEW_INT8 = 32
 
 # Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
