@@ -90,6 +90,7 @@ class Metrics(Observer):
         self._names = Names(prefix, model_name)
         self._model = self._names.labels
         self._answers: dict[str, Answer] = {}
+        self._prefixes: dict[str, int] = {}  # pinned ones that are being read: tokens read
         # Hears of each answer that ends, why, and when (monotonic seconds).
         self.on_end: Callable[[Answer, str, float], None] | None = None
         self._ranks = RankMetrics(self._names)
@@ -154,8 +155,9 @@ class Metrics(Observer):
     def received(self, message: AboutRequest) -> None:
         answer, now = self._answers.get(message.id), time.monotonic()
         if answer is None:
-            return
-        if isinstance(message, Progress):
+            if isinstance(message, Progress):
+                self._prefix(message)
+        elif isinstance(message, Progress):
             self._progress(answer, message, now)
         elif isinstance(message, Token):
             self._token(answer, now)
@@ -165,6 +167,7 @@ class Metrics(Observer):
             self._end(message.id, "error", now)
 
     def ended(self, request_id: str, reason: str) -> None:
+        self._prefixes.pop(request_id, None)
         self._end(request_id, reason, time.monotonic())
 
     def _progress(self, answer: Answer, message: Progress, now: float) -> None:
@@ -176,6 +179,16 @@ class Metrics(Observer):
             self._cache_hits.inc(message.cached)
         self._prompt_tokens.inc(message.processed - answer.read)
         answer.read = message.processed
+
+    def _prefix(self, message: Progress) -> None:
+        """Count what is read of a pinned prefix, which is no answer's prompt."""
+        read = self._prefixes.get(message.id)
+        if read is None:
+            read = message.cached
+            self._cache_queries.inc(message.total - message.prefix)
+            self._cache_hits.inc(message.cached - message.prefix)
+        self._prompt_tokens.inc(message.processed - read)
+        self._prefixes[message.id] = message.processed
 
     def _token(self, answer: Answer, now: float) -> None:
         self._generation_tokens.inc()

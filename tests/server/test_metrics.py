@@ -20,7 +20,7 @@ from razor_dist.config.logs import JsonFormatter, TextFormatter
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
-from razor_dist.protocol.messages import Token
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
 from razor_dist.server.metrics import VLLM, Metrics
@@ -108,6 +108,17 @@ def test_metrics_count_what_happened(server: ServerProcess) -> None:
         if name == "razor:http_requests_total" and http.items() <= dict(labels).items()
     }
     assert counts == {"200": 3, "400": 1, "499": 1}
+
+
+def test_what_is_read_of_contexts_counts() -> None:
+    metrics = Metrics("smollm2")
+    for processed in (40, 70, 90):
+        metrics.received(Progress("pin", processed, 90, 20, 40, 0.0))
+    metrics.ended("pin", "abort")
+    families = text_string_to_metric_families(metrics.render(True, None).decode())
+    counts = {sample.name: sample.value for family in families for sample in family.samples}
+    names = ("prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+    assert [counts[f"razor:{name}_total"] for name in names] == [50, 70, 20]
 
 
 def test_a_stop_string_is_no_abort(server: ServerProcess) -> None:
