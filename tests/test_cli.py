@@ -195,6 +195,7 @@ def test_the_benches_are_frozen() -> None:
         "busy",
         "shape",
         "probe",
+        "start",
         "serve",
         "prefix",
         "sources",

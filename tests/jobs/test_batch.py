@@ -158,7 +158,7 @@ def test_a_custom_id_that_is_not_unique_is_refused_before_anything_runs(
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(file, [*LINES, request("cut", prompt="another"), "{}"])
     assert cli.main(["batch", str(file), "--out", str(out), "--no-ray"]) == 2
-    assert "lines 5, 13 have the same custom_id 'cut'" in capfd.readouterr().err
+    assert "lines 5, 14 have the same custom_id 'cut'" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == [file]
 
 
