@@ -109,8 +109,9 @@ def serve(
 ) -> ServerProcess:
     """Start ``razor-dist serve``, in a session of its own, which Ctrl-C does not reach."""
     command = guarded("razor_dist", "serve", "--port=0", "--log-level=warning", *flags)
-    own_session: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-    return ServerProcess(*command, stderr=stderr, env=env, **own_session)
+    return ServerProcess(
+        *command, stderr=stderr, env=env, stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def wait_until(condition: Callable[[], Any], timeout: float) -> bool:

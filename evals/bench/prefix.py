@@ -101,16 +101,15 @@ def run(settings: PrefixBenchSettings) -> BenchRecord:
     return load.get(settings.load, after_a_kill)(settings)
 
 
-def prose(tokens: int) -> tuple[list[str], int]:
-    """Return the words of Python's reference, and how many of them are about ``tokens``."""
+def prose(tokens: int) -> tuple[list[str], str]:
+    """Return the words of Python's reference, and its beginning of about ``tokens`` tokens."""
     words = " ".join(topics[name] for name in sorted(topics)).split()
-    return words, round(tokens * _WORDS_PER_TOKEN)
+    return words, " ".join(words[: round(tokens * _WORDS_PER_TOKEN)])
 
 
 def questions(settings: PrefixBenchSettings) -> BenchRecord:
     """Time questions and turns, and compare answers with those of a server without the cache."""
-    words, length = prose(settings.prompt_tokens)
-    document = " ".join(words[:length])
+    words, document = prose(settings.prompt_tokens)
     halves = [" ".join(reversed(words[a : a + 1500])) for a in (0, 5000, 9000)]
     shared = " ".join(words[20000 : 20000 + 1500])
     flags = ("--max-num-seqs=8",)
@@ -233,8 +232,7 @@ def _asked(
 ) -> tuple[list[str], str, list[tuple[str, str]]]:
     """Return a server's flags, a document, and questions to follow it with what is hidden."""
     if "needle" not in settings.load:
-        words, length = prose(settings.prompt_tokens)
-        document = " ".join(words[:length])
+        _, document = prose(settings.prompt_tokens)
         return ["--max-num-seqs=8"], document, [(f"\n\n{one}", "") for one in QUESTIONS[:3]]
     model = build_needle_model(folder / "needle")
     text, facts = hide_words(settings.prompt_tokens - 64, [10, 50, 90])

@@ -233,12 +233,10 @@ class SourcesBenchSettings(PromptBenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftsBenchSettings(PromptBenchSettings):
-    tokens: Annotated[str, Option(help="Tokens of the document: 8K is 8192, 8k is 8000.")] = "5000"
-    new_tokens: NewTokens = 200
-    repeats: Repeats = 3
-    world_sizes: Annotated[str, Option(help="Numbers of ranks; several share short steps.")] = "1,8"
-    threads: Threads = 2
+class RanksBenchSettings(PromptBenchSettings):
+    """Settings of benches of the embedded model on several numbers of ranks."""
+
+    world_sizes: Annotated[str, Option(help="Numbers of ranks.")] = "1,8"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -246,14 +244,12 @@ class DraftsBenchSettings(PromptBenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartBenchSettings(PromptBenchSettings):
-    """Settings of ``bench start``; the embedded model."""
-
-    world_sizes: Annotated[str, Option(help="Numbers of ranks.")] = "1,8"
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return _sizes("world_sizes", self.world_sizes)
+class DraftsBenchSettings(RanksBenchSettings):
+    tokens: Annotated[str, Option(help="Tokens of the document: 8K is 8192, 8k is 8000.")] = "5000"
+    new_tokens: NewTokens = 200
+    repeats: Repeats = 3
+    world_sizes: Annotated[str, Option(help="Numbers of ranks; several share short steps.")] = "1,8"
+    threads: Threads = 2
 
 
 @dataclass(frozen=True, kw_only=True)

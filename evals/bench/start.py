@@ -13,14 +13,14 @@ from typing import Any
 
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.prefix import prose
-from razor_dist.evals.bench.settings import StartBenchSettings
+from razor_dist.evals.bench.settings import RanksBenchSettings
 from razor_dist.evals.serving import ask, connect, serve
 
 _PROMPTS = 3  # of each length; for the first of them nothing is prepared
 _SHORT_WORDS = 12
 
 
-def run(settings: StartBenchSettings) -> BenchRecord:
+def run(settings: RanksBenchSettings) -> BenchRecord:
     """Start servers, one after the other, and ask each for short and long prompts."""
     starts = []
     for size in settings.ranks:
@@ -37,16 +37,18 @@ def run(settings: StartBenchSettings) -> BenchRecord:
     return BenchRecord("start", settings, {"starts": starts}, [Table("", rows)])
 
 
-def _start(settings: StartBenchSettings, size: int, kernels: str) -> dict[str, Any]:
+def _start(settings: RanksBenchSettings, size: int, kernels: str) -> dict[str, Any]:
     """Time one server: its start, the first tokens of prompts, and the answers to long ones."""
-    words, long = prose(settings.prompt_tokens)
+    words, document = prose(settings.prompt_tokens)
+    long = len(document.split())
     begun = time.perf_counter()
     with (
         serve(f"--world-size={size}", env=os.environ | {"XDG_CACHE_HOME": kernels}) as process,
         connect(process.url()) as client,
     ):
         ready = time.perf_counter() - begun
-        cpu = sum(sum(one.cpu_times()[:2]) for one in process.family())
+        # Of all processes and of those that they have ended: the compiler is one.
+        cpu = sum(sum(one.cpu_times()[:4]) for one in process.family())
         model = client.get("/v1/models").json()["data"][0]["id"]
         answers = []
         for number, length in enumerate([_SHORT_WORDS] * _PROMPTS + [long] * _PROMPTS):

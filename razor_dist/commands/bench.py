@@ -29,7 +29,7 @@ BENCHES: Mapping[str, tuple[type[given.BenchSettings], str]] = {
         given.PrefixBenchSettings,
         "What the prefix cache saves over HTTP, and after a kill.",
     ),
-    "start": (given.StartBenchSettings, "A server's start and its first prompts."),
+    "start": (given.RanksBenchSettings, "A server's start and its first prompts."),
     "drafts": (given.DraftsBenchSettings, "Answers about a document, with drafts and without."),
     "sources": (given.SourcesBenchSettings, "Cost of asking for an answer's sources."),
     "gpu": (

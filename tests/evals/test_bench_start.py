@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from razor_dist.evals.bench.settings import StartBenchSettings
+from razor_dist.evals.bench.settings import RanksBenchSettings
 from razor_dist.evals.bench.start import run
 from tests.test_kernels_linear import needs_compiler
 
@@ -12,7 +12,7 @@ from tests.test_kernels_linear import needs_compiler
 @pytest.mark.slow  # it compiles the kernels
 @needs_compiler
 def test_a_server_is_started_with_kernels_and_without() -> None:
-    record = run(StartBenchSettings(tokens="200", new_tokens=4, world_sizes="1"))
+    record = run(RanksBenchSettings(tokens="200", new_tokens=4, world_sizes="1"))
     cold, warm = record.figures["starts"]
     assert (cold["compiled"], warm["compiled"]) == (False, True)
     for start in (cold, warm):
