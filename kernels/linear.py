@@ -48,11 +48,11 @@ ALIKE = 8
 # takes half of its time for 32, but other operations before and after take more (docs/LOG.md).
 _FEW_INT8 = 32
 
-# Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
-# with the least of these numbers of rows that is enough, or the last; another than the first must
-# take less than this share of its time, which for many rows can be told more exactly.
-Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # takes the arguments of `linear`
+# Ways are timed three times, on nine matrices one after the other (32 MB).
 _MATRICES, _ROUNDS = (9, 1536, 576), 3
+# By rows that are timed (more rows go by the next of these, or the last): the share of the first
+# way's time that another must stay below. Times of many rows vary less.
 _SHARE = {1: 0.8, 4: 0.8, 8: 0.8, FEW: 0.8, 64: 0.8, 256: 0.95}
 _ROWS = tuple(_SHARE)
 

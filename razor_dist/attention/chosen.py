@@ -118,7 +118,7 @@ class _Search(NamedTuple):
         return cls(q, mass, reader.positions, keys, reader.blocks)
 
     def estimates(self, part: slice) -> Tensor:
-        """Those of some queries: see `razor_dist.kernels.chosen.largest`."""
+        """Estimate the blocks for some queries: see `razor_dist.kernels.chosen.largest`."""
         q, at = self.q[:, :, part], self.positions[part]
         found = q.new_full((len(q), self.blocks, *q.shape[1:3]), -torch.inf)
         for k, slow, shard in self.keys:
@@ -218,7 +218,7 @@ def _attend_heads(
 
 
 def _choose(comm: Communicator, share: float, searches: Sequence[_Search]) -> list[Tensor]:
-    """What queries choose from the keys of all ranks of ``comm``: bool ``[K, B, T]`` of each."""
+    """Choose blocks of the keys of all ranks of ``comm``: bool ``[K, B, T]`` for each search."""
     chosen = [torch.empty(len(of.q), of.blocks, of.q.shape[2], dtype=torch.bool) for of in searches]
     for parts in _parts(searches, ESTIMATES // comm.size):
         found = [searches[i].estimates(part) for i, part in parts]

@@ -88,7 +88,7 @@ class BlockReader:
 
     @cached_property
     def always(self) -> Tensor:
-        """What `queries` always read, bool ``[B, T]``: alike in all layers, and large."""
+        """The blocks that `queries` always read, bool ``[B, T]``: the same for all layers."""
         return fixed(self.queries, self.blocks)
 
     @cached_property

@@ -138,7 +138,7 @@ def _come(asked: DeploymentBroadcastResponse) -> list[Any]:
     """
     try:
         return asked.results(timeout_s=_COLLECTING, return_exceptions=True)
-    except (RayServeException, TimeoutError, CancelledError):  # nobody has been asked yet
+    except (RayServeException, TimeoutError, CancelledError):  # no engine has been asked yet
         return []
 
 

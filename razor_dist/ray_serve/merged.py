@@ -28,11 +28,11 @@ def merged(path: str, answers: Answers) -> Response:
     if good:
         return MERGED[path](good)
     if not answers:
-        nobody = Status("restarting", "no engine answers")
+        state = Status("restarting", "no engine answers")
         if path in HEALTH:
-            about = {"status": nobody.state, "reason": nobody.reason, "engines": {}}
+            about = {"status": state.state, "reason": state.reason, "engines": {}}
             return JSONResponse(about, 503)
-        raise NotReadyError(nobody)
+        raise NotReadyError(state)
     head, body = answers[0]
     response = Response(body, head.status)
     response.raw_headers = head.headers

@@ -226,7 +226,7 @@ def test_constants_are_swept_and_held_against_float64() -> None:
 
 
 def test_constants_are_those_that_the_kernel_has() -> None:
-    """What the sweep changes are names that the kernel's module reads."""
+    """The sweep changes names that the kernel's module reads."""
     if find_spec("triton") is None:
         pytest.skip("needs triton")
     text = (Path(__file__).parents[2] / "kernels" / "decode_triton.py").read_text()

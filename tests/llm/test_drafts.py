@@ -12,7 +12,6 @@ from razor_dist.llm.llm import LLM
 from razor_dist.protocol.sampling_params import SamplingParams
 
 _PROMPTS = 500
-# Drawn and greedy answers by turns; where they differ is decided by sums rounded otherwise.
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},
@@ -35,7 +34,7 @@ def prompts() -> list[str]:
 
 
 def answers(world_size: int, drafts: dict[str, str] | None) -> tuple[list[list[int]], int]:
-    """Return the tokens of two answers to each prompt, and how many of all were drafted."""
+    """Return the tokens of two answers to each prompt, and the number of accepted drafts."""
     asked = prompts() * 2
     params = [
         SamplingParams(max_tokens=32, seed=seed, ignore_eos=True, **of)

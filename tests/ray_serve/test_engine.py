@@ -37,7 +37,7 @@ def answer(refusal: Failure, state: str = "ready", **request: Any) -> list[Any]:
     outside_ray = {"_number": 3, "__del__": lambda self: None}
     engine: Any = object.__new__(type("Bare", (Engine,), outside_ray))
     engine._app, engine._replica = app, "me"
-    engine._service = SimpleNamespace(status=Status(state))  # type: ignore[arg-type]
+    engine._service = SimpleNamespace(status=Status(state))
     scope = {"method": "POST", "path": "/", "headers": [], "query_string": b""}
 
     async def run() -> list[Any]:

@@ -31,7 +31,7 @@ Script = list[Part | Exception]
 
 
 class Answer:
-    """What a handle returns: batches of parts, which can be cancelled."""
+    """An engine's answer as a handle returns it: batches of parts, which can be cancelled."""
 
     def __init__(self, script: Script) -> None:
         self._parts, self.cancelled = iter(script), False
@@ -64,7 +64,7 @@ class Engines:
 
 
 class Asked:
-    """What a broadcast returns; as of Ray 2.60, one late engine is a time-out of all."""
+    """Answers to a broadcast. In Ray 2.60 `results_async` raises if one engine is late."""
 
     def __init__(self, *results: Any) -> None:
         self._results = results

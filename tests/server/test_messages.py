@@ -264,7 +264,7 @@ def lines_of(form: Format, pieces: Sequence[TextPiece]) -> str:
 
 
 def through_client(form: Any, pieces: Sequence[TextPiece]) -> tuple[Any, Any, list[Any]]:
-    """What the client makes of an answer, whole and streamed, and the stream's events."""
+    """Read an answer by the client, whole and streamed; return both, and the stream's events."""
     whole, lines = form().whole(), lines_of(form(), pieces)
 
     def answer(request: httpx2.Request) -> httpx2.Response:
