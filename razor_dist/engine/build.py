@@ -106,7 +106,22 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
             group=comm.group,
             together=layer_classes(model),
         )
-    return Loaded(model, head_map, eos_token_ids(path), fingerprint, shares)
+    ends = _end_ids(path, model.config.vocab_size, warn=comm.rank == 0)
+    return Loaded(model, head_map, ends, fingerprint, shares)
+
+
+def _end_ids(path: Path, vocab_size: int, *, warn: bool) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model folder, without those that no logit belongs to."""
+    ids = eos_token_ids(path)
+    known = tuple(token for token in ids if 0 <= token < vocab_size)
+    if warn and known != ids:
+        unknown = ", ".join(str(token) for token in ids if token not in known)
+        log.warning(
+            "eos_token_id %s is ignored: the model has logits for tokens 0 to %d only",
+            unknown,
+            vocab_size - 1,
+        )
+    return known
 
 
 @dataclass(frozen=True)

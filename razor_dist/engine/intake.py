@@ -113,6 +113,7 @@ class Intake:
     def _check(self, params: SamplingParams) -> None:
         """Raise `RequestError` if parameters do not suit model or engine."""
         vocabulary = self._runner.shape.vocab_size
+        as_tokens(params.stop_token_ids, vocabulary, "stop_token_ids")
         as_tokens(list(params.logit_bias or ()), vocabulary, "logit_bias")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocabulary:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -543,6 +545,33 @@ def test_stop_tokens_and_end_of_sequence(
     core = make_core(tiny("llama"))
     core.add("c", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
     assert tokens(run(core)["c"]) == first[: first.index(first[1]) + 1]
+
+
+def test_end_ids_without_logits_are_ignored(
+    tiny: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shutil.copytree(tiny("llama"), tmp_path / "llama")
+    last = make_core(path).runner.shape.vocab_size - 1
+    ids = {"eos_token_id": [5, -1, 10**6]}
+    (path / "generation_config.json").write_text(json.dumps(ids))
+    core = make_core(path)
+    assert "eos_token_id -1, 1000000 is ignored" in caplog.text
+    bias = {last: 100.0, 5: 90.0}
+    core.add("a", [5, 6, 7], dataclasses.replace(GREEDY, logit_bias=bias, min_tokens=1))
+    assert tokens(run(core)["a"]) == [last] * 8
+    ends = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=1, logit_bias={5: 90.0})
+    core.add("b", [5, 6, 7], ends)
+    found = run(core)["b"]
+    assert tokens(found)[0] != 5 and tokens(found)[1:] == [5]
+    assert found[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_unknown_stop_tokens_are_refused(token: int, tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+    with pytest.raises(RequestError, match=f"token id {token} in stop_token_ids") as refused:
+        core.add("a", [5], SamplingParams(stop_token_ids=(token,), min_tokens=1))
+    assert refused.value.param == "stop_token_ids"
 
 
 def test_a_head_map_of_another_model_is_refused(tiny: Callable[[str], Path]) -> None:
