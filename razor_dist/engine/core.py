@@ -26,6 +26,7 @@ from razor_dist.engine.step_cost import StepSeconds
 from razor_dist.engine.time_left import seconds_left
 from razor_dist.protocol.messages import (
     AboutRequest,
+    Failed,
     PromptLogprobs,
     Tokens,
     answer_ids,
@@ -178,7 +179,13 @@ class EngineCore:
         return self._postprocess(plan, logits, began)
 
     def _admit(self) -> list[AboutRequest]:
+        """Open what fits, and end what waits with a grammar that cannot be compiled."""
         admitted: list[AboutRequest] = []
+        for request in list(self.scheduler.waiting):
+            if (refusal := request.refusal) is not None:
+                for answer in list(request.answers):
+                    self._end(answer)
+                    admitted.append(Failed.of(answer.id, refusal))
         while opened := self.scheduler.admit():
             request, plans = opened
             self._ranks.run_all([*self.scheduler.admission.take_pending(), *plans])

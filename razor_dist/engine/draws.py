@@ -25,7 +25,7 @@ class Run:
     drawn: int = 0  # tokens drawn by these rows so far
     accepted: int = 0  # of the draft's
     ends: bool = False
-    sound: bool = True  # False if an error ends it: its caches may hold anything
+    sound: bool = True  # False if its logits are not finite: its caches may hold anything
 
 
 class Draws:
@@ -46,7 +46,7 @@ class Draws:
         place's random numbers and with all tokens before it counted; so drafts change no answer.
         """
         self.runs += len(runs)
-        failed = self.processors.begin([run.answer for run in runs])
+        self.processors.begin([run.answer for run in runs])
         recorded = self._runner.likeliest
         peaks = (likeliest(logits) if recorded is None else recorded).tolist()
         found: dict[int, list[AboutRequest]] = {run.answer.key: [] for run in runs}
@@ -61,7 +61,7 @@ class Draws:
             self.processors.accept({a.key: s.token for a, s in pairs if s is not None})
             going = []
             for run, one in zip(runs, sampled, strict=True):
-                message = self._advance(run, one, failed.get(run.answer.key))
+                message = self._advance(run, one)
                 found[run.answer.key].append(message)
                 if not run.ends and run.accepted == run.drawn:
                     going.append(run)
@@ -70,7 +70,7 @@ class Draws:
             runs = going
         return [message for of in found.values() for message in of]
 
-    def _advance(self, run: Run, sampled: Sampled | None, error: RazorError | None) -> AboutRequest:
+    def _advance(self, run: Run, sampled: Sampled | None) -> AboutRequest:
         """Take an answer's next token, and note if the answer ends with it, or there is none.
 
         A failure here is rank 0's alone, after the step, and ends this answer only.
@@ -80,15 +80,17 @@ class Draws:
         right = sampled is not None and run.draft[at:][:1] == [sampled.token]
         run.accepted += right
         grammar = self.processors.grammar(answer.key)
-        if grammar is not None and error is None:
-            error = grammar.error
-        if sampled is None and error is None:
-            error = EngineError("the model computed logits that are not finite")
+        error: RazorError | None = None if grammar is None else grammar.error
+        if sampled is None:
+            run.sound = False
+            error = error or EngineError("the model computed logits that are not finite")
+        else:
+            # Even if the grammar fails: the caches have all tokens but the last one.
+            answer.generated.append(sampled.token)
         if sampled is None or error is not None:
-            run.ends, run.sound = True, False
+            run.ends = True
             assert error is not None
             return Failed.of(answer.id, error)
-        answer.generated.append(sampled.token)
         self.tokens += 1
         finish = self._finish_reason(answer, sampled.token)
         if grammar is not None and grammar.ended:

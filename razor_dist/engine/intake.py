@@ -107,7 +107,7 @@ class Intake:
             if seed is None:
                 seed = int(torch.randint(2**62, (1,), generator=self._seeds))
             answer.seed = seed
-        if request.params.structured_outputs is not None:
+        if request.answers and request.params.structured_outputs is not None:
             request.grammar = self._grammars.compile(request.params.structured_outputs)
 
     def _check(self, params: SamplingParams) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Answer
 from razor_dist.engine.sampler import Adjusted
 from razor_dist.protocol.messages import Tokens
@@ -78,23 +77,14 @@ class LogitsProcessors:
             torch.tensor(ends, dtype=torch.int64, device=device),
         )
 
-    def begin(self, answers: Iterable[Answer]) -> dict[int, RequestError]:
-        """Add those that ask for something and are not here; return what failed, by sequence.
-
-        Their grammars are compiled, or failed, by now.
-        """
-        failed = {}
+    def begin(self, answers: Iterable[Answer]) -> None:
+        """Add those that ask for something and are not here; their grammars are compiled."""
         for answer in answers:
             if answer.params.adjusts_logits and answer.key not in self:
                 request = answer.request
                 prompts = [one.prompt for one in (request, *request.prefixes)]
-                try:
-                    grammar = request.grammar.result() if request.grammar else None
-                except RequestError as error:
-                    failed[answer.key] = error
-                else:
-                    self.add(answer.key, answer.params, prompts, grammar)
-        return failed
+                grammar = request.grammar.result() if request.grammar else None
+                self.add(answer.key, answer.params, prompts, grammar)
 
     def adjusted(self, keys: Sequence[int], rows: Sequence[int], logits: Tensor) -> Adjusted | None:
         """Return other logits than the model's for sequences that want them, of these ``rows``."""

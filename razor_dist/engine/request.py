@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from razor_dist.config.errors import RequestError
 from razor_dist.prefix.index import Namespace
 from razor_dist.protocol.messages import Progress, Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
@@ -95,8 +96,17 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """True unless its grammar is still to be compiled."""
-        return self.grammar is None or self.grammar.done()
+        """True unless its grammar is still to be compiled, or cannot be."""
+        return self.grammar is None or (self.grammar.done() and self.refusal is None)
+
+    @property
+    def refusal(self) -> RequestError | None:
+        """Why its grammar cannot be compiled, once that is known."""
+        if self.grammar is None or not self.grammar.done():
+            return None
+        error = self.grammar.exception()
+        assert error is None or isinstance(error, RequestError)
+        return error
 
     @property
     def forks(self) -> list[Answer]:

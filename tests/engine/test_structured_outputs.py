@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,10 +23,15 @@ from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
+from razor_dist.engine.worker import follow
+from razor_dist.heads.decision import HeadRoles
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.protocol.messages import Token
+from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import (
     Grammar,
@@ -34,8 +40,12 @@ from razor_dist.protocol.structured_outputs import (
     StructuredOutputsParams,
 )
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
-from tests.engine.test_core import make_core, run, tokens
+from tests.cases import model_and_shape
+from tests.engine.test_core import evict_all, make_core, prompt, run, tokens
+from tests.prefix.test_answers import SETTINGS
+from tests.ranks import RankPool
 from tests.schemas import answers, random_schema, validate
+from tests.test_invariance import split_of
 from tests.tokenizer import copy_with_letters, smollm2_tokenizer
 
 
@@ -130,6 +140,86 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert last.param == "structured_outputs"
     assert "the answer cannot go on" in last.message
     assert core.runner.kv_bytes == 0
+
+
+def asked_again(
+    comm: Communicator, path: str, fails_at: int, drafted: bool
+) -> tuple[list[Any], list[int], list[list[int]]]:
+    """Ask a question whose grammar fails with the answer's token ``fails_at``, and ask it again.
+
+    Rank 0 returns the messages about the failure; what the cache had for the same question after a
+    whole answer and after the failure; and these answers' tokens.
+    """
+    config = EngineConfig(model=path, world_size=comm.size, **SETTINGS)
+    model, _ = model_and_shape(path)
+    roles = HeadRoles(split_of(Path(path)))
+    engine = make_engine(model, config, roles, comm, eos_token_ids=(2,))
+    if comm.rank:
+        follow(engine)
+        return [], [], []
+    core, accept, accepted = engine.core, Grammar.accept, []
+    params = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"regex": "[a-z]{20}"})
+
+    def spoil(grammar: Grammar, token: int) -> None:
+        accepted.append(token)
+        accept(grammar, 9 if len(accepted) == fails_at else token)  # a bracket
+
+    def ask(name: str, salt: str | None = None) -> list[Any]:
+        core.add(name, prompt(150), params, cache_salt=salt)
+        return run(core)[name]
+
+    core.scheduler.batch.drafter = None
+    whole = tokens(ask("whole", "salt"))
+    if drafted:
+        core.scheduler.batch.drafter = lambda answers: [
+            whole[len(answer.generated) :][: most - 1] for answer, most in answers
+        ]
+    with mock.patch.object(Grammar, "accept", spoil):
+        spoilt = ask("spoilt")
+    again = [ask("whole again", "salt"), ask("again")]
+    core.stats()  # compares the ranks' free pages and places with rank 0's
+    evict_all(core)
+    assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
+    core.stop()
+    cached = [next(m.cached for m in found if isinstance(m, Progress)) for found in again]
+    return spoilt, cached, [whole, *map(tokens, again)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("fails_at", "drafted"), [(1, False), (5, False), (5, True)])
+def test_a_prompt_stays_cached_when_its_grammar_fails(
+    fails_at: int,
+    drafted: bool,
+    world: int,
+    ranks: Callable[[int], RankPool],
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    path = copy_with_letters(tiny("llama"), tmp_path / "llama")
+    spoilt, cached, found = ranks(world).run(asked_again, str(path), fails_at, drafted)[0]
+    assert "the answer cannot go on" in spoilt[-1].message
+    assert tokens(spoilt) == found[0][: fails_at - 1]
+    assert not drafted or spoilt[-2].accepted  # it failed within a draft that was right so far
+    assert cached[0] == cached[1] > 100
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_refused_grammar_reads_no_prompt(core: EngineCore) -> None:
+    """A frontend compiles grammars first, but rank 0 refuses what it cannot compile itself."""
+    bad = SamplingParams(n=2, structured_outputs={"grammar": "start: <|none|>"})
+    core.add("bad", prompt(300), bad)
+    core.add("good", [50], SamplingParams(max_tokens=2, structured_outputs={"regex": "[a-z]{9}"}))
+    before = core.stats()["prompt_tokens"]
+    found = run(core)
+    for name in ("bad", "bad/1"):
+        [failed] = found[name]
+        assert failed.param == "structured_outputs"
+    assert len(tokens(found["good"])) == 2
+    assert core.stats()["prompt_tokens"] == before + 1
+    core.add("pinned", [50], bad, pin=True)  # for others to continue: it has no answer
+    [*_, progress] = run(core)["pinned"]
+    assert progress.processed == 1
+    core.abort("pinned")
 
 
 def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
