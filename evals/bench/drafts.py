@@ -2,6 +2,7 @@
 
 All engines read the same conversations about real text (Python's reference) with the embedded
 model, past end-of-sequence tokens; they take turns. An answer's tokens must be the same from all.
+Both methods draft up to 7 tokens, the default of ``num_speculative_tokens``.
 
 So small a model does not copy because it is asked to: left alone it falls into loops, in which any
 draft is right. So an answer to be copied begins with the first words of what it copies, as a

@@ -19,7 +19,7 @@ class SpeculativeConfig:
 
     ``method``                  lookup: what followed where the last tokens stood before, while
                                 that pays; ngram: vLLM's method, a draft wherever there is a match
-    ``num_speculative_tokens``  of a draft, at most
+    ``num_speculative_tokens``  of a draft, at most; drafts have 1, 3, 7, 15, 31 or 63 tokens
     ``prompt_lookup_min``       tokens that must be alike, at least; none: 2, or
                                 ``prompt_lookup_max`` if that is less; of ngram 5
     ``prompt_lookup_max``       tokens that are compared, at most; none: 16; of ngram
@@ -29,7 +29,7 @@ class SpeculativeConfig:
     """
 
     method: str = "lookup"
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int = 7
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
 
@@ -56,6 +56,11 @@ class SpeculativeConfig:
     def of(cls, value: object) -> SpeculativeConfig | Literal["auto"] | None:
         """Make one of a setting's value: a mapping of these fields, that as JSON, auto or none."""
         return "auto" if value == "auto" else object_setting(cls, _NAME, value)
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens of the longest draft: one less than a power of two, a run with the last token."""
+        return (1 << (self.num_speculative_tokens + 1).bit_length() - 1) - 1
 
     @property
     def lookup_min(self) -> int:

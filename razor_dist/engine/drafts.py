@@ -295,7 +295,7 @@ class Drafts:
         # Of prompts with several answers; each answer's own begins as a copy.
         self._indexes: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
         self._drafts = self._draft_tokens = 0
-        self._accepted_at = [0] * config.num_speculative_tokens
+        self._accepted_at = [0] * config.longest_draft
 
     def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
         """Return each answer's draft, shorter than the run that it may have; mostly none."""
@@ -312,7 +312,7 @@ class Drafts:
         base = max(_LEAST_STEP, step + len(answers) * token + sum(lengths) * before)
         for (_, most), proposer, length in zip(answers, proposers, lengths, strict=True):
             row = max(token + length * before, _LEAST_ROW * base)
-            most = min(most, self._config.num_speculative_tokens + 1, room + 1)
+            most = min(most, self._config.longest_draft + 1, room + 1)
             count = self._count(proposer, most, len(answers), base, row)
             found.append(proposer.draft(count) if count else [])
             room -= len(found[-1])

@@ -79,7 +79,7 @@ class Planted:
 
     def _draft(self, answer: Answer, most: int) -> list[int]:
         known = self._truth[answer.id][len(answer.generated) :]
-        draft = known[: self._random.randrange(min(most, 9))]
+        draft = known[: self._random.randrange(min(most, 8))]  # 7 at most, the default
         if draft and self._random.random() < 0.5:
             wrong = self._random.randrange(len(draft))
             draft[wrong] = (draft[wrong] + self._random.randrange(1, 90)) % 100

@@ -197,6 +197,21 @@ def test_runs_have_few_lengths_and_share_a_step() -> None:
             assert draft == list(range(last + 1, last + 1 + len(draft)))
 
 
+@pytest.mark.parametrize(("setting", "longest"), [(1, 1), (2, 1), (4, 3), (8, 7), (63, 63)])
+def test_the_longest_draft_is_the_last_position_that_is_counted(setting: int, longest: int) -> None:
+    made = drafts((1.0, 1e-6, 0.0), method="ngram", num_speculative_tokens=setting)
+    asked: Any = Answer(list(range(100)) * 2)
+    asked.generated.append(0)
+    [draft] = made([(asked, 64)])
+    assert draft == list(range(1, 1 + longest))
+    made.verified(longest, longest)
+    assert made.counts["num_accepted_tokens_per_pos"] == [1] * longest
+
+
+def test_the_default_is_a_length_that_drafts_have() -> None:
+    assert SpeculativeConfig().longest_draft == SpeculativeConfig().num_speculative_tokens
+
+
 @given(
     window=st.integers(1, 40),
     ratio=st.sampled_from([None, 2, 5]),
