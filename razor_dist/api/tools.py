@@ -329,7 +329,7 @@ class ToolParser:
     def push(self, piece: TextPiece) -> str:
         """Add a piece; return the text that is certainly no call."""
         marker = self._markers.get(piece.token, "")
-        text = piece.text if marker in piece.text else marker + piece.text
+        text = piece.text if marker in piece.text else piece.text + marker
         if self._calling:
             self._held += text
             return ""

@@ -66,6 +66,9 @@ class Assembler:
             text += self._stops.flush()
             if finish == "stop" and token in self._params.stop_token_ids:
                 stop_reason = token
+        elif self._detokenizer is not None and self._detokenizer.skips(token):
+            # The token may begin a tool call: text before it must not come after it.
+            text += self._stops.flush()
         logprobs = None
         if self._params.logprobs is not None and message.logprob is not None:
             logprobs = token_logprobs(self._tokenizer, token, message.logprob, message.top)

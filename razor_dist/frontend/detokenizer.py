@@ -73,7 +73,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Append one token and return the text that is now certain."""
-        if self._skip_special and token in self._texts.special:
+        if self.skips(token):
             return ""
         self._ids.append(token)
         if token in self._texts.bytes:
@@ -91,6 +91,10 @@ class Detokenizer:
         if len(self._ids) >= _TRIM_AT:
             self._trim()
         return piece
+
+    def skips(self, token: int) -> bool:
+        """True for a special token that the text leaves out."""
+        return self._skip_special and token in self._texts.special
 
     def flush(self) -> str:
         self._text = self._decode(self._ids)

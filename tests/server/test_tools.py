@@ -27,8 +27,10 @@ from razor_dist.api.responses_format import ResponsesFormat
 from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
-from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.messages import Token
+from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
 from tests.tokenizer import smollm2_tokenizer
 
@@ -146,6 +148,20 @@ def test_a_marker_that_is_a_special_token_is_seen() -> None:
     text, [found], _ = parser.end("stop")
     assert (text, found["function"]) == ("", {"name": "get_weather", "arguments": PARIS})
     assert len(found["id"]) == 9 and found["id"].isalnum()
+
+
+@pytest.mark.parametrize("before", ["", "Sure#", "Sure##", "#"])
+def test_what_may_begin_a_stop_string_stays_before_the_marker(before: str) -> None:
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    call = f'[{{"name": "get_weather", "arguments": {PARIS}}}]'
+    ids = tokenizer.encode(f"{before}[TOOL_CALLS]{call}", add_special_tokens=False)
+    assembler = Assembler(tokenizer, SamplingParams(stop=("###", '#["')))
+    pieces = [assembler.push(Token("a", token)) for token in ids]
+    pieces.append(assembler.push(Token("a", 2, finish="stop")))
+    text, [found], finish = ToolParser(ToolUse("mistral", NAMES), tokenizer).read(pieces, "stop")
+    assert (text, finish) == (before, "tool_calls")
+    assert found["function"] == {"name": "get_weather", "arguments": PARIS}
 
 
 def encoder(template: str | None) -> PromptEncoder:
