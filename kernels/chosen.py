@@ -17,15 +17,18 @@ adjacent.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from razor_dist.kernels.compiled import operations
+from razor_dist.kernels.decode import available
 from razor_dist.kernels.many_cpu import data_of
 from razor_dist.kernels.partial import Partial, empty_partial
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
@@ -52,11 +55,11 @@ class Shard(NamedTuple):
     edges: Tensor  # int64 [B + 1]: of block b are the keys from edges[b] to edges[b + 1]
 
     @classmethod
-    def of(cls, runs: Sequence[range], end: int) -> Shard:
+    def of(cls, runs: Sequence[range], end: int, device: torch.device) -> Shard:
         """Return the keys in ``runs`` of a sequence of ``end`` tokens."""
-        parts = [torch.arange(run.start, run.stop, run.step) for run in runs if run]
-        places = torch.cat(parts or [torch.arange(0)])
-        borders = torch.arange(0, blocks_of(end) + 1) * BLOCK
+        parts = [torch.arange(run.start, run.stop, run.step, device=device) for run in runs if run]
+        places = torch.cat(parts or [torch.arange(0, device=device)])
+        borders = torch.arange(0, blocks_of(end) + 1, device=device) * BLOCK
         return cls(places, torch.searchsorted(places, borders))
 
     @property
@@ -86,7 +89,7 @@ def chooses(end: int) -> bool:
 
 def fixed(positions: Tensor, blocks: int) -> Tensor:
     """Return the blocks that are always read, bool ``[B, T]``, and all that begin after a query."""
-    number = torch.arange(blocks).unsqueeze(-1)
+    number = torch.arange(blocks, device=positions.device).unsqueeze(-1)
     return (number == 0) | (number >= first_recent(positions))
 
 
@@ -112,8 +115,12 @@ def largest(q: Tensor, k: KeysOrValues, slow: Tensor, shard: Shard, positions: T
     ``q`` is ``[K, G, T, W]``, scaled, at ascending ``positions`` (int64 ``[T]``); ``k`` is
     ``[K, S, D]``. It is -inf for blocks that are always read, and those without keys.
     """
+    kernels = _triton(q.device)
+    if kernels is not None:
+        estimates: Tensor = kernels.largest(q, k, slow, shard, positions)
+        return estimates
     recent = first_recent(positions)
-    if operations() is not None:
+    if q.device.type == "cpu" and operations() is not None:
         of = q.contiguous(), *data_of(k), slow, shard.edges, recent
         compiled: Tensor = operations().block_largest(*of)
         return compiled
@@ -141,13 +148,19 @@ def attend_chosen(
 ) -> Partial:
     """Causal attention of queries to the keys of the blocks that they have ``chosen``.
 
-    ``q`` is float32 ``[K, G, T, D]``, ``k`` and ``v`` ``[K, S, D]``, ``chosen`` bool ``[K, B, T]``.
+    ``q`` is ``[K, G, T, D]``, ``k`` and ``v`` ``[K, S, D]``, ``chosen`` bool ``[K, B, T]``; the
+    result is float32.
     """
     if not q.shape[2] or not k.shape[1]:
         return empty_partial(q)
     chosen = chosen if chosen.stride()[1:] == (q.shape[2], 1) else chosen.contiguous()
-    width = 32 if isinstance(k, Codes) else 16
-    if operations() is not None and q.shape[-1] % width == 0 and q.shape[-1] <= 512:
+    kernels = _triton(q.device)
+    if kernels is not None:
+        attended: Partial = kernels.attend_chosen(q, k, v, chosen, shard, positions, scale=scale)
+        return attended
+    q, width = q.float(), 32 if isinstance(k, Codes) else 16
+    compiled = q.device.type == "cpu" and operations() is not None
+    if compiled and q.shape[-1] % width == 0 and q.shape[-1] <= 512:
         (keys, k_scale), (values, v_scale) = data_of(k), data_of(v)
         of = q, keys, values, k_scale, v_scale, chosen, shard.edges, shard.places, positions
         return Partial(*operations().attend_chosen(*of, scale))
@@ -162,7 +175,7 @@ def attend_chosen(
                 found.append(empty_partial(q[head : head + 1, :, at]))
                 continue
             seen = own[block[read]].T & (shard.places[read] <= positions[at].unsqueeze(-1))
-            hides = torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+            hides = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
             one = slice(head, head + 1)
             rows_of = q[one, :, at]
             found.append(attend_reference(rows_of, k[one, read], v[one, read], scale, False, hides))
@@ -170,3 +183,10 @@ def attend_chosen(
     parts = [found[i : i + heads] for i in range(0, len(found), heads)]
     outs, lses = ([torch.cat([p[n] for p in part]) for part in parts] for n in (0, 1))
     return Partial(torch.cat(outs, 2), torch.cat(lses, 2))
+
+
+def _triton(device: torch.device) -> ModuleType | None:
+    """Return the Triton kernels for tensors on ``device``, if they run there."""
+    if device.type != "cuda" or not available(device):
+        return None
+    return importlib.import_module("razor_dist.kernels.chosen_triton")

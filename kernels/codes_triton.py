@@ -9,7 +9,7 @@ import triton.language as tl
 
 from razor_dist.kernels.quantized import INT4, INT8
 
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Added and taken off again, it rounds a float32 to the nearest whole number, a half to even.
 _TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
 
@@ -50,17 +50,23 @@ def levels(codes, dtype: tl.constexpr):
 
 
 @triton.jit
+def whole(x):
+    """Round float32 to the nearest whole numbers, a half to the even one."""
+    return (x + _TO_WHOLE) - _TO_WHOLE
+
+
+@triton.jit
 def quantized(new, BITS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``."""
     new = new.to(tl.float32)
     if BITS == 8:
         scale = tl.max(tl.abs(new), 0) / 127.0
-        codes = ((new / tl.maximum(scale, _TINY) + _TO_WHOLE) - _TO_WHOLE).to(tl.int8)
+        codes = whole(new / tl.maximum(scale, TINY)).to(tl.int8)
     else:
         new = hadamard(tl.reshape(new, (1, WIDTH)), 1, WIDTH, D & -D)
         scale = tl.max(tl.max(tl.abs(new), 1), 0) / 15.0
-        whole = (new / tl.maximum(2 * scale, _TINY) - 0.5 + _TO_WHOLE) - _TO_WHOLE
-        low, high = halves((whole + 8).to(tl.int32), 1, WIDTH)
+        step = tl.maximum(2 * scale, TINY)
+        low, high = halves((whole(new / step - 0.5) + 8).to(tl.int32), 1, WIDTH)
         codes = tl.reshape(low | (high << 4), (WIDTH // 2,)).to(tl.uint8)
         scale = scale / (D & -D)
     return codes, scale

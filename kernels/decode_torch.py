@@ -190,7 +190,7 @@ def _see_window(query: Query, windows: Windows, t: int) -> Partial:
                 yield _see(query, k, v, position, places)
         if windows.compensation and first > sinks:
             # It stands in the middle of the tokens that it stands for, or in the first chunk.
-            away = torch.tensor([(first + sinks - 1) / 2 - position])
+            away = query.q.new_tensor([(first + sinks - 1) / 2 - position], dtype=torch.float32)
             one = query.seen_by(0, range(position, position + 1))
             k, v = windows.k[:, begin].float(), windows.v[:, begin].float()
             yield one.compensate(k, v, first - sinks, away)

@@ -14,8 +14,6 @@ wrong there, so operands are converted first.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-import functools
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +21,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from razor_dist.kernels.codes_triton import bits_of, hadamard, halves, levels, quantized
+from razor_dist.kernels.codes_triton import bits_of, hadamard, halves, quantized
 from razor_dist.kernels.fused_triton import load_rotated
 from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
+from razor_dist.kernels.softmax_triton import (
+    INTERPRETED,
+    LEAST,
+    LOG2E,
+    ROWS,
+    STAGES,
+    TILES,
+    WARPS,
+    ended,
+    multiprocessors,
+    softmax_tile,
+)
 
 if TYPE_CHECKING:
     from razor_dist.kernels.decode import Pages, Turned, Windows
@@ -34,20 +44,6 @@ __all__ = ["ROTATES", "attend", "merge_ranks", "store"]
 
 ROTATES = True  # `store` does, beside what it does anyway
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
-# A finite reference for rows that see no key: exp2(-inf - LEAST) is 0, and never NaN.
-_LEAST = tl.constexpr(-1e30)
-
-# Keys of a tile by the bytes of a number, a query's or a key's: those of float32 take more
-# registers and more shared memory.
-TILES = {2: 64, 4: 16}
-# Rows that a tile has at least: tensor cores take no fewer.
-ROWS = 16
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Three programs of bfloat16 keys fit a multiprocessor of an H100, two of an A100, and one of 100 KB
-# of shared memory: with more stages fewer would.
-WARPS, STAGES = 4, 3
 # Programs for every multiprocessor, as nearly as splits of a power of 2 keys allow. Splits stay
 # short: a long sequence beside seven short ones has few others to share the device with.
 _PROGRAMS = 4
@@ -111,54 +107,6 @@ def store_kernel(
 
 
 @triton.jit
-def _tile(
-    top, total, sums, odd_sums, queries, odd_queries, factor, bias, seen, k_at, v_at, read,
-    k_scale, v_scale,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, LOADS_MASKED: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Take a tile of keys into a running softmax; masks and biases only where there are any.
-
-    Of 4 bits, even and odd dimensions are multiplied apart.
-    """
-    if LOADS_MASKED:
-        keys, values = tl.load(k_at, mask=read, other=0), tl.load(v_at, mask=read, other=0)
-    else:
-        keys, values = tl.load(k_at), tl.load(v_at)
-    if BITS == 4:
-        keys, odd_keys = levels(keys, queries.dtype)
-        values, odd_values = levels(values, queries.dtype)
-    scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
-    if BITS == 4:
-        scores = tl.dot(odd_queries, tl.trans(odd_keys), scores, input_precision="ieee")
-    if BITS:
-        if MASKED:
-            k_factor = tl.load(k_scale, mask=seen, other=1.0) * factor
-            v_factor = tl.load(v_scale, mask=seen, other=1.0)
-        else:
-            k_factor, v_factor = tl.load(k_scale) * factor, tl.load(v_scale)
-        if BITS == 4:
-            k_factor, v_factor = 2 * k_factor, 2 * v_factor
-        scores *= k_factor[None, :]
-    else:
-        scores *= factor
-    if BIASED:
-        scores += bias
-    if MASKED:
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, 1))
-    shrink = tl.exp2(top - higher)
-    weights = tl.exp2(scores - higher[:, None])
-    total = total * shrink + tl.sum(weights, 1)
-    if BITS:
-        weights *= v_factor[None, :]
-    weights = weights.to(queries.dtype)
-    sums = tl.dot(weights, values.to(queries.dtype), sums * shrink[:, None], input_precision="ieee")
-    if BITS == 4:
-        odd_sums = tl.dot(weights, odd_values, odd_sums * shrink[:, None], input_precision="ieee")
-    return higher, total, sums, odd_sums
-
-
-@triton.jit
 def _page_tile(
     top, total, sums, odd_sums, queries, odd_queries, factor, at, high, n, table, k, v, step,
     k_scale, v_scale, places, place, slope,
@@ -184,7 +132,7 @@ def _page_tile(
     if SLOPES:
         stands = tl.load(places + first + slot, mask=seen, other=0)
         bias = slope[:, None] * (stands - place).to(tl.float32)[None, :]
-    return _tile(
+    return softmax_tile(
         top, total, sums, odd_sums, queries, odd_queries, factor, bias, seen,
         k + first * step + numbers, v + first * step + numbers,
         seen[:, None] & (n[None, :] < STORED), k_scale + first + slot, v_scale + first + slot,
@@ -201,7 +149,7 @@ def _see_pages(
     """Attend to a retrieval head's keys from index ``low`` to ``high`` of its shard."""
     STORED: tl.constexpr = D // 2 if BITS == 4 else D
     LOADED: tl.constexpr = WIDTH * STORED // D
-    top = tl.full([M], _LEAST, tl.float32)
+    top = tl.full([M], LEAST, tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, LOADED], tl.float32)
     odd_queries, odd_sums = queries, sums
@@ -249,7 +197,7 @@ def _ring_tile(
     bias = 0.0
     if SLOPES:
         bias = slope[:, None] * (far + at + i).to(tl.float32)[None, :]
-    top, total, sums, _ = _tile(
+    top, total, sums, _ = softmax_tile(
         top, total, sums, sums, queries, queries, factor, bias, seen,
         k + first * step + numbers, v + first * step + numbers,
         seen[:, None] & (d[None, :] < D), None, None,
@@ -303,9 +251,9 @@ def attend_kernel(
         queries = queries.to(tl.float32)
     slope = tl.zeros([M], tl.float32)
     if SLOPES:
-        slope = tl.load(slopes + own * G + rows, mask=rows < G, other=0.0) * _LOG2E
-    factor = scale * _LOG2E
-    top = tl.full([M], _LEAST, tl.float32)
+        slope = tl.load(slopes + own * G + rows, mask=rows < G, other=0.0) * LOG2E
+    factor = scale * LOG2E
+    top = tl.full([M], LEAST, tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, WIDTH], tl.float32)
     if of_pages:
@@ -338,7 +286,7 @@ def attend_kernel(
                     stands = tl.where(means, (first + SINKS - 1) * 0.5, (i - 1).to(tl.float32))
                     bias += slope[:, None] * (stands - place)[None, :]
                 numbers = i[:, None] * step + d[None, :]
-                top, total, sums, _ = _tile(
+                top, total, sums, _ = softmax_tile(
                     top, total, sums, sums, queries, queries, factor, bias, seen,
                     k + numbers, v + numbers, seen[:, None] & wide, None, None,
                     True, True, True, 0,
@@ -360,11 +308,10 @@ def attend_kernel(
                     top, total, sums, queries, factor, whole, end, d, shift, k, v, step,
                     first - place, slope, True, D, TILE, WIDTH, SLOPES,
                 )  # fmt: skip
-    found = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
-    tl.store(lse_at, found, mask=rows < G)
+    found, natural = ended(top, total, sums)
+    tl.store(lse_at, natural, mask=rows < G)
     out_at = out + (program.to(tl.int64) * G + rows[:, None]) * D + d[None, :]
-    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_at, sums, mask=(rows[:, None] < G) & wide)
+    tl.store(out_at, found, mask=(rows[:, None] < G) & wide)
 
 
 def store(
@@ -476,15 +423,8 @@ def tile(
 def split_length(keys: int, device: torch.device) -> int:
     """Return the keys of a split, for ``keys`` keys of all heads and sequences together."""
     least, most = _SPLITS
-    wanted = -(-keys // (_PROGRAMS * _multiprocessors(device)))
+    wanted = -(-keys // (_PROGRAMS * multiprocessors(device)))
     return min(most, max(least, triton.next_power_of_2(wanted)))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _scales(pages: Pages | None, absent: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A finite reference for rows that see no key: exp(-inf - LEAST) is 0, and never NaN.
-_LEAST = tl.constexpr(-1e30)
-WARPS = 4
+from razor_dist.kernels.softmax_triton import LEAST, WARPS
+
 _PAIR_ROWS = 16  # queries of a program
 # Dimensions, and splits, that a program of the merge reads at a time.
 MERGED, MERGED_WIDTH = 64, 32
@@ -49,7 +48,7 @@ def merge_splits_kernel(
     else:
         first = retrieval * tokens * page_splits
         first, splits = first + ((head - retrieval) * tokens + token) * ring_splits, ring_splits
-    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
+    top, total = tl.full([], LEAST, tl.float32), tl.zeros([], tl.float32)
     sums = tl.zeros([WIDTH], tl.float32)
     for low in range(0, splits, SPLITS):
         s = low + tl.arange(0, SPLITS)
@@ -89,7 +88,7 @@ def merge_ranks_kernel(
     of = tl.load(gathered + at + D, mask=rank < RANKS, other=float("-inf"))
     read = (rank < RANKS)[:, None] & (d < D)[None, :]
     values = tl.load(gathered + at[:, None] + d[None, :], mask=read, other=0.0)
-    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
+    top, total = tl.full([], LEAST, tl.float32), tl.zeros([], tl.float32)
     top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
     sums = sums / tl.where(total > 0, total, 1.0)
     at = to * out_head + token.to(tl.int64) * out_token
@@ -152,7 +151,7 @@ def merge_pair_kernel(
     of_b = tl.load(
         b_lse + head * b_lse_head + g * b_lse_group + t * b_lse_token, mask=there, other=0.0
     )
-    top = tl.maximum(tl.maximum(of_a, of_b), _LEAST)
+    top = tl.maximum(tl.maximum(of_a, of_b), LEAST)
     w_a, w_b = tl.exp(of_a - top), tl.exp(of_b - top)
     total = w_a + w_b
     divisor = tl.where(total > 0, total, 1.0)

@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests import preloaded
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
+from tests.triton_processes import pool_that
 
 preloaded.install()
 # Ranks of modules in this folder are started without the working directory on their path.
@@ -68,3 +70,13 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_tiny("llama", tmp_path_factory.mktemp("letters") / "tiny-llama")
     write_letters(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    yield from pool_that(interprets=True)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    yield from pool_that(interprets=False)

@@ -37,23 +37,28 @@ def logits_over_host(comm: Communicator, case: Case) -> Tensor | None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("exact", "share", "prompt"), [(False, 0.0, 130), (True, 0.0, 130), (False, 1 / 300, 1100)]
+)
 def test_ranks_on_one_device_give_the_logits_of_one_rank_on_the_cpu(
     device: str,
     exact: bool,
+    share: float,
+    prompt: int,
     ranks: Callable[[int], RankPool],
     tiny: Callable[[str], Path],
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    tokens = tuple(torch.randint(3, 190, (150,), generator=generator).tolist())
+    tokens = tuple(torch.randint(3, 190, (prompt + 20,), generator=generator).tolist())
     case = Case(
         str(tiny("llama")),
         ((False, False), (True, False), (True, True), (False, True)),
         StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8),
-        tokens[:130],
-        tokens[130:],
-        chunked_prefill_size=64,
+        tokens[:prompt],
+        tokens[prompt:],
+        chunked_prefill_size=prompt // 3,
         exact=exact,
+        share=share,
     )
     want = ranks(1).run(logits_of, case)[0]
     there = dataclasses.replace(case, device=device)

@@ -23,7 +23,7 @@ import razor_dist
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import Draw, sample
 from razor_dist.evals.bench import one_of_eight, shape
-from razor_dist.evals.bench.attention import measure_attention, recorded
+from razor_dist.evals.bench.attention import GROUP, HEAD_DIM, measure_attention, recorded
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench, Part, Skipped
 from razor_dist.evals.bench.measure import (
@@ -38,6 +38,8 @@ from razor_dist.evals.bench.measure import (
 from razor_dist.evals.bench.one_of_eight import few_layers
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.sweep import sweep
+from razor_dist.kernels import attend
+from razor_dist.kernels.chosen import Shard, attend_chosen, fixed, largest
 from razor_dist.plan.deployment import Deployment
 
 PartResult = tuple[dict[str, Any], list[Table]]
@@ -51,6 +53,8 @@ _OPS = (
 _PACKAGES = ("torch", "triton", "transformers", "flash-attn")
 _NVIDIA_SMI = "name,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,memory.used"
 _LAUNCHES = 1000
+# Of a copying query at 8,191 tokens and a share of 1/32, and the same at 4,096 (docs/sparse.md).
+_CHOSEN = 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Sizes:
     chunks: tuple[int, ...]  # tokens of a rank in the last chunk of it
     keys: tuple[int, ...]  # of decode attention alone; the first is swept
     queries: tuple[int, int]  # of prefill attention, and its keys
+    choosing: tuple[tuple[int, int], ...]  # queries that choose blocks, and their keys
     prompt: str  # of one rank, end to end
     vocabulary: int
     batches: tuple[int, ...]  # sequences of a rank's decode step
@@ -80,6 +85,7 @@ CUDA = Sizes(
     chunks=(1 << 10, 13 << 10, 128 << 10),  # beside an answer, by time, and alone
     keys=(128 << 10, 256 << 10, 512 << 10, 1 << 20),
     queries=(32 << 10, 128 << 10),
+    choosing=((1, 128 << 10), (1 << 10, 128 << 10), (8 << 10, 128 << 10)),
     prompt="128K",
     vocabulary=151_552,
     batches=(1, 8),
@@ -94,6 +100,7 @@ CPU = Sizes(
     chunks=(32, 256),
     keys=(256,),
     queries=(64, 1024),
+    choosing=((1, 2048), (16, 2048)),
     prompt="256",
     vocabulary=37_888,
     batches=(1, 2),
@@ -186,6 +193,32 @@ def prefill(bench: Bench) -> Iterator[PartResult]:
         bench.device, ceilings_of(bench.device), (1,), *sizes(bench).queries
     )
     yield {"attention": figures}, tables
+
+
+def chosen_blocks(bench: Bench) -> Iterator[PartResult]:
+    """Time one retrieval head under `retrieval_share`, beside attention to all of its keys."""
+    given, device = sizes(bench), bench.device
+    dtype = torch.bfloat16 if bench.cuda else torch.float32
+    slow, scale = torch.arange(HEAD_DIM // 2, device=device), HEAD_DIM**-0.5
+    for queries, keys in given.choosing:
+        k, v = (torch.randn(1, keys, HEAD_DIM, device=device).to(dtype) for _ in "kv")
+        shard = Shard.of([range(keys)], keys, device)
+        blocks = len(shard.edges) - 1
+        q = torch.randn(1, GROUP, queries, HEAD_DIM, device=device).to(dtype)
+        slower, at = q[..., slow].float(), torch.arange(keys - queries, keys, device=device)
+        picked = torch.rand(1, blocks, queries, device=device) < _CHOSEN / blocks
+        of = functools.partial(attend_chosen, q, k, v, shard=shard, positions=at, scale=scale)
+        calls: dict[str, Callable[[], object]] = {
+            "attention to all keys": functools.partial(attend, q, k, v, scale=scale),
+            "estimates of all blocks": functools.partial(largest, slower, k, slow, shard, at),
+            "what is always read": functools.partial(of, chosen=fixed(at, blocks)[None]),
+            f"{_CHOSEN} chosen blocks a query": functools.partial(of, chosen=picked),
+        }
+        seconds = given.ceilings.seconds
+        found = {name: fastest(call, device, seconds) for name, call in calls.items()}
+        rows = [["", "µs"], *([name, f"{1e6 * s:,.0f}"] for name, s in found.items())]
+        title = f"{queries:,} queries that choose from {keys:,} keys, G = {GROUP}, D = {HEAD_DIM}:"
+        yield {f"queries_{queries}": found}, [Table(title, rows)]
 
 
 def rank_decode(bench: Bench) -> Iterator[PartResult]:
@@ -297,7 +330,7 @@ def sampler(bench: Bench) -> Iterator[PartResult]:
 
 
 # Files that have tests for a GPU, the shortest first: collecting others would need more packages.
-KERNEL_TESTS = ("tests/test_kernels_decode.py",)
+KERNEL_TESTS = ("tests/test_kernels_decode.py", "tests/test_kernels_chosen.py")
 TESTS = (
     "tests/heads/test_razor.py",
     "tests/test_cuda.py",
@@ -360,6 +393,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "rank prefill": (rank_prefill, 60),
     "shape": (model_shape, 100),
     "prefill": (prefill, 45),
+    "chosen blocks": (chosen_blocks, 30),
     "sampler": (sampler, 20),
     "tests": (gpu_tests, 540),
 }

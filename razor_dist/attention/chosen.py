@@ -78,7 +78,7 @@ class Segments(NamedTuple):
 
     def attend(self, query: Query, chosen: Tensor) -> Partial:
         """Attention to what is chosen of these keys, in float32."""
-        q, at = query.q.float(), self.reader.queries
+        q, at = query.q, self.reader.queries
         found = (
             attend_chosen(q, *self.pages.at(self.rows, span), chosen, shard, at, scale=query.scale)
             for span, shard in self.reader.parts
@@ -94,7 +94,7 @@ class Segments(NamedTuple):
 
     def keys(self, slow: Tensor) -> Iterator[_Keys]:
         """Yield all keys: views, and of scattered pages the slower half in 8 bits."""
-        index = torch.arange(len(slow))
+        index = torch.arange(len(slow), device=slow.device)
         for span, shard in self.reader.parts:
             k = self.pages.keys(self.rows, span)
             scattered = not isinstance(span, slice)
@@ -161,7 +161,7 @@ def attend_chunk(
         return attend_together(comm, choice, query, [held])
     _, group, _, dim = query.q.shape
     count = heads_at_once(chunk, group, dim, query.q.dtype)
-    out = torch.empty(query.q.shape, dtype=torch.float32)
+    out = torch.empty_like(query.q, dtype=torch.float32)
     for begin in range(0, len(out), count):
         of = slice(begin, begin + count)
         out[of] = _attend_heads(comm, choice, chunk, query.heads(of), held.heads(of))
@@ -198,13 +198,13 @@ def _attend_heads(
     codes = [packed(index_of(k, slow)) for k, slow, _ in held.keys(choice.slow)]
     index = sent_to_all(
         comm,
-        torch.cat([torch.empty(heads, 0, width, dtype=INT8), *codes], 1),
+        torch.cat([query.q.new_empty(heads, 0, width, dtype=INT8), *codes], 1),
         [(heads, len(shard.places), width) for shard in reader.shards],
     )
     visitors = query._replace(q=torch.cat(queries.wait(), 2))
     first = held.attend_always(visitors)
     mass = torch.stack(exchanged(comm, first.lse.split(sizes, 2))).logsumexp(0)
-    slow = torch.arange(len(choice.slow))
+    slow = torch.arange(len(choice.slow), device=choice.slow.device)
     keys = [
         _Keys(unpacked(k), slow, shard)
         for k, shard in zip(index.wait(), reader.shards, strict=True)
@@ -219,7 +219,9 @@ def _attend_heads(
 
 def _choose(comm: Communicator, share: float, searches: Sequence[_Search]) -> list[Tensor]:
     """Choose blocks of the keys of all ranks of ``comm``: bool ``[K, B, T]`` for each search."""
-    chosen = [torch.empty(len(of.q), of.blocks, of.q.shape[2], dtype=torch.bool) for of in searches]
+    chosen = [
+        of.q.new_empty(len(of.q), of.blocks, of.q.shape[2], dtype=torch.bool) for of in searches
+    ]
     for parts in _parts(searches, ESTIMATES // comm.size):
         found = [searches[i].estimates(part) for i, part in parts]
         if comm.size > 1:

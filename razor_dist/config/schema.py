@@ -74,7 +74,7 @@ class EngineConfig(BaseModel):
     retrieval_share: Share = _model(
         0.0,
         "Retrieval heads leave out blocks of 128 keys that have less than this of a query's "
-        "attention, such as 1/128; 0: they read all. On cpu.",
+        "attention, such as 1/128; 0: they read all.",
     )
     world_size: int = _ranks(1, "Number of ranks.", ge=1)
     device: Literal["auto", "cpu", "cuda"] = _ranks("auto", "Where the ranks compute.")

@@ -211,7 +211,7 @@ def make_engine(
             f"and kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
         ) from error
     if config.retrieval_share:
-        slow = slower_half(model, shape.head_dim)
+        slow = slower_half(model, shape.head_dim).to(device)
         runner.caches.choice = Choice(config.retrieval_share, slow)
     if comm.size > 1 and recorder is not None:
         runner.patience = config.collective_timeout

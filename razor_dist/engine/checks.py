@@ -33,18 +33,16 @@ def check_settings(config: EngineConfig, folder: Path, device: torch.device) -> 
             f"kv_dtype is int4, which keeps two dimensions in a byte, and heads of {config.model} "
             f"have {shape.head_dim}; use int8"
         )
-    reason = share_refusal(config, shape, device.type)
+    reason = share_refusal(config, shape)
     if reason is not None:
         raise ConfigError(f"retrieval_share {reason}; leave it out")
     return head_map_of(config, shape, model_fingerprint(model_config))
 
 
-def share_refusal(config: EngineConfig, shape: ModelShape, device: str) -> str | None:
-    """Say why retrieval heads cannot choose blocks of keys on ``device``; None if they can."""
+def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
+    """Say why retrieval heads cannot choose blocks of keys; None if they can."""
     if not config.retrieval_share:
         return None
-    if device != "cpu":
-        return f"is computed on cpu, and device is {device}"
     if config.attention == "streaming":
         return "is of retrieval heads, and with attention: streaming there are none"
     if config.kv_dtype == "int4":

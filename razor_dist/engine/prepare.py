@@ -190,9 +190,10 @@ class Preparation:
     def _reader(self, sequence: Sequence, at: slice, span: Interval) -> BlockReader:
         """Tokens that all ranks compute, at ``span``; ``at`` are their places."""
         rank, size = self._comm.rank, self._comm.size
-        shard = Shard.of(shard_positions(sequence.chunks, span.end, rank, size), span.end)
+        runs = shard_positions(sequence.chunks, span.end, rank, size)
+        shard = Shard.of(runs, span.end, self._device)
         spans = self._caches.pages.spans(sequence.table, 0, len(shard.places))
-        positions = torch.arange(span.begin, span.end)
+        positions = torch.arange(span.begin, span.end, device=self._device)
         return BlockReader(at, positions, positions, spans, shard)
 
     def _sources(
@@ -253,10 +254,10 @@ class Preparation:
         positions = positions_of(chunk.ranges(rank), self._device)
         reader = None
         if caches.chooses(chunk.end):
-            shards = tuple(
-                Shard.of(shard_positions([*sequence.chunks, chunk], chunk.end, r, size), chunk.end)
-                for r in range(size)
-            )
+            runs = [
+                shard_positions([*sequence.chunks, chunk], chunk.end, r, size) for r in range(size)
+            ]
+            shards = tuple(Shard.of(of, chunk.end, self._device) for of in runs)
             spans = caches.pages.spans(sequence.table, 0, len(shards[rank].places))
             queries = positions_of(
                 [of for r in range(size) for of in chunk.ranges(r)], self._device

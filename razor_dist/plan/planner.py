@@ -149,7 +149,12 @@ class Plan:
                 "with retrieval_share, attention of retrieval heads is the estimates and what "
                 "each query reads; blocks that a text makes them choose come on top"
             )
-            if (reason := share_refusal(d.config, d.shape, d.kind)) is not None:
+            if d.kind == "cuda":
+                said.append(
+                    "with retrieval_share, decode steps are not replayed from CUDA graphs, and "
+                    "the time of a token here is that of a replay"
+                )
+            if (reason := share_refusal(d.config, d.shape)) is not None:
                 said.append(f"the engine refuses retrieval_share: it {reason}")
         if d.exact:
             said.append(

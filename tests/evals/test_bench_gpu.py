@@ -144,6 +144,8 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     assert found["shape"]["in_graphs"] and found["shape"]["replay_differs_by"] < 1e-6
     assert found["shape"]["profile"]["launches"] > 10
     assert len(found["sampler"]["seconds"]) == 6
+    for queries, _ in gpu_parts.CPU.choosing:
+        assert len(found["chosen blocks"][f"queries_{queries}"]) == 4
 
 
 def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None:

@@ -1,0 +1,93 @@
+"""The running softmax over tiles of keys that Triton kernels of attention share, and their sizes.
+
+Scores and sums are float32, in base 2.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from razor_dist.kernels.codes_triton import levels
+
+LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+# A finite reference for rows that see no key: of -inf - LEAST the power is 0, and never NaN.
+LEAST = tl.constexpr(-1e30)
+
+# Keys of a tile by the bytes of a number, a query's or a key's: those of float32 take more
+# registers and more shared memory.
+TILES = {2: 64, 4: 16}
+# Rows that a tile has at least: tensor cores take no fewer.
+ROWS = 16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Three programs of bfloat16 keys fit a multiprocessor of an H100, two of an A100, and one of 100 KB
+# of shared memory: with more stages fewer would.
+WARPS, STAGES = 4, 3
+
+
+@triton.jit
+def softmax_tile(
+    top, total, sums, odd_sums, queries, odd_queries, factor, bias, seen, k_at, v_at, read,
+    k_scale, v_scale,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, LOADS_MASKED: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of keys into a running softmax; masks and biases only where there are any.
+
+    Of 4 bits, even and odd dimensions are multiplied apart.
+    """
+    if LOADS_MASKED:
+        keys, values = tl.load(k_at, mask=read, other=0), tl.load(v_at, mask=read, other=0)
+    else:
+        keys, values = tl.load(k_at), tl.load(v_at)
+    if BITS == 4:
+        keys, odd_keys = levels(keys, queries.dtype)
+        values, odd_values = levels(values, queries.dtype)
+    scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+    if BITS == 4:
+        scores = tl.dot(odd_queries, tl.trans(odd_keys), scores, input_precision="ieee")
+    if BITS:
+        if MASKED:
+            k_factor = tl.load(k_scale, mask=seen, other=1.0) * factor
+            v_factor = tl.load(v_scale, mask=seen, other=1.0)
+        else:
+            k_factor, v_factor = tl.load(k_scale) * factor, tl.load(v_scale)
+        if BITS == 4:
+            k_factor, v_factor = 2 * k_factor, 2 * v_factor
+        scores *= k_factor[None, :]
+    else:
+        scores *= factor
+    if BIASED:
+        scores += bias
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    if BITS:
+        weights *= v_factor[None, :]
+    weights = weights.to(queries.dtype)
+    sums = tl.dot(weights, values.to(queries.dtype), sums * shrink[:, None], input_precision="ieee")
+    if BITS == 4:
+        odd_sums = tl.dot(weights, odd_values, odd_sums * shrink[:, None], input_precision="ieee")
+    return higher, total, sums, odd_sums
+
+
+@triton.jit
+def ended(top, total, sums):
+    """Return the mean of the values that a running softmax has read, and its natural-log lse."""
+    natural = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
+    return sums / tl.where(total > 0, total, 1.0)[:, None], natural
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
