@@ -36,8 +36,8 @@ _ESTIMATED, _ESTIMATED_ROWS = 64, 1024
 # Rows of queries that attend: more share keys, and choose more blocks together. With more stages
 # only one program of theirs would fit a multiprocessor of 100 KB.
 _ATTENDING_ROWS, _STAGES = 64, 2
-# Blocks that are listed at a time.
-_LISTED = 256
+# Blocks that are listed at a time; and entries of all lists together: others come after these.
+_LISTED, _LISTS = 256, 1 << 24
 # Programs for every multiprocessor where there are few queries; parts of a list at most.
 _PROGRAMS, _PARTS = 4, 64
 
@@ -197,14 +197,22 @@ def attend_chosen(
     positions: Tensor,
     scale: float,
 ) -> Partial:
-    """See `razor_dist.kernels.chosen.attend_chosen`; ``chosen`` is contiguous but for its heads."""
+    """See `razor_dist.kernels.chosen.attend_chosen`."""
     heads, group, tokens, dim = q.shape
     blocks = chosen.shape[1]
+    keys_dtype = k.codes.dtype if isinstance(k, Codes) else k.dtype
+    constants = attending(group, dim, q.dtype, keys_dtype)
+    most = constants["T"] * max(1, _LISTS // (heads * blocks))
+    if tokens > most:
+        parts = [
+            attend_chosen(q[:, :, at], k, v, chosen[:, :, at], shard, positions[at], scale)
+            for at in (slice(begin, begin + most) for begin in range(0, tokens, most))
+        ]
+        return Partial(*(torch.cat(of, 2) for of in zip(*parts, strict=True)))
     chosen = chosen.contiguous().view(torch.uint8)
     own = [(x.codes, x.scale) if isinstance(x, Codes) else (x, x) for x in (k, v)]
     (keys, k_scale), (values, v_scale) = own
     assert q.stride(3) == keys.stride(2) == 1 and keys.stride() == values.stride()
-    constants = attending(group, dim, q.dtype, keys.dtype)
     tiles = -(-tokens // constants["T"])
     listed = torch.empty(heads, tiles, blocks, dtype=torch.int32, device=q.device)
     count = listed.new_empty(heads, tiles)

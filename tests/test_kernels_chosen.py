@@ -33,6 +33,7 @@ class Blocks:
     dtype: str = "fp32"  # of queries
     keys: str = "fp32"
     likely: float = 0.4  # that a query has chosen a block
+    lists: int = 1 << 24  # entries of lists in memory
 
     def make(self, device: str) -> dict[str, Any]:
         """Return the arguments of both kernels by name, and all of the shard's keys in float64."""
@@ -85,7 +86,8 @@ def errors(case: Blocks, device: str = "cpu") -> tuple[bool, float, float]:
         mock.patch.object(chosen, "_triton", lambda device: None),
     ):
         same = torch.equal(chosen_triton.largest(*of), chosen.largest(*of))
-    out, lse = chosen_triton.attend_chosen(**attended, scale=scale)
+    with mock.patch.object(chosen_triton, "_LISTS", case.lists):
+        out, lse = chosen_triton.attend_chosen(**attended, scale=scale)
     want, want_lse = literal(given, scale)
     assert torch.equal(lse.isfinite(), want_lse.isfinite())
     assert not out[~lse.isfinite()].any()
@@ -98,6 +100,7 @@ CASES = {
     "no groups": Blocks(group=1, heads=4, queries=70, dim=32, likely=0.2),
     "one query of sixteen heads": Blocks(group=16, heads=1, queries=1, dim=128, tokens=3000),
     "a chunk": Blocks(queries=70, likely=0.1),
+    "a chunk in parts": Blocks(queries=70, likely=0.1, lists=50),
     "a shard of two runs": Blocks(kept=((0, 300), (901, 1400)), queries=40),
     "every third token": Blocks(kept=tuple((n, n + 1) for n in range(2, 1400, 3)), group=5),
     "nothing chosen": Blocks(likely=0.0),
