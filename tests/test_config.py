@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 from pydantic import Field
 from typer.testing import CliRunner
 
+import razor_dist
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
@@ -68,6 +70,10 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
         ({}, {"RAZOR_PORT": "x"}, "", "port must be an integer, got 'x' (from RAZOR_PORT)"),
         ({}, {}, "attention: half", "attention must be one of razor, full, streaming, got 'half'"),
         ({}, {}, "max_num_seqs: yes", "max_num_seqs must be an integer, got True"),
+        ({}, {}, "attention: on", "attention must be one of razor, full, streaming, got True"),
+        ({}, {}, "seed: 2024-99-99", "'2024-99-99' cannot be read as timestamp: month must be"),
+        ({}, {}, "seed: 0x_", "'0x_' cannot be read as int: invalid literal"),
+        ({}, {}, "ray: !!bool x", "'x' cannot be read as bool"),
         ({}, {}, "compensation: perhaps", "compensation must be true or false, got 'perhaps'"),
         ({}, {}, "collective_timeout: .nan", "collective_timeout must be a finite number"),
         ({}, {}, "collective_timeout: 0", "collective_timeout must be greater than 0, got 0"),
@@ -95,6 +101,23 @@ def test_a_mistake_is_one_sentence(
     assert "\n" not in str(raised.value)
     if text:
         assert str(file) in str(raised.value) or "window_max" in message
+
+
+@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("off", "off"), ("'off'", "off")])
+def test_on_and_off_need_no_quotes_in_yaml(tmp_path: Path, written: str, meant: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"repetition_detection: {written}\n")
+    assert load_config(EngineConfig, yaml_path=file).repetition_detection == meant
+
+
+def test_every_variable_of_the_code_may_be_set() -> None:
+    """All that a module reads from the environment is a setting, or known not to be one."""
+    folders = [Path(razor_dist.__file__).parent / name for name in ("", "evals", "kernels")]
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    names = {name for text in texts for name in re.findall(r'"(RAZOR_[A-Z_]+)"', text)}
+    assert {"RAZOR_DIST_CPU_KERNELS", "RAZOR_RENDEZVOUS", "RAZOR_API_KEY"} <= names
+    for name in sorted(names):
+        assert load_config(EngineConfig, {}, {name: "0"}) == load_config(EngineConfig)
 
 
 def test_an_old_name_is_taken_with_a_warning(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -219,11 +219,14 @@ class EngineConfig(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bools_as_numbers(cls, value: Any, info: Any) -> Any:
+    def _check_bools(cls, value: Any, info: Any) -> Any:
+        kind = cls.model_fields[info.field_name].annotation
+        if not isinstance(value, bool) or kind is bool:
+            return value
+        if "on" in get_args(kind):  # in YAML on and off are booleans, too
+            return "on" if value else "off"
         # pydantic would take True for 1; `max_num_seqs: yes` in YAML is a mistake, not a 1.
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError("neither true nor false")
-        return value
+        raise ValueError("neither true nor false")
 
     def threads_per_rank(self, local_ranks: int) -> int:
         """Threads of each of the ``local_ranks`` ranks on this host, at least 1."""

@@ -23,8 +23,9 @@ from razor_dist.config.schema import RENAMED, EngineConfig, JobConfig, ServerCon
 from razor_dist.config.validation import SettingError, is_optional, unknown
 
 ENV_PREFIX = "RAZOR_"
-# Variables with our prefix that one of our processes sets for another; not settings.
-INTERNAL_ENV = frozenset({"RAZOR_RENDEZVOUS"})
+# Variables with our prefix that are no settings: where ranks meet, which one of our processes sets
+# for another, and the switch of `razor_dist.kernels.compiled`.
+OTHER_ENV = frozenset({"RAZOR_RENDEZVOUS", "RAZOR_DIST_CPU_KERNELS"})
 
 Config = TypeVar("Config", bound=EngineConfig)
 _log = logging.getLogger(__name__)
@@ -150,13 +151,21 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # a date such as 2024-99-99
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{node.value!r} cannot be read as {kind}: {error}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
 
 def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
     # All commands share one environment, so each one's settings are known everywhere.
     known = {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
     mine = {}
     for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable in INTERNAL_ENV:
+        if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENV:
             continue
         given = variable.removeprefix(ENV_PREFIX).lower()
         name = RENAMED.get(given, given)

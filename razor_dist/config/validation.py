@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -130,7 +130,7 @@ def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingE
     if kind == "missing":
         return SettingError(f"{'.'.join(path)} is missing", name)
     if kind == "literal_error":
-        wanted = "one of " + ", ".join(re.findall("'(.*?)'", context["expected"]))
+        wanted = _one_of(re.findall("'(.*?)'", context["expected"]))
     elif kind in _WANTED:
         wanted = _WANTED[kind].format(**context)
     else:
@@ -144,8 +144,14 @@ def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingE
 def _type_in_words(field: FieldInfo) -> str:
     """Return the type of a setting in words, e.g. ``an integer or none``."""
     whole: Any = Size if field.annotation is int and takes_sizes(field) else field.annotation
+    if get_origin(whole) is Literal:
+        return _one_of(get_args(whole))
     parts = (whole,) if whole in _TYPES else get_args(whole)
     return " or ".join(_TYPES[part] for part in parts if part in _TYPES)
+
+
+def _one_of(values: Iterable[str]) -> str:
+    return "one of " + ", ".join(values)
 
 
 def is_optional(field: FieldInfo) -> bool:
