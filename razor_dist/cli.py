@@ -17,7 +17,7 @@ import typer.core
 
 import razor_dist
 from razor_dist.config.cores import bound_spinning
-from razor_dist.config.errors import ConfigError, RazorError
+from razor_dist.config.errors import ClusterError, ConfigError, EngineError, RazorError
 from razor_dist.config.foreign import FOREIGN_SETTINGS
 
 # `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
@@ -71,7 +71,8 @@ class GroupedCommand(typer.core.TyperCommand):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    The code is 2 after a mistake of the user's, which is one line on standard error.
+    The code is 2 after a mistake of the user's and 1 where the engine or the cluster failed; either
+    is one line on standard error.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     bound_spinning(os.environ)  # before a command loads torch
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line(arguments or _being_completed())(arguments, prog_name="razor-dist")
     except RazorError as error:
         typer.secho(f"razor-dist: {error}", fg=typer.colors.RED, err=True)
-        return 2
+        return 1 if isinstance(error, EngineError | ClusterError) else 2
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -23,7 +24,7 @@ from razor_dist.commands.prefill import prefill
 from razor_dist.commands.serve import serve
 from razor_dist.commands.store import store
 from razor_dist.commands.summarize import summarize
-from razor_dist.config.errors import ModelError
+from razor_dist.config.errors import ClusterError, EngineError, ModelError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
 from razor_dist.models.registry import config_folder
@@ -316,6 +317,15 @@ def test_a_mistake_is_one_line_and_code_2(capfd: pytest.CaptureFixture[str]) -> 
     assert cli.main(["serve", "--world-size", "0"]) == 2
     error = capfd.readouterr().err
     assert error == "razor-dist: world_size must be at least 1, got 0 (from --world-size)\n"
+
+
+@pytest.mark.parametrize("error", [EngineError("a rank died"), ClusterError("no room")])
+def test_a_failure_of_the_command_is_code_1(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "command_line", mock.Mock(side_effect=error))
+    assert cli.main(["summarize"]) == 1
+    assert capfd.readouterr().err == f"razor-dist: {error}\n"
 
 
 def test_a_mistyped_method_is_no_model(capfd: pytest.CaptureFixture[str]) -> None:
