@@ -187,7 +187,7 @@ def read_published(path: Path) -> PublishedData:
     try:
         text = path.read_text("utf-8")
         records = (
-            [json.loads(line) for line in text.splitlines() if line.strip()]
+            [json.loads(line) for line in text.split("\n") if line.strip()]
             if path.suffix == ".jsonl"
             else json.loads(text)
         )

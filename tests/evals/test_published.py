@@ -190,6 +190,13 @@ def test_wrong_files(name: str, content: str, message: str, tmp_path: Path) -> N
         PublishedConfig(data=str(tmp_path))
 
 
+def test_a_record_ends_at_the_end_of_its_line_alone(tmp_path: Path) -> None:
+    file = tmp_path / "cite.jsonl"
+    docs = ["Ann\u2028rows.", "Bo\u0085sails."]
+    file.write_text(json.dumps({**CITE, "docs": docs}, ensure_ascii=False) + "\n")
+    assert len(read_published(file).records) == 1
+
+
 def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data: .*/empty holds no \.json or \.jsonl files"):
         PublishedConfig(data=str(tmp_path / "empty"))
