@@ -9,6 +9,7 @@ of ``code`` and ``message``.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ def read_batch(path: str | Path) -> list[Entry]:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        request = parse_json(data)
+        request = parse_json(data.removeprefix(codecs.BOM_UTF8))
     except RequestError as error:  # the server's words are of a body
         raise RequestError(str(error).replace("the body", "the line", 1)) from None
     if not isinstance(request, dict):

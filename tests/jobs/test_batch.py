@@ -151,6 +151,16 @@ def test_malformed_lines(tmp_path: Path, line: Any, problem: str) -> None:
     assert entry.problem is not None and entry.problem.startswith(problem)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(request("first", prompt=" a b")), encoding="utf-8-sig")
+    assert cli.main(["batch", str(file), "--out", str(out), "--no-ray"]) == 0
+    assert json.loads(out.read_text())["response"]["body"]["choices"][0]["text"] == " b a"
+
+
 def test_a_custom_id_that_is_not_unique_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
