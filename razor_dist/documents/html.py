@@ -87,12 +87,16 @@ class _Blocks:
             self.done.append(_HASH.sub(" #", tag.get_text().strip("\n")))
         else:
             self.end()
+            mark = ""
             if re.fullmatch("h[1-6]", name):
-                self._mark = "#" * int(name[1]) + " "
+                mark = "#" * int(name[1]) + " "
             elif name == "li":
-                self._mark = "- "
+                mark = "- "
+            self._mark = mark or self._mark
             self.walk(tag)
             self.end()
+            if mark:
+                self._mark = ""  # an empty heading or item has left it
 
     def end(self) -> None:
         lines = (" ".join(line.split()) for line in "".join(self._open).split("\n"))

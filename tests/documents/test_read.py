@@ -106,6 +106,18 @@ def test_compressed_files_and_other_encodings() -> None:
         read_document(b"\xff\xff", "text", encoding="shift_jis")
 
 
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<h1><img src='x'></h1><p>first</p><p>second</p>", "first\n\nsecond"),
+        ("<ul><li></li></ul><p>first</p>", "first"),
+        ("<ul><li><p>first</p></li></ul><p>second</p>", "- first\n\nsecond"),
+    ],
+)
+def test_the_mark_of_an_empty_element_is_no_others(page: str, text: str) -> None:
+    assert read_document(page.encode(), "html").text == text
+
+
 def test_half_characters_are_replaced() -> None:
     assert read.checked_text("a\ud800b \U0001f98a") == "a\ufffdb \U0001f98a"
 
