@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from docx import Document
-from docx.table import Table
+from docx.oxml.ns import qn
 from docx.text.paragraph import Paragraph
 
 from razor_dist.config.errors import DocumentError
@@ -15,22 +16,66 @@ from razor_dist.documents.read import ReadLimits
 
 # The beginning of a .docx file with a password, and of every .doc file.
 _COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
+_P, _TABLE, _ROW, _CELL = map(qn, ("w:p", "w:tbl", "w:tr", "w:tc"))
+# Elements between a parent and its paragraphs, rows or cells: content controls, insertions.
+_WRAPPERS = set(map(qn, ("w:sdt", "w:sdtContent", "w:customXml", "w:ins", "w:moveTo")))
+# Elements of which python-docx's ``str`` is the text.
+_CHARACTERS = set(map(qn, ("w:t", "w:tab", "w:br", "w:cr", "w:noBreakHyphen", "w:ptab")))
+# What is deleted or was moved, tab stops, and the second form of a text box.
+_UNREAD = {
+    *map(qn, ("w:del", "w:moveFrom", "w:pPr")),
+    "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback",
+}
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
     """Yield paragraphs, and tables with their rows as lines; `DocumentError` if encrypted."""
     if data.startswith(_COMPOUND):
         raise DocumentError("is encrypted, or a .doc file under another name")
+    document = Document(io.BytesIO(data))
     levels: dict[str | None, str] = {}  # by styles, which python-docx looks up slowly
-    for part in Document(io.BytesIO(data)).iter_inner_content():
-        if isinstance(part, Table):
-            text = "\n".join("\t".join(cell.text for cell in row.cells) for row in part.rows)
-        else:
-            style = part._p.style
-            if style not in levels:
-                levels[style] = _level(part)
-            text = levels[style] + part.text if part.text.strip() else ""
+    for element in _children(document.element.body, _P, _TABLE):
+        text = _text_of(element)
+        if element.tag == _P and text.strip():
+            if element.style not in levels:
+                levels[element.style] = _level(Paragraph(element, document))
+            text = levels[element.style] + text
         yield text if text.strip() else ""
+
+
+def _children(parent: Any, *tags: str) -> Iterator[Any]:
+    """Yield the children with one of the tags, also those in content controls and insertions."""
+    for child in parent:
+        if child.tag in tags:
+            yield child
+        elif child.tag in _WRAPPERS:
+            yield from _children(child, *tags)
+
+
+def _text_of(element: Any) -> str:
+    """Return the text of a paragraph, or of a table with its rows as lines."""
+    if element.tag == _P:
+        return _inline(element).strip("\n")
+    return "\n".join(
+        "\t".join(map(_cell, _children(row, _CELL))) for row in _children(element, _ROW)
+    )
+
+
+def _cell(cell: Any) -> str:
+    return "\n".join(map(_text_of, _children(cell, _P, _TABLE))).strip("\n")
+
+
+def _inline(element: Any) -> str:
+    """Return what the elements in a paragraph say; a text box in it is lines of their own."""
+    parts = []
+    for child in element:
+        if child.tag in _CHARACTERS:
+            parts.append(str(child))
+        elif child.tag == _P:
+            parts.append(f"\n{_inline(child)}\n")
+        elif child.tag not in _UNREAD:
+            parts.append(_inline(child))
+    return "".join(parts)
 
 
 def _level(paragraph: Paragraph) -> str:

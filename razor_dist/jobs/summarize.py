@@ -53,7 +53,7 @@ from razor_dist.protocol.messages import Progress
 log = logging.getLogger(__name__)
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
-_VERSION = 7
+_VERSION = 8
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"

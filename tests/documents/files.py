@@ -6,6 +6,9 @@ import io
 import zipfile
 
 from docx import Document
+from docx.document import Document as DocxDocument
+from docx.oxml import parse_xml
+from docx.oxml.ns import nsdecls
 from fpdf import FPDF
 
 TITLE, FIRST, SECOND = "The Fox", "The quick brown fox jumps.", "It is lazy & old."
@@ -87,6 +90,19 @@ def docx() -> bytes:
     table = file.add_table(rows=1, cols=2)
     table.rows[0].cells[0].text, table.rows[0].cells[1].text = "left", "right"
     file.add_paragraph(SECOND)
+    return saved(file)
+
+
+def docx_of_body(xml: str) -> bytes:
+    """A .docx file with this XML before what else is in its body."""
+    file = Document()
+    body = parse_xml(f"<w:body {nsdecls('w')}>{xml}</w:body>")
+    for place, element in enumerate(list(body)):
+        file.element.body.insert(place, element)
+    return saved(file)
+
+
+def saved(file: DocxDocument) -> bytes:
     buffer = io.BytesIO()
     file.save(buffer)
     return buffer.getvalue()
