@@ -15,6 +15,7 @@ from urllib.parse import unquote, urldefrag
 
 from bs4 import BeautifulSoup
 from lxml import etree
+from lxml.html.defs import empty_tags
 
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.html import decoded, text_of
@@ -25,6 +26,7 @@ _LARGEST = 256 * 2**20
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 # Fonts may be obfuscated; the text of such a book is open.
 _FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+_SELF_CLOSED = re.compile(r"<([\w:-]+)([^<>]*)/>")
 _ENTITY = re.compile(r"&(?!amp;|lt;|gt;|quot;|apos;)(\w+);")
 
 
@@ -35,6 +37,15 @@ def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
         pages = book.pages()
         limits.check_pages(len(pages))
         yield from map(book.page, pages)
+
+
+def _parser() -> etree.XMLParser:
+    return etree.XMLParser(resolve_entities=False, no_network=True)
+
+
+def _with_end(tag: re.Match[str]) -> str:
+    """Return an empty element as HTML has it, where ``<title/>`` would swallow the page."""
+    return tag[0] if tag[1] in empty_tags else f"<{tag[1]}{tag[2]}></{tag[1]}>"
 
 
 class _Book:
@@ -67,11 +78,14 @@ class _Book:
         page = decoded(self._bytes(name))
         # Named characters of HTML, which XML does not know.
         page = _ENTITY.sub(lambda e: chr(known[e[1]]) if e[1] in known else e[0], page)
-        return text_of(BeautifulSoup(page, "xml"))  # <title/> would swallow the page in HTML
+        try:
+            etree.fromstring(page.encode(), _parser())
+        except etree.XMLSyntaxError:  # as XML it would end at the mistake
+            return text_of(BeautifulSoup(_SELF_CLOSED.sub(_with_end, page), "lxml"))
+        return text_of(BeautifulSoup(page, "xml"))
 
     def _xml(self, name: str) -> etree._Element:
-        parser = etree.XMLParser(resolve_entities=False, no_network=True)
-        return etree.fromstring(self._bytes(name), parser)
+        return etree.fromstring(self._bytes(name), _parser())
 
     def _bytes(self, name: str) -> bytes:
         if name not in self._names:

@@ -76,6 +76,7 @@ class _Blocks:
             return
         if name == "br":
             self._open.append("\n")
+            self.walk(tag)  # XML lets it hold text
         elif _INLINE.fullmatch(name):
             self.walk(tag)
         elif name in ("td", "th"):
