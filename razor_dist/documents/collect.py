@@ -15,6 +15,7 @@ from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents.detect import BOMS_OF_UTF16
 from razor_dist.documents.read import (
     KIND_OF_SUFFIX,
+    OTHER_ENCODING,
     Document,
     ReadLimits,
     checked_text,
@@ -77,7 +78,7 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     found: dict[Path, Path] = {}
     left_out: dict[Path, Path] = {}
     for name in inputs:
-        paths = dict(_files(name))
+        paths = dict(_files(name, encoding))
         for path, readable in paths.items():
             (found if readable else left_out).setdefault(path.resolve(), path)
         if not any(paths.values()):
@@ -98,13 +99,13 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     return Collection(sources, list(left_out.values()))
 
 
-def _files(name: str) -> Iterator[tuple[Path, bool]]:
+def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, bool]]:
     """Yield the files that an input names, with True for those that can be read."""
     path = Path(name)
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            yield file, not hidden and _is_document(file)
+            yield file, not hidden and _is_document(file, encoding)
     elif path.exists():
         if kind_of(path) is None:
             raise ConfigError(f"{name} cannot be read; these are: {_KNOWN}")
@@ -115,12 +116,12 @@ def _files(name: str) -> Iterator[tuple[Path, bool]]:
         if not files:
             raise ConfigError(f"no file matches the pattern {name}")
         for file in files:
-            yield file, _is_document(file)
+            yield file, _is_document(file, encoding)
     else:
         raise ConfigError(f"{name}: no such file or folder")
 
 
-def _is_document(file: Path) -> bool:
+def _is_document(file: Path, encoding: str | None) -> bool:
     """Return whether a file can be read by its name and, if it has no suffix, its beginning."""
     kind = kind_of(file)
     if kind != "text" or file.suffix[1:2].isalpha():
@@ -130,7 +131,9 @@ def _is_document(file: Path) -> bool:
             beginning = opened.read(8192)
     except OSError:
         return True  # reported with the other documents that cannot be read
-    return b"\0" not in beginning or beginning.startswith(BOMS_OF_UTF16)
+    if b"\0" not in beginning or beginning.startswith(BOMS_OF_UTF16):
+        return True
+    return encoding is not None and "\0" not in beginning.decode(encoding, "replace")
 
 
 def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
@@ -149,9 +152,9 @@ def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
         with path.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()[:DIGEST]
             size = opened.tell()
-        if encoding and kind == "text":
-            path.read_text(encoding="utf-8")
-        encoding = None
+        is_text = encoding and kind == "text"
+        if not is_text or not OTHER_ENCODING.search(path.read_text(encoding="utf-8")):
+            encoding = None
     except UnicodeDecodeError:
         pass  # the encoding is needed
     except OSError:

@@ -49,6 +49,8 @@ _NEEDED = {
 KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 # Environment variables of a reader's process: it reads files of strangers, so no keys are there.
 _KEPT = re.compile("PATH|HOME|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|PYTHON.*")
+# In bytes read as UTF-8: they may be UTF-16's or ISO-2022's, which then leave none of these.
+OTHER_ENCODING = re.compile("[\0\x1b]")
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
 
@@ -118,9 +120,9 @@ def read_document(
     """Return the document in a file's bytes, whose text is not empty.
 
     ``kind`` is "text", "html", "pdf", "epub" or "docx", ``gz`` tells that the file is compressed,
-    and ``encoding`` is tried for plain text that is not UTF-8. Raises `DocumentError` if the file
-    is broken, encrypted, too large, or holds no text, or a package that reads it is missing; the
-    message says which.
+    and ``encoding`` is tried for plain text that is not UTF-8, or has `OTHER_ENCODING`. Raises
+    `DocumentError` if the file is broken, encrypted, too large, or holds no text, or a package that
+    reads it is missing; the message says which.
     """
     limits = limits or ReadLimits()
     if kind == "text" and not gz:
@@ -249,15 +251,16 @@ def _whole_characters(text: str) -> str:
 
 def _text(data: bytes, encoding: str | None) -> str:
     first = "utf-16" if data.startswith(BOMS_OF_UTF16) else "utf-8-sig"
+    texts = []
     for name in filter(None, (first, encoding)):
         try:
-            text = data.decode(name)
-            break
+            texts.append(data.decode(name))
         except UnicodeDecodeError as error:
             failed = f"is not {name.removesuffix('-sig').upper()} text (byte {error.start})"
-    else:
+    if not texts:
         remedy = "convert it" if encoding else "name its encoding, such as --encoding latin-1"
         raise DocumentError(f"{failed}; {remedy}")
+    text = next((text for text in texts if not OTHER_ENCODING.search(text)), texts[0])
     if "\0" in text:
         raise DocumentError("is a binary file, not text")
     return text.replace("\r\n", "\n")

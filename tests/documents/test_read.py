@@ -10,6 +10,7 @@ import pytest
 
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents import pdf, read
+from razor_dist.documents.collect import collect
 from razor_dist.documents.read import ReadLimits, kind_of, read_document
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
@@ -179,6 +180,27 @@ def test_a_page_of_a_book_is_read_to_its_end(flaw: str, said: str) -> None:
 )
 def test_the_mark_of_an_empty_element_is_no_others(page: str, text: str) -> None:
     assert read_document(page.encode(), "html").text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "encoding"),
+    [
+        ("Hello", "utf-16-le", "utf-16-le"),
+        ("Hello", "utf-16-be", "utf-16-be"),
+        ("Hello", "utf-32", "utf-32"),
+        ("日本語の文書", "iso2022_jp", "iso2022_jp"),
+        ("\x1b[31mrot\x1b[0m: é", "utf-8", "latin-1"),
+        ("日本語", "utf-8", "utf-16-le"),
+    ],
+)
+def test_bytes_that_are_utf_8_too_are_read_as_what_they_are(
+    tmp_path: Path, text: str, written: str, encoding: str
+) -> None:
+    for name in ("a.txt", "a", "a.txt.gz"):
+        data = text.encode(written)
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    sources, left_out = collect([str(tmp_path)], encoding)
+    assert [source.read().text for source in sources] == [text] * 3 and not left_out
 
 
 def test_half_characters_are_replaced() -> None:
