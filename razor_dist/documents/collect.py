@@ -5,9 +5,11 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,9 @@ from razor_dist.documents.read import (
 )
 from razor_dist.files import DIGEST, Line, digest_of, read_lines
 
+# What a job leaves in its folder (`razor_dist.jobs.results`), with the pages of summaries.
+_RESULTS = ("job.json", "results.jsonl")
+_OF_A_JOB = {*_RESULTS, "parts.jsonl", "lock", "pages", ".prefixes"}
 _KNOWN = f"{', '.join(KIND_OF_SUFFIX)}, all but the last two also with .gz, and no suffix"
 
 
@@ -103,7 +108,7 @@ def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, bool]]:
     """Yield the files that an input names, with True for those that can be read."""
     path = Path(name)
     if path.is_dir():
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        for file in _not_of_jobs(path, path.rglob("*")):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
             yield file, not hidden and _is_document(file, encoding)
     elif path.exists():
@@ -111,14 +116,34 @@ def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, bool]]:
             raise ConfigError(f"{name} cannot be read; these are: {_KNOWN}")
         yield path, True
     elif glob.has_magic(name):
-        files = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
-        files = [file for file in files if file.is_file()]
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        files = _not_of_jobs(Path(*fixed), map(Path, glob.glob(name, recursive=True)))
         if not files:
             raise ConfigError(f"no file matches the pattern {name}")
         for file in files:
             yield file, _is_document(file, encoding)
     else:
         raise ConfigError(f"{name}: no such file or folder")
+
+
+def _not_of_jobs(folder: Path, paths: Iterable[Path]) -> list[Path]:
+    """Return the files among paths in a folder that no job wrote, in order.
+
+    Folders of jobs in it are passed over, with all that they hold; if it is one itself, what its
+    job wrote there.
+    """
+
+    @cache
+    def is_job(place: Path) -> bool:
+        return all((place / name).is_file() for name in _RESULTS)
+
+    def is_of_a_job(file: Path) -> bool:
+        inside = file.relative_to(folder)
+        if any(is_job(folder / inner) for inner in list(inside.parents)[:-1]):
+            return True
+        return inside.parts[0] in _OF_A_JOB and is_job(folder)
+
+    return sorted(path for path in paths if path.is_file() and not is_of_a_job(path))
 
 
 def _is_document(file: Path, encoding: str | None) -> bool:

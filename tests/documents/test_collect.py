@@ -9,6 +9,7 @@ import pytest
 
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents.collect import collect
+from razor_dist.jobs.results import ResultStore
 
 
 @pytest.fixture
@@ -42,6 +43,24 @@ def test_patterns(folder: Path) -> None:
     sources, left_out = collect(["in/**/*.??*"])
     assert [source.id for source in sources[:2]] == ["in/b.txt", "in/deep/a.md"]
     assert [str(path) for path in left_out] == ["in/picture.png"]
+
+
+def write_job(folder: Path) -> None:
+    with ResultStore.open(folder, {}) as store:
+        store.append({"id": "x", "status": "done", "result": {}})
+        store.append_part("y", "key", {})
+    for name in ("pages/x.md", ".prefixes/0/x"):
+        folder.joinpath(name).parent.mkdir(parents=True)
+        folder.joinpath(name).write_text("of the job")
+
+
+@pytest.mark.parametrize("named", ["in", "in/**", "in/**/*.??*"])
+def test_what_jobs_wrote_is_left_out(folder: Path, named: str) -> None:
+    before = collect([named])
+    for job in ("in", "in/out", "in/out-2", "in/deep/out"):
+        write_job(folder / job)
+    assert collect([named]) == before
+    assert [source.id for source in collect(["in/out/pages"]).sources] == ["in/out/pages/x.md"]
 
 
 def test_binary_files_without_a_suffix_and_other_encodings(folder: Path) -> None:

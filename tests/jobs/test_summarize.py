@@ -95,6 +95,17 @@ def test_summaries_of_every_document(
     assert len(opened) == 2 and len(opened[1].prompts) == 1
 
 
+@pytest.mark.parametrize("out", ["in", "in/out"])
+def test_results_among_the_documents_are_not_read(
+    folder: Path, opened: list[Quoter], out: str
+) -> None:
+    command = ["summarize", "in", "--out", out, "--max-tokens", "40", "--markdown", *FLAGS]
+    assert cli.main(command) == 0
+    before = Path(out, "results.jsonl").read_bytes()
+    assert cli.main(command) == 0
+    assert len(opened) == 1 and Path(out, "results.jsonl").read_bytes() == before
+
+
 def test_documents_that_cannot_be_read_are_skipped(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
