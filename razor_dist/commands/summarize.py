@@ -11,13 +11,15 @@ from typing import Annotated
 import typer
 
 from razor_dist.commands.options import EXIT_SOME_FAILED, Encoding, documents, with_config_flags
-from razor_dist.config.schema import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
 
 # Most that the prefixes of prompts in work may take on disk, in GiB, and never more than a quarter
 # of what is free there.
 _MOST_GB = 32.0
+# Their place in the folder of the results, while a job is not done.
+_PREFIXES = ".prefixes"
 
 
 @with_config_flags(JobConfig)
@@ -60,10 +62,15 @@ def summarize(
         style = replace(style, template=read_text(template, "the --template file"))
     sources = documents(inputs, encoding)
     set_up_logging("info")
-    prefixes = out.absolute() / "prefixes"
-    task = SummaryTask({"default": _resuming(config, prefixes)}, style, sources)
-    folder = run_job(task, config, out).folder
-    shutil.rmtree(prefixes, ignore_errors=True)
+    engines: dict[str, EngineConfig] = {"default": config}
+    task = SummaryTask(engines, style, sources)
+
+    def keep_prefixes(folder: Path) -> None:  # no engine is open yet
+        engines["default"] = _resuming(config, folder.absolute() / _PREFIXES)
+
+    folder = run_job(task, config, out, on_open=keep_prefixes).folder
+    if config.prefix_store is None:
+        shutil.rmtree(folder / _PREFIXES, ignore_errors=True)
     found = {record["id"]: record for record in read_job(folder).records}
     records = [found[item.id] for item in task.items()]
     pages = ""
@@ -90,7 +97,6 @@ def _resuming(config: JobConfig, folder: Path) -> JobConfig:
     joins = config.ray and (config.ray_address or os.environ.get("RAY_ADDRESS"))
     if config.prefix_store is not None or not config.caches_prefixes or joins:
         return config
-    existing = next(path for path in folder.parents if path.is_dir())
-    most = min(_MOST_GB, shutil.disk_usage(existing).free / 2**30 / 4)
+    most = min(_MOST_GB, shutil.disk_usage(folder.parent).free / 2**30 / 4)
     store = {"prefix_store": str(folder / "{engine}"), "prefix_store_gb": max(most, 1e-3)}
     return config.model_copy(update=store)

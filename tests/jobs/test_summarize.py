@@ -172,6 +172,44 @@ def test_mistakes_are_told_before_an_engine_is_opened(
     assert not opened and not Path("out").exists()
 
 
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The prefix stores of the engines that jobs of this process open; each gets a file."""
+    found: list[Path] = []
+
+    def open_engine(**settings: Any) -> Quoter:
+        found.append(Path(settings["prefix_store"]))
+        found[-1].mkdir(parents=True)
+        (found[-1] / "prefix").write_text("kept")
+        return Quoter(settings["max_model_len"] or 512)
+
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", open_engine)
+    return found
+
+
+def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[Path]) -> None:
+    def command(out: str, *flags: str) -> list[str]:
+        return ["summarize", "in", "--out", out, "--max-tokens", "40", *flags, *FLAGS]
+
+    theirs = Path("prefixes/of the user")
+    theirs.mkdir(parents=True)
+    assert cli.main(command(".")) == 0
+    assert stores == [folder / ".prefixes/0"] and not stores[0].parent.exists()
+    assert theirs.exists()
+
+    assert cli.main(command("named", "--prefix-store", "named/prefixes/{engine}")) == 0
+    assert stores[1] == Path("named/prefixes/0") and (stores[1] / "prefix").exists()
+
+    # Another job in the same place leaves what the first one had kept for its next run.
+    assert cli.main(command("out")) == 0
+    earlier = Path("out/.prefixes/0/prefix")
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("kept")
+    assert cli.main(command("out", "--words", "9", "--new-folder")) == 0
+    assert stores[3] == folder / "out-2/.prefixes/0" and not stores[3].parent.exists()
+    assert earlier.exists()
+
+
 class Stopping(Quoter):
     """Answers four prompts, notes a fifth, and answers that one when it is closed."""
 
