@@ -74,7 +74,7 @@ class Line:
             data = file.read(self.length)
         if digest_of(data) != self.digest:
             where = f"line {self.number} of {self.path}"
-            raise DocumentError(f"{where} was changed since the job began")
+            raise DocumentError(f"{where} was changed since the job began", retryable=True)
         return data
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from razor_dist.commands.options import EXIT_SOME_FAILED, with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, hint_at_retry, with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
@@ -64,5 +64,6 @@ def batch(
                 continue
             failed += 1
             typer.echo(f"{file}: {problem}", err=True)
+    hint_at_retry(records[entry.item_id] for entry in entries if entry.problem is None)
     typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
     raise typer.Exit(EXIT_SOME_FAILED if failed else 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -21,6 +21,7 @@ from razor_dist.config.sources import load_config, shipped_names
 
 if TYPE_CHECKING:
     from razor_dist.documents.collect import Source
+    from razor_dist.jobs.results import Record
 
 # Exit code of a command that has done what could be done, where some of its inputs (documents,
 # requests, prefixes) were not usable. 1 is a failure of the command, 2 a mistake in its arguments.
@@ -40,6 +41,15 @@ def documents(inputs: Sequence[str], encoding: str | None) -> list[Source]:
     for path in left_out:
         typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
     return sources
+
+
+def hint_at_retry(records: Iterable[Record]) -> None:
+    """Say on stderr how failures are tried again, if the next run does not do that by itself."""
+    from razor_dist.jobs.results import has_failed, is_retryable
+
+    failed = sum(has_failed(record) and not is_retryable(record) for record in records)
+    if failed:
+        typer.echo(f"{failed} failed; --retry-failed tries them again", err=True)
 
 
 def with_config_flags(

@@ -10,7 +10,13 @@ from typing import Annotated
 
 import typer
 
-from razor_dist.commands.options import EXIT_SOME_FAILED, Encoding, documents, with_config_flags
+from razor_dist.commands.options import (
+    EXIT_SOME_FAILED,
+    Encoding,
+    documents,
+    hint_at_retry,
+    with_config_flags,
+)
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
@@ -84,6 +90,7 @@ def summarize(
         done += 1
         if loops(record["result"]):
             typer.echo(f"{source.id}: the summary, or that of a part, is cut at a loop", err=True)
+    hint_at_retry(records)
     wrote = f"wrote {folder / RESULTS}{pages}"
     typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)

@@ -43,8 +43,19 @@ class ClusterError(RazorError, RuntimeError):
 
 
 class DocumentError(RazorError, ValueError):
-    """A document cannot be read; the message says why, without its name."""
+    """A document cannot be read; the message says why, without its name.
+
+    ``retryable``: the document is not at fault (its reader is missing, say), and a later run may
+    read it.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
 
 
 class ReaderKilledError(DocumentError):
     """A document was not read since its reader was killed, which says nothing of the document."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)

@@ -53,9 +53,9 @@ class Source:
                 return Document(checked_text(_fields(self.line.read())[1]))
             data = Path(self.file).read_bytes()
         except OSError as error:
-            raise DocumentError(f"cannot be opened: {error.strerror}") from None
+            raise DocumentError(f"cannot be opened: {error.strerror}", retryable=True) from None
         if digest_of(data) != self.digest:
-            raise DocumentError("was changed since the job began; run it again")
+            raise DocumentError("was changed since the job began; run it again", retryable=True)
         gz = self.file.lower().endswith(".gz")
         return read_document(data, self.kind, gz=gz, encoding=self.encoding)
 

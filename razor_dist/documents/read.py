@@ -73,7 +73,7 @@ class ReadLimits:
         return 10 * self.seconds
 
     def too_slow(self) -> DocumentError:
-        return DocumentError(f"was not read within {self.patience} s")
+        return DocumentError(f"was not read within {self.patience} s", retryable=True)
 
     def check_pages(self, pages: int) -> None:
         if pages > self.pages:
@@ -105,7 +105,8 @@ def require_reader(kind: str) -> None:
     if missing:
         raise DocumentError(
             f"{kind} documents are read with {' and '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: {install_command('documents')}"
+            f"{'is' if len(missing) == 1 else 'are'} not installed: {install_command('documents')}",
+            retryable=True,
         )
 
 

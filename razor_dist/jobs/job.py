@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, Outcome, run_items
@@ -83,7 +83,7 @@ def run_task(
     with ResultStore.open(folder, job_settings(task), new_folder=config.new_folder) as store:
         if on_open is not None:
             on_open(store.folder)
-        if config.retry_failed and (dropped := store.drop_failed()):
+        if dropped := store.drop_failed(retryable=not config.retry_failed):
             log.info("%d failed items are tried again", dropped)
         parts = store.parts()
         missing = [
@@ -138,7 +138,11 @@ def _record(outcome: Outcome) -> Record:
             json_line(outcome.result or {})
         except (TypeError, ValueError) as unfit:
             error = TypeError(f"the task's result is not JSON data: {unfit}")
-    failure = None if error is None else {"type": type(error).__name__, "message": str(error)}
+    failure: Record | None = None
+    if error is not None:
+        failure = {"type": type(error).__name__, "message": str(error)}
+        if isinstance(error, DocumentError) and error.retryable:
+            failure["retryable"] = True
     return {
         "id": outcome.item.id,
         "status": "failed" if failure else "done",

@@ -16,7 +16,8 @@ A line of the results is a JSON object with
 ``id``          the item's
 ``status``      ``done`` or ``failed``
 ``result``      the task's; null if it failed
-``error``       ``{"type", "message"}`` if it failed; null otherwise
+``error``       ``{"type", "message"}`` if it failed, and ``"retryable": true`` if the next run
+                tries it again; null otherwise
 ``settings``    the hash in ``job.json``
 ``run``         this run's ``seconds``, ``attempts``, ``engine`` (a number) and
                 ``finished`` (UTC, ISO 8601), which no other run need repeat
@@ -174,10 +175,14 @@ class ResultStore(contextlib.ExitStack):
     def append_part(self, id: str, key: str, result: Mapping[str, Any]) -> None:
         self._parts.append({"id": id, "part": key, "result": dict(result)})
 
-    def drop_failed(self) -> int:
-        """Forget the failures, so that their items are missing; return their number."""
+    def drop_failed(self, *, retryable: bool = False) -> int:
+        """Forget the failures, or the ``retryable`` ones alone, so that their items are missing.
+
+        Returns their number.
+        """
         before = len(self.records)
-        self._results.rewrite(r for r in self.records.values() if r["status"] != "failed")
+        dropped = is_retryable if retryable else has_failed
+        self._results.rewrite(r for r in self.records.values() if not dropped(r))
         return before - len(self.records)
 
     def finish(self, ids: Sequence[str]) -> None:
@@ -189,6 +194,15 @@ class ResultStore(contextlib.ExitStack):
         self._parts.rewrite(p for p in self._parts.records.values() if p["id"] in unfinished)
         if not self._parts.records:
             self._parts.path.unlink(missing_ok=True)
+
+
+def has_failed(record: Record) -> bool:
+    return bool(record["status"] == "failed")
+
+
+def is_retryable(record: Record) -> bool:
+    """Return whether a record is of a failure that the next run tries again by itself."""
+    return has_failed(record) and bool(record["error"].get("retryable"))
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import pickle
+import signal
 from pathlib import Path
 
 import pypdfium2  # type: ignore[import-untyped]
@@ -233,6 +235,16 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(DocumentError, match=wanted):
         read_document(files.epub(), "epub")
+
+
+@pytest.mark.parametrize(
+    ("code", "retryable"), [(-signal.SIGKILL, True), (-signal.SIGSEGV, False), (3, False)]
+)
+def test_a_reader_that_was_killed_says_nothing_of_the_document(code: int, retryable: bool) -> None:
+    with pytest.raises(DocumentError) as raised:
+        read.reader_output(code, b"is broken", ReadLimits())
+    assert pickle.loads(pickle.dumps(raised.value)).retryable == retryable
+    assert ReadLimits().too_slow().retryable
 
 
 def test_sentences_of_a_page_are_whole_wherever_its_lines_end() -> None:

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from razor_dist.config.errors import ClusterError, ConfigError, EngineError, HeadMapError
+from razor_dist.config.errors import (
+    ClusterError,
+    ConfigError,
+    DocumentError,
+    EngineError,
+    HeadMapError,
+)
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
@@ -40,6 +46,8 @@ class Answers:
                 raise KeyError("no such thing")
             case "rank":
                 raise EngineError("a rank died")
+            case "reader":
+                raise DocumentError("its reader is not installed", retryable=True)
             case "nan":
                 return {"loss": float("nan")}
         return {"n": len(item.data["prompt"])}
@@ -105,6 +113,19 @@ def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> Non
     assert run_task(healthy, tmp_path, no_pool()).failed == 3
     summary = run_task(healthy, tmp_path, pool(healthy), JobConfig(retry_failed=True))
     assert summary == JobSummary(tmp_path, 6, 0, 3)
+
+
+def test_a_failure_that_is_not_the_items_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
+    harm = {"full-0": "error", "full-1": "reader"}
+    task = Completions({"full": FULL}, harm=harm)
+    assert run_task(task, tmp_path, pool(task)) == JobSummary(tmp_path, 4, 2, 0)
+    assert read_job(tmp_path).records[1]["error"] == {
+        "type": "DocumentError",
+        "message": "its reader is not installed",
+        "retryable": True,
+    }
+    healthy = Completions({"full": FULL})
+    assert run_task(healthy, tmp_path, pool(healthy)) == JobSummary(tmp_path, 5, 1, 5)
 
 
 def test_other_settings_are_another_job(tmp_path: Path) -> None:

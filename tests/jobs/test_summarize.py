@@ -120,6 +120,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     assert "skipped in/c.txt: holds no text" in told.err
     assert "in/d.png: left out, not a kind of document" in told.err
     assert "3 of 6 documents summarised" in told.out
+    assert "3 failed; --retry-failed tries them again" in told.err
     found = results()
     assert found["in/c.txt"]["error"] == {"type": "DocumentError", "message": "holds no text"}
     assert found["in/long.md"]["status"] == "done"
@@ -138,15 +139,19 @@ def test_a_missing_reader_fails_its_documents_alone(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pypdfium2", None)
     Path("in/other.pdf").write_bytes(Path("in/short.pdf").read_bytes())
-    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 3
+    command = ["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pypdfium2", None)
+        assert cli.main(command) == 3
     told = capfd.readouterr()
     assert "skipped in/short.pdf: pdf documents are read with pypdfium2, which is not" in told.err
-    assert "2 of 4 documents summarised" in told.out
+    assert "2 of 4 documents summarised" in told.out and "--retry-failed" not in told.err
     # The reason is said once, before the model is loaded.
     warnings = [of.message for of in caplog.records if of.levelname == "WARNING"]
     assert ["are read with pypdfium2" in warning for warning in warnings] == [True]
+    # Once it is installed, the same command reads them.
+    assert cli.main(command) == 0
 
 
 def test_a_template_and_a_folder_of_other_settings(
