@@ -38,18 +38,28 @@ def batch(
     from razor_dist.config.logs import set_up_logging
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
     from razor_dist.jobs.job import run_job
-    from razor_dist.jobs.results import json_line, read_job
+    from razor_dist.jobs.results import RESULTS, json_line, read_job
 
+    if out.is_dir():
+        raise ConfigError(f"--out must be a file for the answers, and {out} is a folder")
     work = out.with_name(f"{out.name}.job")
-    if out.exists() and not work.exists():
-        raise ConfigError(f"{out} is there and no earlier run of this command wrote it")
+    if not work.exists():
+        _refuse_existing(out)
     entries = read_batch(file)
     if not entries:
         raise ConfigError(f"{file} holds no line")
     set_up_logging("info")
     model = served_model_name or config.model
     task = BatchTask({"default": config}, model, entries, unknown_fields)
-    folder = run_job(task, config, work).folder
+
+    def choose_file(folder: Path) -> None:
+        nonlocal out
+        if folder != work:  # a new folder, such as a.jsonl.job-2: its answers are a-2.jsonl
+            out = out.with_stem(out.stem + folder.name.removeprefix(work.name))
+            if not (folder / RESULTS).stat().st_size:
+                _refuse_existing(out)
+
+    folder = run_job(task, config, work, on_open=choose_file).folder
     records = {record["id"]: record for record in read_job(folder).records}
     failed = 0
     with replacing(out) as draft, draft.open("wb") as target:
@@ -67,3 +77,8 @@ def batch(
     hint_at_retry(records[entry.item_id] for entry in entries if entry.problem is None)
     typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
     raise typer.Exit(EXIT_SOME_FAILED if failed else 0)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} is there and no earlier run of this command wrote it")

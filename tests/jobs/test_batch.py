@@ -115,6 +115,40 @@ def test_a_batch(
     assert "holds results of other settings" in capfd.readouterr().err
 
 
+def test_a_new_folder_has_its_own_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    file, out, second = (tmp_path / name for name in ("in.jsonl", "a.jsonl", "a-2.jsonl"))
+    write(file, [request("x", prompt=" a b")])
+    command = ["batch", str(file), "--out", str(out), "--no-ray", "--attention"]
+    assert cli.main([*command, "full"]) == 0
+    before = out.read_bytes()
+    again = [*command, "streaming", "--new-folder"]
+    second.write_text("of the user")
+    assert cli.main(again) == 2
+    assert f"{second} is there and no earlier run" in capfd.readouterr().err
+    assert second.read_text() == "of the user"
+    second.unlink()
+    for _ in range(2):
+        assert cli.main(again) == 0
+        assert f"wrote {second}\n" in capfd.readouterr().out
+        assert out.read_bytes() == before and json.loads(second.read_text())["custom_id"] == "x"
+
+
+@pytest.mark.parametrize("out", [".", "folder"])
+def test_answers_need_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    write(tmp_path / "in.jsonl", [request("x", prompt=" a b")])
+    assert cli.main(["batch", "in.jsonl", "--out", out, "--no-ray"]) == 2
+    told = capfd.readouterr().err
+    assert told == f"razor-dist: --out must be a file for the answers, and {out} is a folder\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "in.jsonl"}
+
+
 def test_unknown_fields_are_ignored_if_that_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
