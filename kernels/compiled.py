@@ -15,7 +15,9 @@ import platform
 import shlex
 import shutil
 import subprocess
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ SWITCH = "RAZOR_DIST_CPU_KERNELS"
 _SOURCES = Path(__file__).with_name("cpu")
 # Everything is rounded as it is written: `fused` of cpu/vectors.h says where a product is added
 # with one rounding. torch's own threads are OpenMP's.
-_FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC -shared"
+_FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC"
 _PATIENCE = 180  # seconds, for the compiler and for another process; it takes ten
 
 
@@ -85,10 +87,26 @@ def _load(library: Path) -> None:
 
 
 def _compile(command: list[str], library: Path) -> None:
+    """Compile the sources side by side, and link them."""
     torch_folder, partial = Path(torch.__file__).parent, library.with_suffix(".partial")
-    command = [*command, *_FLAGS.split(), str(_SOURCES / "library.cpp"), "-o", str(partial)]
-    command += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
-    command += ["-lc10", "-ltorch_cpu"]
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    with TemporaryDirectory(dir=library.parent) as folder, ThreadPool(len(sources)) as threads:
+
+        def compile_one(source: Path) -> str:
+            made = f"{folder}/{source.stem}.o"
+            of_torch = f"-isystem{torch_folder / 'include'}"
+            _run([*command, *_FLAGS.split(), of_torch, "-c", str(source), "-o", made])
+            return made
+
+        made = threads.map(compile_one, sources)
+        of_torch = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
+        _run([*command, *_FLAGS.split(), "-shared", *made, "-o", str(partial), *of_torch])
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # half a library would crash the process that loads it
+    partial.rename(library)
+
+
+def _run(command: list[str]) -> None:
     subprocess.run(
         command,
         check=True,
@@ -97,9 +115,6 @@ def _compile(command: list[str], library: Path) -> None:
         encoding="utf-8",
         errors="replace",
     )
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())  # half a library would crash the process that loads it
-    partial.rename(library)
 
 
 def _key() -> str:

@@ -1,43 +1,12 @@
-// The operations of prompts and answers on CPU; razor_dist.kernels.compiled compiles them.
+// Operations of layers and of prompts on CPU, compiled beside those of answers.cpp.
 
-#if defined(__clang__) || __GNUC__ < 12
-#error "GCC 12 or newer is needed: for its OpenMP, which is torch's, and __builtin_shufflevector"
-#endif
-
-#include <torch/library.h>
-
-#include "attention.h"
 #include "chosen.h"
 #include "layers.h"
 #include "many.h"
-#include "tape.h"
-#ifdef __linux__
-#include "links.h"
-#endif
+#include "registered.h"
 
-namespace {
-
-// As an operation of the CPU, not one that is made of others.
-template <class Function>
-auto on_cpu(Function* function) {
-  return torch::dispatch(c10::DispatchKey::CPU, function);
-}
-
-}  // namespace
-
-TORCH_LIBRARY(razor_dist_cpu, library) {
+TORCH_LIBRARY_FRAGMENT(razor_dist_cpu, library) {
   using namespace razor_dist;
-  library.def(
-      "store(Tensor k, Tensor v, Tensor order, Tensor(a!)[] pages, Tensor(b!)[] windows, int "
-      "sinks) -> ()",
-      on_cpu(store));
-  library.def(
-      "attend(Tensor q, Tensor order, Tensor?[] pages, int page_size, Tensor?[] windows, int "
-      "sinks, bool compensation, int width, Tensor(a!) out, float scale, "
-      "Tensor? slopes, Tensor(b!)? packed, Tensor? places) -> ()",
-      on_cpu(attend));
-  library.def("merge_ranks(Tensor gathered, Tensor order, Tensor(a!) out, Tensor? places) -> ()",
-              on_cpu(merge_ranks));
   library.def(
       "attend_many(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? first, "
       "bool causal, float scale) -> (Tensor, Tensor)",
@@ -85,21 +54,4 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "rotate.out(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, *, "
       "Tensor(a!) out0, Tensor(b!) out1) -> (Tensor(a!), Tensor(b!))",
       on_cpu(rotate_to));
-#ifdef __linux__
-  library.def("post(Tensor(a!) posted, Tensor(b!) complete, int rank, int number) -> bool",
-              on_cpu(post));
-  library.def(
-      "meet(Tensor mine, Tensor(a!) out, Tensor(b!) boards, Tensor(c!) posted, Tensor(d!) read, "
-      "Tensor(e!) complete, int rank, bool add, bool begin, float seconds) -> int",
-      on_cpu(meet));
-#endif
-  library.class_<Tape>("Tape")
-      .def(torch::init<>())
-      .def("note", &Tape::note)
-      .def("copy_to", &Tape::copy_to)
-      .def("run", &Tape::run);
-}
-
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&razor_dist::Tape::note_call>());
 }
