@@ -204,11 +204,11 @@ def attend_chosen(
     constants = attending(group, dim, q.dtype, keys_dtype)
     most = constants["T"] * max(1, _LISTS // (heads * blocks))
     if tokens > most:
-        parts = [
+        each = [
             attend_chosen(q[:, :, at], k, v, chosen[:, :, at], shard, positions[at], scale)
             for at in (slice(begin, begin + most) for begin in range(0, tokens, most))
         ]
-        return Partial(*(torch.cat(of, 2) for of in zip(*parts, strict=True)))
+        return Partial(*(torch.cat(of, 2) for of in zip(*each, strict=True)))
     chosen = chosen.contiguous().view(torch.uint8)
     own = [(x.codes, x.scale) if isinstance(x, Codes) else (x, x) for x in (k, v)]
     (keys, k_scale), (values, v_scale) = own
