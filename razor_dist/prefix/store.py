@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -46,6 +47,11 @@ _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
 _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
+# What a killed process leaves. Drafts of files are written without the lock, so that only old ones
+# are nobody's.
+_FOLDER_LEFT = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(new|old)")
+_FILE_LEFT = re.compile(r"(about\.json|ctx_[0-9a-f]{32}\.context\.)[0-9a-f]{8}\.new")
+_FILE_SECONDS = 600.0
 
 # Of a node's folder: inode, and the time in ns when files came or went. `PrefixStore.touch` leaves
 # it, and writing a node anew changes it.
@@ -267,14 +273,21 @@ def remove_node(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> int:
-    """Remove what writers have left that were killed; return how much. Call it as the writer."""
-    found = [p for suffix in (_NEW, _OLD) for p in directory.glob(f"*/*{suffix}")]
-    for path in found:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    return len(found)
+    """Remove what writers have left that were killed; return how much. Call it as the writer.
+
+    A directory may hold files of others, which stay.
+    """
+    removed, old = 0, time.time() - _FILE_SECONDS
+    for path in [path for folder in folders(directory) for path in folder.iterdir()]:
+        with contextlib.suppress(OSError):
+            if _FOLDER_LEFT.fullmatch(path.name):
+                shutil.rmtree(path)
+            elif _FILE_LEFT.fullmatch(path.name) and path.stat().st_mtime < old:
+                path.unlink()
+            else:
+                continue
+            removed += 1
+    return removed
 
 
 def _is_node(name: str) -> bool:

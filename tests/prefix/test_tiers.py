@@ -333,7 +333,7 @@ def spoil(store: Path, how: str, seed: int) -> None:
     elif how == "lose all":
         shutil.rmtree(node)
     elif how == "leave":
-        shutil.copytree(node, node.with_name(f"{node.name}.0.new"), dirs_exist_ok=True)
+        shutil.copytree(node, node.with_name(f"{node.name}.00000000.new"), dirs_exist_ok=True)
 
 
 DAMAGE = ["flip", "cut", "lose", "foreign", "edit", "lose all", "leave"]
