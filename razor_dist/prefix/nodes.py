@@ -242,17 +242,24 @@ class Nodes:
             self.leave(node, tier)
 
     def make_room(self, tier: Tier, nbytes: int, keep: set[Node]) -> bool:
-        """Evict from a tier until so much fits; False if it cannot."""
-        if nbytes > self.room[tier]:
+        """Evict from a tier until so much fits; False, and nothing is evicted, if it cannot."""
+        if self.bytes[tier] + nbytes <= self.room[tier]:
+            return True
+
+        def stays(node: Node) -> bool:
+            lost = self._with(node, tier)
+            return node in keep or any(other != tier or stays(child) for child, other in lost)
+
+        nodes = [node for node in self._nodes.values() if tier in node.where and not stays(node)]
+        evictable = sum(node.manifest.nbytes for node in nodes)
+        if self.bytes[tier] - evictable + nbytes > self.room[tier]:
             return False
         while self.bytes[tier] + nbytes > self.room[tier]:
             worths = [
                 (self._index.worth(node, node.manifest.begin, node.manifest.nbytes), node.key, node)
-                for node in self._nodes.values()
-                if tier in node.where and node not in keep and not self._with(node, tier)
+                for node in nodes
+                if tier in node.where and not self._with(node, tier)
             ]
-            if not worths:
-                return False
             self._index.clock[tier], _, node = min(worths)
             self.counts[f"{tier}_evictions"] += 1
             self.leave(node, tier)

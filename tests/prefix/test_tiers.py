@@ -450,6 +450,23 @@ def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> N
     core.stop()
 
 
+def test_nothing_is_evicted_for_what_cannot_fit(tiny: Tiny, tmp_path: Path) -> None:
+    path, text = str(tiny("llama")), ids((1, 200))
+    alone = {"prefix_store": str(tmp_path / "alone")}
+    [(_, _, first)] = lives(Communicator(None), path, alone, (Ask("a", text),))
+    bounded = {"prefix_store": str(tmp_path / "bounded"), "max_num_seqs": 4}
+    bounded["prefix_store_gb"] = 2.05 * first["disk"]["bytes"] / 2**30
+    core = engine_of(Communicator(None), path, bounded).core
+    core.add("pin", list(text), GREEDY, pin=True)
+    serve_all(core, tuple(Ask(f"r{n}", ids((n, 30))) for n in range(2, 6)))
+    before = ranges(tmp_path / "bounded")
+    assert len(before) == 5
+    serve_all(core, (Ask("large", ids((9, 230))),))  # which does not fit beside the pinned one
+    assert ranges(tmp_path / "bounded") == before
+    assert core.stats()["prefix_cache"]["disk"]["evictions"] == 0
+    core.stop()
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
     """Engines of some ranks, what happens to the store before each, and its requests."""
