@@ -41,8 +41,8 @@ class PrefixCache:
     def add(self, namespace: Namespace, tokens: Tokens, key: int, tier: Tier = "device") -> None:
         """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
         self.remove(key)
-        least, clock = self._accounts.grown(key, len(tokens)), self.index.clock["device"]
-        entry = CachedSequence(key, len(tokens), least, clock, {"device"}, tier)
+        least, used_at = self._accounts.grown(key, len(tokens)), dict(self.index.clock)
+        entry = CachedSequence(key, len(tokens), least, used_at, {"device"}, tier)
         self.index.add(namespace, tokens, entry)
         self._entries[key] = entry
 
@@ -69,7 +69,7 @@ class PrefixCache:
         self.counts["queries"] += 1
         self.counts["query_tokens"] += prompt_tokens
         if hit is not None and hit.entry is not None:
-            hit.entry.used_at = self.index.clock["device"]
+            hit.entry.used_at["device"] = self.index.clock["device"]
             self.counts["hits"] += 1
             cached = hit.tokens - base
             self.counts["hit_tokens"] += cached
@@ -84,7 +84,7 @@ class PrefixCache:
                 frees = self._accounts.exclusive(key)
                 helps = bool((short & (frees > 0)).any())
                 nbytes = float(np.sum(self._accounts.weights @ frees))
-                worth = self.index.worth(entry, self.index.covered(entry), nbytes)
+                worth = self.index.worth(entry, "device", self.index.covered(entry), nbytes)
                 worths.append((not helps, worth, key))
         if not worths:
             return None

@@ -39,7 +39,7 @@ class Entry:
     key: int  # orders entries that are worth the same
     end: int  # its tokens
     least_cut: int
-    used_at: float  # the clock of evictions when it was used last
+    used_at: dict[Tier, float]  # the clock of each tier's evictions when it was used last
     where: set[Tier]  # empty once it has left all
 
 
@@ -193,10 +193,10 @@ class PrefixIndex:
             node = node.parent
         return 0
 
-    def worth(self, entry: Entry, covered: int, nbytes: float) -> float:
-        """Return what an entry is worth of which ``covered`` tokens could be had from others."""
+    def worth(self, entry: Entry, tier: Tier, covered: int, nbytes: float) -> float:
+        """Return an entry's worth in a tier, if ``covered`` tokens could be had from others."""
         seconds = self._cost.work(entry.end - covered, covered)
-        return entry.used_at + seconds / max(1.0, nbytes)
+        return entry.used_at[tier] + seconds / max(1.0, nbytes)
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:

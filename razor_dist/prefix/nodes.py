@@ -12,6 +12,7 @@ node only if both have this copy.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class Node(Entry):
 
     manifest: Manifest
     parent: Node | None
+    last_use: float  # by the wall clock: of what is worth the same, the oldest goes first
     stamp: Stamp | None = None  # of its folder on disk, when its manifest was read or written
     children: set[Node] = field(default_factory=set)
 
@@ -165,11 +167,10 @@ class Nodes:
             if len(before) < manifest.begin:
                 return
             self._keys += 1
-            # The time only puts in order what is worth the same.
-            used = self._store.used(manifest.node) if self._store and tier == "disk" else 0.0
-            used_at = self._index.clock[tier] + used * 1e-30
+            on_disk = self._store if tier == "disk" else None
+            used = time.time() if on_disk is None else on_disk.used(manifest.node)
             least = self._least_cut(manifest)
-            node = Node(self._keys, manifest.end, least, used_at, set(), manifest, parent)
+            node = Node(self._keys, manifest.end, least, {}, set(), manifest, parent, used)
             self._index.add(manifest.space, np.concatenate([before, own]), node)
             self._nodes[manifest.sha256] = node
         if node.parent is not None:
@@ -186,6 +187,7 @@ class Nodes:
             self._unreadable.pop(manifest.node, None)
         if tier not in node.where:
             node.where.add(tier)
+            node.used_at[tier] = self._index.clock[tier]
             self.bytes[tier] += manifest.nbytes
 
     def _least_cut(self, manifest: Manifest) -> int:
@@ -226,10 +228,10 @@ class Nodes:
         left, self._left_host = self._left_host, []
         return left
 
-    def used(self, chain: list[Node], tier: Tier) -> None:
-        """Note that nodes were loaded."""
+    def used(self, chain: list[Node]) -> None:
+        """Note that nodes were loaded, from whatever tier."""
         for one in chain:
-            one.used_at = self._index.clock[tier]
+            one.used_at, one.last_use = dict(self._index.clock), time.time()
             if self._store is not None and "disk" in one.where:
                 self._store.touch(one.manifest.node)
 
@@ -256,17 +258,20 @@ class Nodes:
             return False
         while self.bytes[tier] + nbytes > self.room[tier]:
             worths = [
-                (self._index.worth(node, node.manifest.begin, node.manifest.nbytes), node.key, node)
+                (self._worth(node, tier), node.last_use, node.key, node)
                 for node in nodes
                 if tier in node.where and not self._with(node, tier)
             ]
-            self._index.clock[tier], _, node = min(worths)
+            self._index.clock[tier], _, _, node = min(worths)
             self.counts[f"{tier}_evictions"] += 1
             self.leave(node, tier)
             if tier == "disk":
                 assert self._store is not None
                 self._store.remove(node.manifest.node)
         return True
+
+    def _worth(self, node: Node, tier: Tier) -> float:
+        return self._index.worth(node, tier, node.manifest.begin, node.manifest.nbytes)
 
     def stats(self, tier: Tier) -> dict[str, int]:
         """Return a tier's counters."""

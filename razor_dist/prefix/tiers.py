@@ -153,7 +153,7 @@ class Tiers:
         if answers[:, 0].any():
             return None
         self.loading = None
-        self.nodes.used(loading.chain, loading.tier)
+        self.nodes.used(loading.chain)
         return True
 
     def count_hit(self, tier: str, tokens: int) -> None:

@@ -467,6 +467,37 @@ def test_nothing_is_evicted_for_what_cannot_fit(tiny: Tiny, tmp_path: Path) -> N
     core.stop()
 
 
+def test_what_was_used_last_stays_on_disk_after_a_restart(tiny: Tiny, tmp_path: Path) -> None:
+    path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
+
+    def asked(number: int, *tail: tuple[int, int]) -> Ask:
+        return Ask(f"r{number}{len(tail)}", ids((number, 200), *tail))
+
+    [(_, _, first)] = lives(Communicator(None), path, store, tuple(map(asked, (1, 2, 3))))
+    bounded = store | {"prefix_store_gb": 1.02 * first["disk"]["bytes"] / 2**30}
+    again = (asked(2, (50, 4)), asked(4))
+    [(_, cached, _)] = lives(Communicator(None), path, bounded, again)
+    assert cached == {"r21": 200, "r40": 0}
+    [(_, cached, _)] = lives(Communicator(None), path, store, tuple(map(asked, (1, 2, 3))))
+    assert cached == {"r10": 0, "r20": 199, "r30": 199}
+
+
+def test_what_was_used_once_leaves_host_memory_beside_a_disk(tiny: Tiny, tmp_path: Path) -> None:
+    path, number = str(tiny("llama")), 0
+    both = {"prefix_store": str(tmp_path), "prefix_host_gb": 1.0}
+    [(_, _, first)] = lives(Communicator(None), path, both, (Ask("a", ids((99, 120))),))
+    both["prefix_host_gb"] = 2.5 * first["host"]["bytes"] / 2**30  # room for two
+    core = engine_of(Communicator(None), path, both).core
+    for documents in (range(1, 4), (2, 3), range(4, 12), (10, 11)):
+        evict_all(core)  # so that what was read before is loaded
+        before = core.stats()["prefix_cache"]["host"]["hits"]
+        for document in documents:
+            number += 1
+            serve_all(core, (Ask(f"r{number}", ids((document, 120))),))
+    assert core.stats()["prefix_cache"]["host"]["hits"] == before + 2
+    core.stop()
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
     """Engines of some ranks, what happens to the store before each, and its requests."""
