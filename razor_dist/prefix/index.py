@@ -155,11 +155,21 @@ class PrefixIndex:
             node = child
         return path[::-1]
 
-    def match(self, kind: type[E], namespace: Namespace, tokens: Tokens, most: int) -> Match[E]:
-        """Return the entry that can be cut to the longest prefix of at most ``most`` tokens."""
+    def match(
+        self,
+        kind: type[E],
+        namespace: Namespace,
+        tokens: Tokens,
+        most: int,
+        among: Callable[[E], bool] = lambda _: True,
+    ) -> Match[E]:
+        """Return the entry ``among`` some that can be cut to the longest prefix of a text.
+
+        That has at most ``most`` tokens.
+        """
         common: int | None = None
         for node, same in self._path(namespace, tokens):
-            below = list(node.below(kind))
+            below = [entry for entry in node.below(kind) if among(entry)]
             if below and common is None:
                 common = same
             length = min(same, most)

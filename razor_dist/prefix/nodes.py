@@ -102,6 +102,12 @@ class Nodes:
         """Return what a prompt can begin from, of at most ``most`` tokens."""
         return self._index.match(Node, namespace, tokens, most)
 
+    def held(self, namespace: Namespace, tokens: Tokens, *, on_disk: bool) -> int:
+        """Return how many of a text's first tokens can be had from a node, ``on_disk`` if wanted."""
+        return self._index.match(
+            Node, namespace, tokens, len(tokens), lambda node: not on_disk or "disk" in node.where
+        ).tokens
+
     def sharing(
         self, namespace: Namespace, tokens: Tokens, *, on_disk: bool
     ) -> tuple[Node | None, int]:

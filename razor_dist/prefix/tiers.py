@@ -164,13 +164,13 @@ class Tiers:
 
     def offer(self, candidate: Candidate) -> None:
         """Save a sequence as of its tokens, if enough of them is new, when its turn comes."""
-        if self._is_new(candidate):
+        if self._is_new(candidate, on_disk="disk" in self.nodes.room):
             self._queue[candidate.key] = candidate
 
-    def _is_new(self, candidate: Candidate) -> bool:
+    def _is_new(self, candidate: Candidate, *, on_disk: bool) -> bool:
+        """True if enough of a sequence is in no node, or in none that is ``on_disk``."""
         tokens = candidate.tokens
-        found = self.nodes.find(candidate.namespace, tokens, len(tokens))
-        new = len(tokens) - found.tokens
+        new = len(tokens) - self.nodes.held(candidate.namespace, tokens, on_disk=on_disk)
         return new >= least_new(len(tokens), self._accounts.cache.page_size)
 
     def forget(self, key: int) -> list[StepPlan]:
@@ -201,9 +201,11 @@ class Tiers:
         """Prepare to save a sequence, and make room for it; None if there is no room or reason."""
         nodes = self.nodes
         nodes.refresh()
-        if not self._is_new(of):
+        # What went to host memory alone, while this process could not write, is new to the disk.
+        writes = "disk" in nodes.room and self._is_new(of, on_disk=True) and self._may_write()
+        wanted = {"disk": writes, "host": self._is_new(of, on_disk=False)}
+        if not any(wanted.values()):
             return None
-        writes = "disk" in nodes.room and self._may_write()
         parent, begin = nodes.sharing(of.namespace, of.tokens, on_disk=writes)
         manifest = self._manifest(of, parent, begin)
         keep = set() if parent is None else set(parent.chain)
@@ -212,7 +214,7 @@ class Tiers:
         for namespace, tokens in pinned:
             keep |= set(self._chain(namespace, tokens))
         fits = {
-            tier: (tier == "host" or writes) and nodes.make_room(tier, manifest.nbytes, keep)
+            tier: wanted[tier] and nodes.make_room(tier, manifest.nbytes, keep)
             for tier in nodes.room
         }
         draft = None

@@ -30,7 +30,7 @@ from razor_dist.engine.worker import follow
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import cut_chunks, held_positions
-from razor_dist.prefix import transfer
+from razor_dist.prefix import tiers, transfer
 from razor_dist.prefix.parts import BadPartError
 from razor_dist.prefix.store import (
     PrefixStore,
@@ -495,6 +495,31 @@ def test_what_was_used_once_leaves_host_memory_beside_a_disk(tiny: Tiny, tmp_pat
             number += 1
             serve_all(core, (Ask(f"r{number}", ids((document, 120))),))
     assert core.stats()["prefix_cache"]["host"]["hits"] == before + 2
+    core.stop()
+
+
+@pytest.mark.parametrize("why", ["another writes", "full"])
+def test_what_host_memory_alone_has_reaches_the_disk(
+    why: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tiny("llama"))
+    both = {"prefix_store": str(tmp_path), "prefix_host_gb": 1.0}
+    monkeypatch.setattr(tiers, "_DISK_SECONDS", 1e6)
+    core = engine_of(Communicator(None), path, both).core
+    lock = WriterLock(tmp_path)
+    if why == "full":
+        assert core.scheduler.room.tiers is not None
+        core.scheduler.room.tiers._complain(OSError("No space left on device"))
+    else:
+        assert lock.acquire()
+    serve_all(core, (q(1),))
+    held = core.stats()["prefix_cache"]["host"]["bytes"]
+    assert ranges(tmp_path) == [] and held
+    lock.release()
+    monkeypatch.setattr(tiers, "_DISK_SECONDS", 0.0)
+    serve_all(core, (q(2),))
+    assert ranges(tmp_path) == [(0, 162)]
+    assert core.stats()["prefix_cache"]["host"]["bytes"] == held  # it has the text already
     core.stop()
 
 
