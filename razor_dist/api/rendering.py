@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,7 +71,8 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
         described=None if response is None else response.described(prompts[0].params),
         return_sources=bool(body.return_sources),
         titles=titles(prompts[0].text) if body.annotates else None,
-        cache_salt=uuid.uuid4().hex if body.cache_prompt is False else body.cache_salt,
+        cache_salt=body.cache_salt,
+        cache_prompt=body.cache_prompt is not False,
         ignored=ignored,
         contexts=contexts,
         constrained_by=names.get(body.constrained_by, body.constrained_by),

@@ -70,6 +70,7 @@ class ParsedRequest:
     described: dict[str, Any] | None = None
     answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
     cache_salt: str | None = None  # requests of different ones share no caches
+    cache_prompt: bool = True  # as in `Add`
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
     constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match

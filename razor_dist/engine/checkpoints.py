@@ -35,7 +35,7 @@ class Checkpoints:
         One is where it parts from the cached sequence with which it has most tokens in ``common``;
         the others, optional, are at ends of messages.
         """
-        if prefill.short or prefill.request.params.prompt_logprobs is not None:
+        if prefill.short or not prefill.request.continues:
             return
         stop = self._stop(prefill, min(common, prefill.end - 1))
         if stop - prefill.begin >= self._worth:
@@ -72,6 +72,8 @@ class Checkpoints:
         for prefill in prefills:
             other = prefill.request
             if other.key > request.key or other.namespace != request.namespace:
+                continue
+            if not other.cache_prompt:  # it will cache nothing
                 continue
             if prefill.end < worth or other.tokens[0] != request.tokens[0]:
                 continue

@@ -111,6 +111,7 @@ class EngineCore:
         pin: bool = False,
         quota: tuple[str, int] | None = None,
         cache_salt: str | None = None,
+        cache_prompt: bool = True,
     ) -> None:
         """Queue a request.
 
@@ -118,7 +119,8 @@ class EngineCore:
         ``prompt`` continues that pinned request: its pages are shared, its streaming caches copied.
         With ``pin``, the prompt is only prefilled, and its caches kept for requests that continue
         it, until it is aborted; ``quota`` bounds the bytes of one owner's. Requests of another
-        ``cache_salt`` share no caches with it, unless they name it as their prefix.
+        ``cache_salt`` share no caches with it, unless they name it as their prefix. Without
+        ``cache_prompt`` none does, and nothing of it is kept when it ends.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -132,7 +134,13 @@ class EngineCore:
             if prefix is None or not prefix.pinned:
                 raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
         request = self._intake.request(
-            request_id, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
+            request_id,
+            prompt,
+            params,
+            prefix=prefix,
+            pin=pin,
+            cache_salt=cache_salt,
+            cache_prompt=cache_prompt,
         )
         if quota is not None:
             # What was released and is continued still holds its room.

@@ -52,6 +52,7 @@ class Intake:
         prefix: Request | None,
         pin: bool,
         cache_salt: str | None,
+        cache_prompt: bool,
     ) -> Request:
         """Make a request and its answers, none if it is to be pinned.
 
@@ -83,6 +84,7 @@ class Intake:
             chunked_prefill_size=chunked_prefill_size,
             prefix=prefix,
             namespace=namespace,
+            cache_prompt=cache_prompt,
             arrived=self._clock(),
         )
         if not pin:

@@ -56,6 +56,7 @@ class Request:
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     prefix: Request | None = None  # a pinned prefix that this one continues
     namespace: Namespace = (None, 0)  # prompts of different ones share no caches
+    cache_prompt: bool = True  # as in `Add`
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
     answers: list[Answer] = field(default_factory=list)  # those that have not ended
     grammar: Future[Grammar] | None = None  # what every answer must match
@@ -86,6 +87,12 @@ class Request:
     def needed(self) -> bool:
         """False once nothing is to come of it: no answer, and no request that continues it."""
         return bool(self.answers or self.continued_by or (self.pinned and not self.released))
+
+    @property
+    def continues(self) -> bool:
+        """True if it may begin from cached tokens, and copies be kept while it is prefilled."""
+        # Log-probabilities are of what is prefilled.
+        return self.cache_prompt and self.params.prompt_logprobs is None
 
     @property
     def reported(self) -> bool:

@@ -110,7 +110,7 @@ class Room:
     def prefilled(self, prefill: Prefill) -> None:
         """Note that a prompt has been prefilled: others may continue it."""
         self.accounts.end_prompt(prefill.key)
-        if self.prefix_cache is not None:
+        if self._keeps(prefill.request):
             self._enter(prefill.request, prefill.tokens, prefill.key)
 
     def grown(self, key: int, length: int) -> None:
@@ -126,8 +126,9 @@ class Room:
         An ``optional`` one takes room that is free: what was asked for does not go for what may
         never be.
         """
-        if self.prefix_cache is None:
+        if not self._keeps(request):
             return []
+        assert self.prefix_cache is not None
         accounts, length = self.accounts, len(tokens)
         need = accounts.need(accounts.stored(key, length), length, length, length)
         full = self.prefix_cache.evictable >= self.max_cached
@@ -148,7 +149,7 @@ class Room:
 
     def end(self, request: Request, key: int, tokens: Tokens, *, keep: bool) -> list[StepPlan]:
         """Cache a finished sequence for prompts with the same beginning, or close it."""
-        if self.prefix_cache is not None and keep and len(tokens) >= self.cache.page_size:
+        if keep and self._keeps(request) and len(tokens) >= self.cache.page_size:
             self.accounts.keep(key, len(tokens))
             self._enter(request, tokens, key)
             return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached)]
@@ -156,6 +157,10 @@ class Room:
             self.prefix_cache.remove(key)
         self.accounts.close(key)
         return [*self.forget(key), StepPlan(Op.CLOSE, key)]
+
+    def _keeps(self, request: Request) -> bool:
+        """True if other prompts may begin from a request's sequences."""
+        return self.prefix_cache is not None and request.cache_prompt
 
     def _enter(self, request: Request, tokens: Tokens, key: int) -> None:
         """Enter a sequence into the prefix cache, and offer it to host memory and disk."""

@@ -67,8 +67,8 @@ class LiveChoices:
 
     There are as many for each prompt as its parameters ask for, one prompt's after the other's.
     With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
-    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix`` and ``cache_salt``
-    are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with nothing submitted,
+    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix``, ``cache_salt``
+    and ``cache_prompt`` are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with nothing submitted,
     and `EngineError` if the engine is not ready.
     """
 
@@ -82,6 +82,7 @@ class LiveChoices:
         prefix: RequestStream | None = None,
         pinned: Pinned | None = None,
         cache_salt: str | None = None,
+        cache_prompt: bool = True,
     ) -> None:
         client.check_room(sum(prompt.params.n for prompt in prompts))
         self.choices: list[Choice] = []
@@ -95,7 +96,12 @@ class LiveChoices:
             prefix, begin = pinned.last.stream, pinned.last.tokens
         for tokens, params, text in prompts:
             streams = client.submit(
-                uuid.uuid4().hex, tokens[begin:], params, prefix=prefix, cache_salt=cache_salt
+                uuid.uuid4().hex,
+                tokens[begin:],
+                params,
+                prefix=prefix,
+                cache_salt=cache_salt,
+                cache_prompt=cache_prompt,
             )
             entries: list[Any] = []
             for answer, stream in enumerate(streams):

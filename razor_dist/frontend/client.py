@@ -160,6 +160,7 @@ class EngineClient:
         quota: tuple[str, int] | None = None,
         prefix: RequestStream | None = None,
         cache_salt: str | None = None,
+        cache_prompt: bool = True,
     ) -> list[RequestStream]:
         """Submit a request; it is on its way when this returns.
 
@@ -168,7 +169,8 @@ class EngineClient:
         ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
         ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
         for each of the ``params.n`` answers, with `Token` messages, the first with `Progress` and
-        `PromptLogprobs` as well. Requests of another ``cache_salt`` share no caches with it.
+        `PromptLogprobs` as well. Requests of another ``cache_salt`` share no caches with it, and
+        none does without ``cache_prompt``.
 
         Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
@@ -188,7 +190,9 @@ class EngineClient:
         continued = None if prefix is None else prefix.request_id
         prompt = pack(prompt_ids)
         wire = params.to_wire()
-        self.rank0.send(Add(request_id, prompt, wire, pin, continued, quota, cache_salt))
+        self.rank0.send(
+            Add(request_id, prompt, wire, pin, continued, quota, cache_salt, cache_prompt)
+        )
         self._streams |= streams
         if not pin:
             self.observer.submitted(ids, len(prompt_ids), params)

@@ -193,7 +193,9 @@ def _answer(
     yield ItemSize(sum(len(prompt.tokens) for prompt in prompts))
     # A log of its own: other requests are read at the same time.
     with naming(parsed.constrained_by):
-        answers = llm.call().choices(prompts, parsed.cache_salt, ReadingLog(item_id))
+        answers = llm.call().choices(
+            prompts, parsed.cache_salt, ReadingLog(item_id), cache_prompt=parsed.cache_prompt
+        )
         choices = llm.loop.run(answers)
     form = FORMATS[endpoint](parsed, limits.model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}

@@ -199,12 +199,17 @@ class GenerationCall:
         return await self._each(prompts, answered, PromptBar(use_tqdm, lengths))
 
     async def choices(
-        self, prompts: Sequence[Checked], cache_salt: str | None, use_tqdm: UseTqdm
+        self,
+        prompts: Sequence[Checked],
+        cache_salt: str | None,
+        use_tqdm: UseTqdm,
+        *,
+        cache_prompt: bool = True,
     ) -> list[Choice]:
         """Return all prompts' answers as the server's formats take them; otherwise as `run`."""
 
         async def answered(prompt: Checked, on_progress: OnProgress) -> list[Choice]:
-            live = await self._submitted(prompt, cache_salt)
+            live = await self._submitted(prompt, cache_salt, cache_prompt)
             try:
                 async for event in live.events():
                     if event is not None and isinstance(event.what, Progress):
@@ -240,7 +245,9 @@ class GenerationCall:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _submitted(self, prompt: Checked, cache_salt: str | None) -> LiveChoices:
+    async def _submitted(
+        self, prompt: Checked, cache_salt: str | None, cache_prompt: bool = True
+    ) -> LiveChoices:
         """Submit a prompt once its constraint is compiled."""
         prompts = await self.client.compiled([prompt])
         # Another thread may have released the prefix meanwhile.
@@ -252,6 +259,7 @@ class GenerationCall:
             report_progress=True,
             prefix=pinned,
             cache_salt=cache_salt,
+            cache_prompt=cache_prompt,
         )
 
     async def stream(

@@ -45,6 +45,7 @@ class Add(_Message, tag="add"):
     # Of a pinned prefix: whose it is, and the bytes that all of this owner may take.
     quota: tuple[str, int] | None = None
     cache_salt: str | None = None  # requests of another one share no caches with it
+    cache_prompt: bool = True  # False: its caches are of no other request, and end with it
 
 
 class Abort(_Message, tag="abort"):

@@ -192,6 +192,7 @@ class Service:
                 report_progress=parsed.return_progress,
                 pinned=pinned,
                 cache_salt=salt,
+                cache_prompt=parsed.cache_prompt,
             )
         except BaseException:
             if pinned is not None:

@@ -53,6 +53,7 @@ class Ask:
     params: SamplingParams = GREEDY
     steps: int | None = None  # it is aborted after so many
     salt: str | None = None
+    cache_prompt: bool = True
     pin: bool = False
     prefix: str | None = None
     release: str | None = None  # a pinned prefix, before
@@ -86,6 +87,7 @@ def serve(
         if ask.release is not None:
             core.abort(ask.release)
         about: dict[str, Any] = {"cache_salt": ask.salt, "pin": ask.pin, "prefix_id": ask.prefix}
+        about["cache_prompt"] = ask.cache_prompt
         core.add(ask.name, list(ask.ids), ask.params, **about)
         if ask.steps is not None:
             for _ in range(ask.steps):

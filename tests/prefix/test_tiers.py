@@ -114,7 +114,8 @@ def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
     answers: Answers = {}
     cached: Told = {}
     for ask in asks:
-        core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
+        about: dict[str, Any] = {"cache_salt": ask.salt, "cache_prompt": ask.cache_prompt}
+        core.add(ask.name, list(ask.ids), ask.params, **about)
         while ask.wait and core.has_work:
             step(core, answers, cached)
     while core.has_work:
@@ -277,6 +278,25 @@ def test_salts_are_apart_on_disk_and_not_told(ranks: Ranks, tiny: Tiny, tmp_path
     assert_alike(first[0] | second[0], alone(ranks, path, (salted[0], q(0), salted[1])))
     assert second[1] == {"q0": 0, "s0": 161, "s1": 0}
     assert all(b"secret" not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_prompt_that_is_not_to_be_cached_is_kept_nowhere(
+    world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path, both = tiny("llama"), {"prefix_store": str(tmp_path), "prefix_host_gb": 1.0}
+    two = dataclasses.replace(GREEDY, n=2, max_tokens=60)
+    secret = ids((1, 300))
+    private = [Ask(f"p{n}", secret, two, cache_prompt=False, wait=n != 1) for n in range(3)]
+    first, second = ranks(world).run(
+        lives, str(path), both, tuple(private), (private[1], Ask("open", secret), private[0])
+    )[0]
+    assert_alike(first[0] | second[0], alone(ranks, path, (*private, Ask("open", secret))))
+    assert first[1] == {"p0": 0, "p1": 0, "p2": 0} and second[1] == {"p1": 0, "open": 0, "p0": 0}
+    for stats, entries in ((first[2], 0), (second[2], 1)):
+        found = {tier: stats[tier]["entries"] for tier in ("host", "disk")}
+        assert found == {"host": entries, "disk": entries}
+        assert bool(stats["entries"]) == bool(entries)
 
 
 @pytest.mark.parametrize("size", [0, 31, 100])

@@ -34,10 +34,11 @@ def serve(model: Path, store: Path, world_size: int) -> ServerProcess:
     return ServerProcess(sys.executable, "-m", "razor_dist", "serve", *arguments)
 
 
-def ask(url: str, document: int) -> tuple[list[float], int]:
+def ask(url: str, document: int, **fields: Any) -> tuple[list[float], int]:
     """Log-probabilities of an answer's tokens, and how many of the prompt's were cached."""
     prompt = ids((document, 2000), (50 + document, 10))
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "logprobs": 1}
+    body |= fields
     answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=60).json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["logprobs"]["token_logprobs"], cached
@@ -72,7 +73,7 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
     assert whole and len(node_folders(folder)) >= 2
     for path in folder.glob("*.new/*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])  # as if the kill had come in the midst of it
-    (folder / "0.dead.new").mkdir()
+    (folder / f"{0:032x}.0000dead.new").mkdir()
     with serve(model, store, world_size) as server:
         url = server.url(timeout=120)
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 120)
@@ -86,6 +87,11 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
         assert disk["hits"] >= 2 and disk["failures"] == 0
         ask(url, 9)
         assert wait_until(lambda: not counters(url)["saving"], 10)
+        before = counters(url)
+        assert ask(url, 10, cache_prompt=False)[1] == 0
+        assert wait_until(lambda: not counters(url)["saving"], 10)
+        after = counters(url)
+        assert after["entries"] <= before["entries"] and after["disk"] == before["disk"]
         assert main(["store", "prune", str(store)]) == 2  # while a server writes there
         assert "a server writes to" in capsys.readouterr().err
     assert not list(folder.glob("*.new"))
