@@ -63,7 +63,8 @@ class Context:
     def begins(self) -> str:
         """The beginning of what the user said, to know it again by; of all, if that is nothing."""
         messages = sorted(self.kept.messages, key=lambda message: message["role"] != "user")
-        return next(filter(None, (one["content"] for one in messages)), "")[:_BEGINS]
+        # A message that calls tools may have no content.
+        return next(filter(None, (one.get("content") for one in messages)), "")[:_BEGINS]
 
     @property
     def brief(self) -> Fields:
@@ -216,6 +217,7 @@ class Contexts:
         def end() -> None:
             for context in used:
                 context.users -= 1
+            for context in used:
                 self._touch(context)
                 if context.pin is not None and context.pin.is_whole:
                     context.is_read = True

@@ -253,6 +253,43 @@ def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
     assert files.read(id_) is None
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_path: Path) -> None:
+    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call = {"role": "assistant", "content": None, "tool_calls": [called]}
+    told = {"role": "tool", "tool_call_id": "c1", "content": MESSAGES[0]["content"]}
+
+    async def play() -> None:
+        contexts = server(tmp_path if stored else None)
+        both = parsed("chat", messages=[call, told, *MESSAGES]).contexts
+        pinned, found = begun(contexts, *both)
+        pinned.close()
+        await asyncio.gather(*contexts._writing.values())
+        assert [context.users for context in found] == [0, 0]
+        assert ids(contexts) == [context.id for context in found]
+        assert all(one["begins"] for one in contexts.listed("a", None))
+        for context in found:
+            contexts.end(context.id, "a")
+        assert all(pin.dead for pin in FakePin.made) and ids(contexts) == []
+
+    played(play)
+
+
+def test_a_disk_that_fails_at_the_end_of_a_request_leaves_no_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        contexts = server(tmp_path)
+        both = [kept("One."), kept("One. " + DOCUMENT)]
+        pinned, found = begun(contexts, *both)
+        monkeypatch.setattr(contexts, "_write", mock.Mock(side_effect=OSError("it is gone")))
+        with pytest.raises(OSError, match="it is gone"):
+            pinned.close()
+        assert len(found) == 2 and [context.users for context in found] == [0, 0]
+
+    played(play)
+
+
 def test_a_pinned_prefix_is_the_last(tmp_path: Path) -> None:
     """Marks of one request continue each other, and what was pinned is not read anew."""
 
