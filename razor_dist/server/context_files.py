@@ -117,10 +117,11 @@ class ContextFiles:
         except _DAMAGED as error:
             raise OSError(f"it is damaged: {error}") from None
 
-    def touch(self, id_: str, ttl: int) -> None:
-        """Note that a context was used, and for how long it is kept from now on."""
+    def touch(self, id_: str, ttl: int | None = None) -> None:
+        """Note that a context was used, and its time to live from now on, if a request says it."""
         with contextlib.suppress(OSError), self._path(id_).open("r+b") as file:
-            file.write(ttl.to_bytes(_INT_BYTES, "big"))
+            if ttl is not None:
+                file.write(ttl.to_bytes(_INT_BYTES, "big"))
             os.utime(file.fileno())
 
     def remove(self, id_: str) -> None:

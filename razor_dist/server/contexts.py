@@ -163,7 +163,7 @@ class Contexts:
                 files.remove(context.id)
             elif written:
                 context.stored = True
-                self._touch(context)  # its time to live may have changed
+                self._touch(context, stated=True)  # its time to live may have changed
 
         self._writing[context] = asyncio.create_task(write())
 
@@ -250,7 +250,7 @@ class Contexts:
         self._require_pin(found, before, new)
         found.parent, found.ttl = before, kept.ttl
         self._contexts[found.id] = self._by_name[found.name] = found
-        self._touch(found)
+        self._touch(found, stated=True)
         return found
 
     def _require_pin(self, context: Context, before: Context | None, new: list[Pin]) -> None:
@@ -263,13 +263,16 @@ class Contexts:
         context.pin = Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=context.salt)
         new.append(context.pin)
 
-    def _touch(self, context: Context) -> None:
-        """Begin its time to live anew."""
+    def _touch(self, context: Context, *, stated: bool = False) -> None:
+        """Begin its time to live anew.
+
+        Unless a request has ``stated`` that, it is the file's: another server may know better.
+        """
         if self._contexts.get(context.id) is not context:
             return
         context.used = time.time()
         if context.stored and self._files is not None:
-            self._files.touch(context.id, context.ttl)
+            self._files.touch(context.id, context.ttl if stated else None)
         self._arm(context, context.ttl)
 
     def _arm(self, context: Context, seconds: float) -> None:

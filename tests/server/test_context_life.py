@@ -188,6 +188,23 @@ def test_a_longer_time_to_live_is_heard_by_all_servers(tmp_path: Path) -> None:
     played(play)
 
 
+def test_a_time_to_live_that_another_server_has_heard_stays(tmp_path: Path) -> None:
+    async def play() -> None:
+        first, second = server(tmp_path), server(tmp_path)
+        context = await used(first, kept(ttl=300))
+        pinned, _ = begun(first, base=context)
+        second.find(context.id, "a")
+        await used(second, kept(ttl=604800))  # while the first answers
+        pinned.close()
+        await used(first, base=context)
+        found = [one.find(context.id, "a").ttl for one in (first, second, server(tmp_path))]
+        assert found == [604800] * 3
+        await used(first, kept(ttl=300))
+        assert second.find(context.id, "a").ttl == 300
+
+    played(play)
+
+
 def test_a_file_is_renewed_while_a_request_goes_on(tmp_path: Path) -> None:
     async def play() -> None:
         contexts = server(tmp_path)
