@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from razor_dist.api.contexts import KeptContext
+from razor_dist.api.errors import NotReadyError
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
@@ -88,9 +89,13 @@ class Contexts:
         self._ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()  # owner, and how
 
     def find(self, id_: str, owner: str | None) -> Context:
-        """Return a context of a key; `RequestError` (``context_not_found``) if there is none."""
+        """Return a context of a key; `RequestError` (``context_not_found``) if there is none.
+
+        `NotReadyError` while that is not known.
+        """
         found = self._contexts.get(id_)
         if found is None:
+            self._require_known()
             found = self._read(id_, owner)
         elif not self._is_there(found):
             found = None
@@ -104,6 +109,11 @@ class Contexts:
             param="context",
             code="context_not_found",
         )
+
+    def _require_known(self) -> None:
+        """Raise `NotReadyError` until the engine has said where contexts are stored."""
+        if self.most and self._files is None and self._client.info is None and not self._contexts:
+            raise NotReadyError(self._client.status)
 
     @property
     def _files(self) -> ContextFiles | None:
@@ -170,7 +180,11 @@ class Contexts:
     def listed(
         self, owner: str | None, tiers: Callable[[str], Fields] | None
     ) -> list[dict[str, Any]]:
-        """Return a key's contexts as `described` does, those that only files have as well."""
+        """Return a key's contexts as `described` does, those that only files have as well.
+
+        `NotReadyError` while they are not known.
+        """
+        self._require_known()
         own = [c for c in list(self._contexts.values()) if c.owner == owner and self._is_there(c)]
         stored = [] if self._files is None else self._files.all()
         return [described(context, tiers) for context in own] + [

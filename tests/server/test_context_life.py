@@ -15,7 +15,9 @@ import msgspec
 import pytest
 
 from razor_dist.api.contexts import KeptContext
+from razor_dist.api.errors import NotReadyError
 from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
 from razor_dist.server import context_files
 from razor_dist.server import contexts as under_test
@@ -163,6 +165,25 @@ def test_while_the_ranks_start_again_contexts_stay_and_can_be_deleted(tmp_path: 
         assert contexts.find(context.id, "a") is context
         contexts.end(context.id, "a")
         assert ids(contexts) == [] == list(tmp_path.iterdir())
+
+    played(play)
+
+
+def test_until_the_engine_is_ready_contexts_are_not_known(tmp_path: Path) -> None:
+    async def play() -> None:
+        context = await used(server(tmp_path), kept())
+        again = Contexts(EngineClient(tmp_path / "socket"), 1e9)  # its model is being loaded
+        loading = pytest.raises(NotReadyError, match="the model is being loaded")
+        for call in (again.find, again.end):
+            with loading:
+                call(context.id, "a")
+        with loading:
+            again.listed("a", None)
+        assert len(list(tmp_path.iterdir())) == 1
+        none = Contexts(EngineClient(tmp_path / "socket"), 0)  # --pinned-gb is not given
+        assert none.listed("a", None) == []
+        with pytest.raises(RequestError, match="this server keeps none"):
+            none.find(context.id, "a")
 
     played(play)
 
