@@ -36,8 +36,9 @@ def prefill(
     """Read documents into a store, so that a server answers questions about them at once.
 
     What is there already is not read again. Documents that cannot be read, or are longer than the
-    context, are skipped and named; the exit code is 3 then. One that is too short to be kept, since
-    reading it again is as fast, is named with the reason.
+    context, are skipped and named; the exit code is 3 then, and if one could not be written or had
+    no room. One that is too short to be kept, since reading it again is as fast, is named with the
+    reason.
     """
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
@@ -73,7 +74,7 @@ def prefill(
     typer.echo(f"{done} of {len(sources)} documents read; {store} holds {size}")
     if disk["evictions"]:
         typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
-    lost = disk["evictions"] or disk["failures"]
+    lost = disk["evictions"] or disk["failures"] or disk["no_room"]
     raise typer.Exit(0 if done == len(sources) and not lost else EXIT_SOME_FAILED)
 
 

@@ -91,7 +91,8 @@ class Nodes:
         self._unreadable: dict[str, Stamp | None] = {}  # by name: the copy that could not be read
         self._keys = 0
         self._left_host: list[str] = []
-        self.counts: Counter[str] = Counter()  # hits and their tokens, evictions, failures: by tier
+        # By tier: hits and their tokens, evictions, failures, and what had no room.
+        self.counts: Counter[str] = Counter()
         self.bytes: dict[Tier, int] = {"host": 0, "disk": 0}
         self.refresh()
 
@@ -261,6 +262,7 @@ class Nodes:
         nodes = [node for node in self._nodes.values() if tier in node.where and not stays(node)]
         evictable = sum(node.manifest.nbytes for node in nodes)
         if self.bytes[tier] - evictable + nbytes > self.room[tier]:
+            self.counts[f"{tier}_no_room"] += 1
             return False
         while self.bytes[tier] + nbytes > self.room[tier]:
             worths = [
@@ -281,6 +283,6 @@ class Nodes:
 
     def stats(self, tier: Tier) -> dict[str, int]:
         """Return a tier's counters."""
-        names = ("hits", "hit_tokens", "evictions", "failures")
+        names = ("hits", "hit_tokens", "evictions", "failures", "no_room")
         counts = {name: self.counts[f"{tier}_{name}"] for name in names}
         return counts | {"entries": self.entries(tier), "bytes": self.bytes[tier]}

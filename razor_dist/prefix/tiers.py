@@ -277,8 +277,9 @@ class Tiers:
         assert saving is not None
         left = answers[:, 0]
         if (left < 0).any():
-            if (left == FAILED).any():
-                self._disk_failed = time.monotonic()
+            if (left == FAILED).any() and saving.draft is not None:
+                self._disk_failed = time.monotonic()  # a rank has logged why
+                self.nodes.counts["disk_failures"] += 1
             return self._abandon()
         parent, on_disk = saving.parent, saving.draft is not None
         if parent is not None and not parent.where & ({"disk"} if on_disk else {"disk", "host"}):

@@ -518,6 +518,20 @@ def test_what_was_used_once_leaves_host_memory_beside_a_disk(tiny: Tiny, tmp_pat
     core.stop()
 
 
+def test_a_disk_that_is_full_is_counted(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer, "write_file", full)
+        store = {"prefix_store": str(tmp_path), "prefix_host_gb": 1.0}
+        [(_, _, stats)] = lives(Communicator(None), str(tiny("llama")), store, (q(0),))
+    assert ranges(tmp_path) == []
+    assert (stats["disk"]["failures"], stats["host"]["failures"]) == (1, 0)
+
+
 @pytest.mark.parametrize("why", ["another writes", "full"])
 def test_what_host_memory_alone_has_reaches_the_disk(
     why: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,9 @@ def test_documents_that_are_read_ahead_of_time(
     said = capsys.readouterr().out
     assert "not kept: prefixes are kept from 256 tokens on, shorter ones are read anew" in said
     assert "skipped" in told.err and "maximum context length is 1200" in told.err
+    bounded = ["--prefix-store-gb", "1e-6", "--store", str(tmp_path / "small")]
+    assert main(["prefill", files[0], *flags, *bounded]) == 3
+    assert "not kept: it did not fit in prefix_store_gb" in capsys.readouterr().out
     assert main(["prefill", files[0], *flags]) == 0
     [total, there] = re.findall(r"(\d+) tokens, (\d+) of them", capsys.readouterr().out)[0]
     assert int(there) == int(total) - 1
