@@ -95,9 +95,13 @@ def prune(
         float | None, typer.Option(min=0, metavar="DAYS", help="Remove what was not used since.")
     ] = None,
 ) -> None:
-    """Remove what is damaged or lost what it follows on; what is old or too much, if wanted."""
+    """Remove what is damaged or lost what it follows on; what is old or too much, if wanted.
+
+    Contexts that have expired are removed, too.
+    """
     from razor_dist.prefix.parts import BadPartError
     from razor_dist.prefix.store import WriterLock, check_node, remove_leftovers, remove_node
+    from razor_dist.server.context_files import sweep
 
     folders = _folders(directory)
     lock = WriterLock(directory)
@@ -127,6 +131,7 @@ def prune(
         for path in lost:
             drop(path)
     oldest = 0.0 if older_than is None else time.time() - 86400 * older_than
+    removed += sweep(directory, oldest)
     while old := [path for path in leaves() if _used(path) < oldest]:
         for path in old:
             drop(path)

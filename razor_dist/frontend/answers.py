@@ -67,9 +67,9 @@ class LiveChoices:
 
     There are as many for each prompt as its parameters ask for, one prompt's after the other's.
     With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
-    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix``, ``cache_salt``
-    and ``cache_prompt`` are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with nothing submitted,
-    and `EngineError` if the engine is not ready.
+    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix``, ``cache_salt`` and
+    ``cache_prompt`` are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with
+    nothing submitted, and `EngineError` if the engine is not ready.
     """
 
     def __init__(

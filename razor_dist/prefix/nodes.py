@@ -104,7 +104,7 @@ class Nodes:
         return self._index.match(Node, namespace, tokens, most)
 
     def held(self, namespace: Namespace, tokens: Tokens, *, on_disk: bool) -> int:
-        """Return how many of a text's first tokens can be had from a node, ``on_disk`` if wanted."""
+        """Return how many of a text's first tokens a node has, ``on_disk`` if wanted."""
         return self._index.match(
             Node, namespace, tokens, len(tokens), lambda node: not on_disk or "disk" in node.where
         ).tokens

@@ -20,6 +20,7 @@ import msgspec
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.prefix.parts import write_file
+from razor_dist.prefix.store import folders
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class ContextFiles:
         draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         begin = b"".join(n.to_bytes(_INT_BYTES, "big") for n in (ttl, len(first)))
         try:
-            self.all()
+            _sweep(self._folder)
             write_file(draft, begin + first + rest)
             draft.replace(path)
         except OSError as error:
@@ -96,16 +97,8 @@ class ContextFiles:
 
     def all(self) -> list[Stored]:
         """Return all that have not expired, without their texts, and remove the others."""
-        found, now = [], time.time()
-        for path in self._folder.glob("ctx_*.context"):
-            with contextlib.suppress(OSError, *_DAMAGED):
-                with path.open("rb") as file:
-                    stored = _begin(file)
-                if stored.expires >= now:
-                    found.append(stored)
-                elif stored.expires + _GRACE < now:
-                    path.unlink()
-        return found
+        now = time.time()
+        return [stored for stored in _sweep(self._folder)[0] if stored.expires >= now]
 
     def look(self, id_: str) -> Stored | None:
         """Return a context without its text; None if it is gone. Raises `OSError`."""
@@ -127,6 +120,29 @@ class ContextFiles:
     def remove(self, id_: str) -> None:
         with contextlib.suppress(OSError):
             self._path(id_).unlink()
+
+
+def sweep(directory: Path, unused_since: float = 0.0) -> int:
+    """Remove a store's contexts that have expired or were ``unused_since``; return how many.
+
+    Those of all fingerprints: a model that is served no more leaves no texts behind.
+    """
+    return sum(_sweep(folder, unused_since)[1] for folder in folders(directory))
+
+
+def _sweep(folder: Path, unused_since: float = 0.0) -> tuple[list[Stored], int]:
+    """As `sweep`, of one folder; return what is left, without texts, and how many were removed."""
+    left, removed, now = list[Stored](), 0, time.time()
+    for path in folder.glob("ctx_*.context"):
+        with contextlib.suppress(OSError, *_DAMAGED):
+            with path.open("rb") as file:
+                stored = _begin(file)
+            if stored.expires + _GRACE >= now and stored.used >= unused_since:
+                left.append(stored)
+            else:
+                path.unlink()
+                removed += 1
+    return left, removed
 
 
 def _begin(file: BinaryIO) -> Stored:

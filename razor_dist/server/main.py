@@ -45,6 +45,7 @@ from razor_dist.protocol.sampling_params import request_defaults
 from razor_dist.server.access import is_loopback, load_keys, tls_context
 from razor_dist.server.app import build_app
 from razor_dist.server.connections import TlsProtocol, bounded_protocol, quiet_loop
+from razor_dist.server.context_files import sweep
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import RequestReader, Service
 
@@ -218,6 +219,8 @@ async def load(service: Service, start: Callable[[], Awaitable[None]] | None = N
         log.info("sampling defaults of the model: %s", dict(defaults))
     if start is not None:
         await start()
+    if config.prefix_store is not None:  # also without --pinned-gb, and of other models
+        await in_daemon_thread(sweep, Path(config.prefix_store))
     tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
     # Now, since it would hold up the loop when the first request needs it.
     grammars = GrammarProcess(tokenizer, client.require_ready)

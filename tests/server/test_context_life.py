@@ -11,18 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
 import msgspec
 import pytest
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
+from razor_dist.cli import main
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
+from razor_dist.prefix.store import PrefixStore
 from razor_dist.server import context_files
 from razor_dist.server import contexts as under_test
 from razor_dist.server.context_files import ContextFiles, Head
 from razor_dist.server.contexts import Context, Contexts
+from tests.server.process import fake_server, wait_until
 from tests.server.test_contexts import DOCUMENT, MARK, parsed, part, user
 
 MESSAGES = [user(part(DOCUMENT, cache_control=MARK))]
@@ -270,6 +274,36 @@ def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
         assert "expired" not in str(error.value)
 
     played(play)
+
+
+def contexts_of_other_models(store: Path) -> list[Path]:
+    """Contexts of three models, in this order: expired, not used for two days, just used."""
+    found, day = [], 86400.0
+    for number, (age, ttl) in enumerate([(3700.0, 3600), (2 * day, 604800), (0.0, 3600)]):
+        folder = PrefixStore(store, {"model": number}).folder
+        one, id_ = kept(), f"ctx_{number:032x}"
+        assert ContextFiles(folder).write(Head(id_, "a", None, 0.0, 99, "The door"), ttl, one)
+        found.append(folder / f"{id_}.context")
+        os.utime(found[-1], (time.time() - age,) * 2)
+    return found
+
+
+@pytest.mark.parametrize(("flags", "left"), [([], 2), (["--older-than", "1"], 1)])
+def test_prune_removes_expired_contexts_of_all_models(
+    flags: list[str], left: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = contexts_of_other_models(tmp_path)
+    assert main(["store", "prune", str(tmp_path), *flags]) == 0
+    assert [path for path in files if path.exists()] == files[3 - left :]
+    assert f"removed {3 - left};" in capsys.readouterr().out
+
+
+def test_a_server_that_starts_removes_expired_contexts_of_all_models(tmp_path: Path) -> None:
+    files = contexts_of_other_models(tmp_path)
+    with fake_server("--prefix-store", str(tmp_path)) as starting:
+        url = starting.url()
+        assert wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 60)
+    assert [path for path in files if path.exists()] == files[1:]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "head"])
