@@ -504,7 +504,7 @@ def test_a_context_expires_when_it_was_not_used(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(under_test, "Pin", lambda *_, **__: pin)
 
     async def wait() -> None:
-        contexts = Contexts(mock.Mock(info=None), 1e9)
+        contexts = Contexts(mock.Mock(info=mock.Mock(prefix_folder=None)), 1e9)
         found = contexts.use(None, [kept], "a", None)
         assert found is not None
         pinned, [context] = found
