@@ -7,6 +7,7 @@ and processor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -15,6 +16,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import threading
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +33,7 @@ _SOURCES = Path(__file__).with_name("cpu")
 # Everything is rounded as it is written: `fused` of cpu/vectors.h says where a product is added
 # with one rounding. torch's own threads are OpenMP's.
 _FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC"
-_PATIENCE = 180  # seconds, for the compiler and for another process; it takes ten
+_PATIENCE = 180  # seconds, for the compiler and for another process; it takes twenty
 
 
 @functools.cache
@@ -40,13 +42,26 @@ def operations() -> Any:
     if os.environ.get(SWITCH) == "0":
         return None
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        _load(caches / "razor_dist" / f"cpu-{_key()}.so")
+        _load(_library())
     except Exception as error:  # whatever it is, it is computed without
         reason = getattr(error, "stderr", None) or error.__cause__ or error
         log.warning("answers and prompts take longer: no kernels for this CPU: %s", reason)
         return None
     return torch.ops.razor_dist_cpu
+
+
+def compile_ahead() -> None:
+    """Begin to compile in the background, if that has not been done on this machine.
+
+    The processes that call `operations` wait for it, and say why if it fails.
+    """
+
+    def compile_quietly() -> None:
+        with contextlib.suppress(Exception):
+            _make(_library())
+
+    if os.environ.get(SWITCH) != "0":
+        threading.Thread(target=compile_quietly, daemon=True).start()
 
 
 def new_tape() -> Any:
@@ -55,16 +70,29 @@ def new_tape() -> Any:
     return torch.classes.razor_dist_cpu.Tape()
 
 
-def _load(library: Path) -> None:
-    """Load the compiled library; one process compiles it, others wait."""
-    from filelock import FileLock
+def _library() -> Path:
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "razor_dist" / f"cpu-{_key()}.so"
 
+
+def _load(library: Path) -> None:
+    """Load the compiled library."""
     if library.is_file():
         try:
             return torch.ops.load_library(library)
         except OSError as error:
             log.warning("%s is compiled anew, as it cannot be loaded: %s", library, error.__cause__)
             library.unlink(missing_ok=True)
+    _make(library)
+    return torch.ops.load_library(library)
+
+
+def _make(library: Path) -> None:
+    """Compile the library if it is not there; one process does, others wait."""
+    from filelock import FileLock
+
+    if library.is_file():
+        return
     command = shlex.split(os.environ.get("CXX", "c++"))
     compiler = shutil.which(command[0])
     if compiler is None:
@@ -77,13 +105,12 @@ def _load(library: Path) -> None:
         if failed.is_file():
             raise OSError(f"{failed.read_text()} ({failed})")
         if not library.is_file():
-            log.warning("compiling kernels for this CPU, once: about ten seconds")
+            log.warning("compiling kernels for this CPU, once: about twenty seconds")
             try:
                 _compile(command, library)
             except subprocess.SubprocessError as error:
                 failed.write_text(str(getattr(error, "stderr", None) or error))
                 raise
-    return torch.ops.load_library(library)
 
 
 def _compile(command: list[str], library: Path) -> None:

@@ -150,8 +150,11 @@ def test_a_row_has_the_same_product_in_any_company(
 
 
 def compile_with(compiler: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Have a new process ask for the operations; it prints if it has them."""
-    code = "from razor_dist.kernels.compiled import operations; print(operations() is not None)"
+    """Have a new process compile ahead and ask for the operations; it prints if it has them."""
+    code = (
+        "from razor_dist.kernels.compiled import compile_ahead, operations; "
+        "compile_ahead(); print(operations() is not None)"
+    )
     env = {**os.environ, SWITCH: "1", "CXX": compiler, "XDG_CACHE_HOME": str(cache), **more}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
