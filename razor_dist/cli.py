@@ -17,7 +17,13 @@ import typer.core
 
 import razor_dist
 from razor_dist.config.cores import bound_spinning
-from razor_dist.config.errors import ClusterError, ConfigError, EngineError, RazorError
+from razor_dist.config.errors import (
+    ClusterError,
+    ConfigError,
+    EngineError,
+    RazorError,
+    RefusedError,
+)
 from razor_dist.config.foreign import FOREIGN_SETTINGS
 
 # `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
@@ -81,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line(arguments or _being_completed())(arguments, prog_name="razor-dist")
     except RazorError as error:
         typer.secho(f"razor-dist: {error}", fg=typer.colors.RED, err=True)
-        return 1 if isinstance(error, EngineError | ClusterError) else 2
+        failed = isinstance(error, EngineError | ClusterError)
+        return 1 if failed and not isinstance(error, RefusedError) else 2
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

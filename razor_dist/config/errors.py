@@ -34,6 +34,10 @@ class EngineError(RazorError, RuntimeError):
     """The engine failed while it held the request (a rank died, a time-out)."""
 
 
+class RefusedError(EngineError):
+    """The engine did not start, since its ranks refuse the settings or the model."""
+
+
 class ProcessKilledError(EngineError):
     """A process that worked on the request was killed; the request may be sent again."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, RefusedError, RequestError
 from razor_dist.frontend.connection import RankConnection
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
@@ -54,6 +54,7 @@ class Status:
 
     state: State
     reason: str = ""
+    refused: bool = False  # the ranks refuse the settings or the model
 
 
 class EngineBusyError(EngineError):
@@ -129,7 +130,8 @@ class EngineClient:
         """Return the engine's description; `EngineError` unless it is ready now."""
         if self.status.state != "ready" or self.info is None:
             verb = "failed" if self.status.state == "failed" else f"is {self.status.state}"
-            raise EngineError(f"the engine {verb}: {self.status.reason}")
+            kind = RefusedError if self.status.refused else EngineError
+            raise kind(f"the engine {verb}: {self.status.reason}")
         return self.info
 
     def loading(self) -> None:
@@ -144,11 +146,11 @@ class EngineClient:
         if self.status.state not in ("failed", "closed"):
             self._set(Status("restarting", reason))
 
-    def failed(self, reason: str) -> None:
-        """Note that the engine died and will not come back by itself."""
+    def failed(self, reason: str, *, refused: bool = False) -> None:
+        """Note that the engine died and will not come back by itself, or refuses to start."""
         self._disconnect(f"the engine failed: {reason}")
         if self.status.state != "closed":
-            self._set(Status("failed", reason))
+            self._set(Status("failed", reason, refused))
 
     def submit(
         self,
@@ -267,7 +269,10 @@ class EngineClient:
                 if future is not None and not future.done():
                     future.set_result(message.counters)
             case Failed(id=""):
-                (self.lost if self.served else self.failed)(message.message)
+                if self.served:
+                    self.lost(message.message)
+                else:
+                    self.failed(message.message, refused=True)
             case _:
                 self._deliver(message)
 

@@ -163,7 +163,10 @@ class ManagedEngine:
                     await self.client.wait_change()
         if self.client.status.state not in ("restarting", "failed"):
             reason = f"{exit} and rank 0 did not say why"
-            (self.client.lost if self.client.served else self.client.failed)(reason)
+            if self.client.served:
+                self.client.lost(reason)
+            else:
+                self.client.failed(reason, refused=True)
         return self.client.status.reason
 
 
