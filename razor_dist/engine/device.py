@@ -10,6 +10,7 @@ import torch
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.speculative import SpeculativeConfig
+from razor_dist.kernels.compiled import compile_ahead
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.models.loader import dtype_name
@@ -19,6 +20,15 @@ from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
 log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": INT8, "int4": INT4}
+
+
+def prepare_device(config: EngineConfig) -> None:
+    """Begin to compile what ranks on CPU will need, before they start.
+
+    Ranks may be on other hosts with other devices, so this process's lack of a GPU is no error.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        compile_ahead()
 
 
 def torch_device(config: EngineConfig, local_rank: int) -> torch.device:

@@ -10,13 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
-from razor_dist.engine.device import torch_device
+from razor_dist.engine.device import prepare_device
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
-from razor_dist.kernels.compiled import compile_ahead
 from razor_dist.llm.loop_thread import CLOSED, LoopThread
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
@@ -35,8 +34,7 @@ class EngineHandle:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = build_config(EngineConfig, **config)
         trust = self.config.trust_remote_code
-        if torch_device(self.config, 0).type == "cpu":
-            compile_ahead()
+        prepare_device(self.config)
         folder = resolve_model(self.config.model, trust_remote_code=trust)
         # By name, where the model recommends others than `SamplingParams` has.
         self.sampling_defaults = request_defaults(folder, self.config)

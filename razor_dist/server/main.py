@@ -32,14 +32,13 @@ from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.checks import check_settings
-from razor_dist.engine.device import torch_device
+from razor_dist.engine.device import prepare_device, torch_device
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
-from razor_dist.kernels.compiled import compile_ahead
 from razor_dist.models.registry import local_model, resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.sampling_params import request_defaults
@@ -214,8 +213,8 @@ async def load(service: Service, start: Callable[[], Awaitable[None]] | None = N
     ``start`` starts the engine once the model is known to exist. None: another process does.
     """
     config, client, trust = service.config, service.client, service.config.trust_remote_code
-    if start is not None and torch_device(config, 0).type == "cpu":
-        compile_ahead()
+    if start is not None:
+        prepare_device(config)
     folder = await in_daemon_thread(resolve_model, config.model, trust_remote_code=trust)
     defaults = request_defaults(folder, config)
     if defaults:

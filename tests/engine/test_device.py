@@ -9,6 +9,7 @@ import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import device
 from razor_dist.engine.device import torch_dtype, wait_for_device
 
 
@@ -44,3 +45,18 @@ def test_a_device_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     wait_for_device(torch.device("cuda", 0), 9.0)
     with pytest.raises(RuntimeError, match=r"the device has not answered for 0\.1 s"):
         wait_for_device(torch.device("cuda", 0), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "compiles"),
+    [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", False, False)],
+)
+def test_kernels_are_compiled_ahead_for_ranks_on_cpu(
+    name: str, gpu: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks are on other hosts, such as Ray's, the process that starts them needs no GPU."""
+    begun: list[bool] = []
+    monkeypatch.setattr(device, "compile_ahead", lambda: begun.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    device.prepare_device(EngineConfig(device=name))
+    assert bool(begun) == compiles
