@@ -17,6 +17,7 @@ from torch import Tensor
 
 from razor_dist.kernels.chosen import BLOCK, Shard, first_recent
 from razor_dist.kernels.codes_triton import TINY, bits_of, whole
+from razor_dist.kernels.many_cpu import data_of
 from razor_dist.kernels.partial import Partial, merge_stacked
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
 from razor_dist.kernels.softmax_triton import (
@@ -200,8 +201,8 @@ def attend_chosen(
     """See `razor_dist.kernels.chosen.attend_chosen`."""
     heads, group, tokens, dim = q.shape
     blocks = chosen.shape[1]
-    keys_dtype = k.codes.dtype if isinstance(k, Codes) else k.dtype
-    constants = attending(group, dim, q.dtype, keys_dtype)
+    (keys, k_scale), (values, v_scale) = data_of(k), data_of(v)
+    constants = attending(group, dim, q.dtype, keys.dtype)
     most = constants["T"] * max(1, _LISTS // (heads * blocks))
     if tokens > most:
         each = [
@@ -210,8 +211,8 @@ def attend_chosen(
         ]
         return Partial(*(torch.cat(of, 2) for of in zip(*each, strict=True)))
     chosen = chosen.contiguous().view(torch.uint8)
-    own = [(x.codes, x.scale) if isinstance(x, Codes) else (x, x) for x in (k, v)]
-    (keys, k_scale), (values, v_scale) = own
+    if k_scale is None or v_scale is None:
+        k_scale, v_scale = keys, values  # pointers that are not read
     assert q.stride(3) == keys.stride(2) == 1 and keys.stride() == values.stride()
     tiles = -(-tokens // constants["T"])
     listed = torch.empty(heads, tiles, blocks, dtype=torch.int32, device=q.device)

@@ -139,7 +139,7 @@ class Admission:
         return StepPlan(Op.FORK, answer.key, end, end, total, source=request.key)
 
     def _find(self, request: Request) -> Hit | None:
-        if self.room.prefix_cache is None or not request.continues:
+        if self.room.prefix_cache is None or not request.uses_prefix_cache:
             return None
         return self.room.prefix_cache.find(request.namespace, request.tokens, request.end - 1)
 
@@ -176,7 +176,7 @@ class Admission:
         tiers = self.room.tiers
         if tiers is None or tiers.active or "disk" not in tiers.nodes.room or not prefill.began:
             return
-        if not prefill.request.continues:
+        if not prefill.request.uses_prefix_cache:
             return
         past = (stop for stop in prefill.checkpoints if stop <= prefill.position)
         since = max(past, default=prefill.begin)
@@ -223,6 +223,6 @@ class Admission:
 
     def is_worth_keeping(self, prefill: Prefill) -> bool:
         """True if an aborted prefill has done enough of its prompt to be worth caching."""
-        if self.room.prefix_cache is None or prefill.short or not prefill.request.continues:
+        if self.room.prefix_cache is None or prefill.short or not prefill.request.uses_prefix_cache:
             return False
         return prefill.position - prefill.begin >= _WORTH_ABORTED * self.cache.page_size

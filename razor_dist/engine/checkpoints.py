@@ -35,7 +35,7 @@ class Checkpoints:
         One is where it parts from the cached sequence with which it has most tokens in ``common``;
         the others, optional, are at ends of messages.
         """
-        if prefill.short or not prefill.request.continues:
+        if prefill.short or not prefill.request.uses_prefix_cache:
             return
         stop = self._stop(prefill, min(common, prefill.end - 1))
         if stop - prefill.begin >= self._worth:

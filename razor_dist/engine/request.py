@@ -89,7 +89,7 @@ class Request:
         return bool(self.answers or self.continued_by or (self.pinned and not self.released))
 
     @property
-    def continues(self) -> bool:
+    def uses_prefix_cache(self) -> bool:
         """True if it may begin from cached tokens, and copies be kept while it is prefilled."""
         # Log-probabilities are of what is prefilled.
         return self.cache_prompt and self.params.prompt_logprobs is None
