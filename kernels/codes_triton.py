@@ -1,4 +1,4 @@
-"""What Triton kernels do with codes: `razor_dist.kernels.quantized`."""
+"""Rounding and reading of codes (`razor_dist.kernels.quantized`) inside Triton kernels."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Limits(NamedTuple):
             raise no_such_model(name, self.model)
 
     def check_count(self, prompts: int, n: int | None) -> None:
-        """Raise `RequestError` if so many prompts, each with ``n`` answers, are too many."""
+        """Raise `RequestError` if ``prompts`` prompts with ``n`` answers each exceed the limit."""
         count, param, what = prompts * (n or 1), "n", "answers"
         if prompts > 1:
             param, what = "prompt", "prompts" if n in (None, 1) else "prompts times n"

@@ -1,4 +1,4 @@
-"""Where a prefill stops so that a copy of its caches is kept: other prompts can begin there.
+"""Stops of a prefill at which a copy of its caches is kept, so that other prompts begin there.
 
 Streaming heads' caches have the windows of a sequence's last positions alone, so that a prompt
 which parts from a cached one further back finds nothing, unless a copy was kept as of there.

@@ -51,7 +51,7 @@ _GAIN = 1.05
 
 
 class Proposer(Protocol):
-    """What may follow one sequence."""
+    """Proposes the next tokens of one sequence."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the sequence's next tokens."""
@@ -60,11 +60,11 @@ class Proposer(Protocol):
         """Return up to ``count`` tokens that may follow, the likelier the earlier."""
 
     def hits(self, count: int) -> float:
-        """How many of the first ``count`` tokens of a draft are expected to be right."""
+        """Return the expected number of right tokens among a draft's first ``count``."""
 
 
 class NgramIndex:
-    """Where the tokens of a sequence have stood before: hash chains, as in LZ77 compressors.
+    """Earlier places of a sequence's last tokens: hash chains, as in LZ77 compressors.
 
     ``_last[h]`` is the end of the last ``n`` tokens with hash h, and ``_before[i]`` the end before
     position i in its chain; both are −1 where there is none. A token is added in constant time.
@@ -166,7 +166,7 @@ class NgramIndex:
 
 
 class HitRates:
-    """How often proposed tokens were right, by the length of the match that proposed them.
+    """Shares of proposed tokens that were right, by the length of the match that proposed them.
 
     The last tokens count most. ``of_all`` are the rates from which these begin.
     """
@@ -191,7 +191,7 @@ class HitRates:
             self._of_all.note(matched, right)
 
     def hits(self, matched: int, count: int) -> float:
-        """How many of ``count`` tokens after a match are expected to be right."""
+        """Return the expected number of right tokens among ``count`` after a match."""
         rates, likely, hits = self.rates.tolist(), 1.0, 0.0
         for length in range(matched, matched + count):
             likely *= rates[_kind(length)]

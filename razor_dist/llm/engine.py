@@ -24,7 +24,7 @@ from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 
 
 class EngineHandle:
-    """What `LLM` stands on: the engine is ready when the constructor returns, and can be closed.
+    """The engine under `LLM`: ready when the constructor returns, ended by `close`.
 
     A context manager. Parameters and errors are those of `LLM`.
     """

@@ -47,8 +47,8 @@ _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
 _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
-# What a killed process leaves. Drafts of files are written without the lock, so that only old ones
-# are nobody's.
+# Names of what a killed process leaves. Drafts of files are written without the lock, so that only
+# those older than `_FILE_SECONDS` have no writer.
 _FOLDER_LEFT = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(new|old)")
 _FILE_LEFT = re.compile(r"(about\.json|ctx_[0-9a-f]{32}\.context\.)[0-9a-f]{8}\.new")
 _FILE_SECONDS = 600.0
