@@ -48,6 +48,11 @@ class SuiteTask:
                 "and answer"
             )
         name, paragraphs = haystack_paragraphs(config.haystack)
+        if not paragraphs:
+            raise ConfigError(
+                f"the haystack {name} has no prose: give texts with paragraphs of at least 200 "
+                "characters"
+            )
         return cls(config, (name, fingerprint(paragraphs)), data_fingerprints(config.files))
 
     @property

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.sample import Question, Sample, Units
 from razor_dist.evals.suites.tasks import DataFile, Making, Score, Suite, Task, any_of
+from razor_dist.jobs.results import HEADER
 
 PUBLISHED = "published"  # the suite's name
 _LETTERS = "ABCD"
@@ -213,7 +214,12 @@ def read_published(path: Path) -> PublishedData:
 def published_files(folder: str) -> Mapping[str, DataFile]:
     """Return the files beneath a folder by their paths in it, without suffix."""
     root = Path(folder)
-    paths = sorted(path for path in root.rglob("*.json*") if path.suffix in (".json", ".jsonl"))
+    paths = sorted(
+        path
+        for path in root.rglob("*.json*")
+        # Results of a run may lie among the data.
+        if path.suffix in (".json", ".jsonl") and not (path.parent / HEADER).exists()
+    )
     if not paths:
         raise ConfigError(f"data: {folder} holds no .json or .jsonl files")
     names = {path: str(path.relative_to(root).with_suffix("")) for path in paths}

@@ -197,4 +197,5 @@ SHARED = Suite(
         ),
         WORDS: Task(_words, 8, words_from_start),
     },
+    version=2,  # 2: a count may be a word
 )

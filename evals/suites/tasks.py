@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.sample import Sample, Units, fit
 
+_NAMES = "zero one two three four five six seven eight nine ten".split()  # noqa: SIM905
+_NUMBERS = {name: str(number) for number, name in enumerate(_NAMES)}
 _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 Score = Callable[[str, Sequence[str]], float]  # from 0 to 1, of an answer and what is wanted
@@ -86,11 +88,11 @@ def any_of(answer: str, wanted: Sequence[str]) -> float:
 def first_word(answer: str, wanted: Sequence[str]) -> float:
     """Return 1 if an answer's first word, number or hyphenated string is a wanted one.
 
-    Case does not count, nor does an article before it.
+    Case does not count, nor does an article before it; a number up to ten may be a word.
     """
     words = re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)*", answer.lower())
-    found = next((word for word in words if word not in ("the", "a", "an")), None)
-    return float(found in {text.lower() for text in wanted})
+    found = next((word for word in words if word not in ("the", "a", "an")), "")
+    return float(not {found, _NUMBERS.get(found, found)}.isdisjoint(map(str.lower, wanted)))
 
 
 def words_from_start(answer: str, wanted: Sequence[str]) -> float:

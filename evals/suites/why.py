@@ -32,7 +32,7 @@ from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.tasks import Task
 from razor_dist.evals.watch import Mass, Watch
 from razor_dist.heads.decision import flags
-from razor_dist.jobs.results import read_job
+from razor_dist.jobs.results import differences, read_job
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -228,7 +228,9 @@ class WhyTask:
             raise ConfigError(f"--method: {method!r} is none of the folder's {', '.join(names)}")
         if "press" in config.method_settings[method]:
             raise ConfigError(f"--method: {method} is kvpress's, whose heads cannot be watched")
-        run = Run(folder, config.suite.name, config.suite.title)
+        run, suite = Run(folder, config.suite.name, config.suite.title), SuiteTask.plan(config)
+        if other := differences(run.settings, suite.settings):
+            raise ConfigError(f"the samples of {folder} cannot be made again: {'; '.join(other)}")
         scores: dict[str, dict[tuple[str, int, int, int], float]] = {FULL: {}, method: {}}
         for result in run.results:
             for index, answer in enumerate(result.get("answers", ())):
@@ -242,7 +244,7 @@ class WhyTask:
         if not found[LOST]:
             raise ConfigError(f"{folder} holds no answer that full attention had and {method} lost")
         chosen = [(kind, *at) for kind, every in found.items() for at in _spread(every, most)]
-        return cls(SuiteTask.plan(config), method, tuple(chosen))
+        return cls(suite, method, tuple(chosen))
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -122,14 +122,15 @@ class ResultStore(contextlib.ExitStack):
         """
         folder = candidate = Path(folder)
         for number in itertools.count(2):
-            differences = _differences(candidate, settings)
-            if not differences:
+            header = _read_header(candidate)
+            found = [] if header is None else differences(header["settings"], settings)
+            if not found:
                 return cls._take(candidate, settings)
             if not new_folder:
                 break
             candidate = folder.with_name(f"{folder.name}-{number}")
         raise ConfigError(
-            f"{folder} holds results of other settings ({'; '.join(differences)}); "
+            f"{folder} holds results of other settings ({'; '.join(found)}); "
             "name another folder, or ask for a new one (--new-folder)"
         )
 
@@ -266,12 +267,9 @@ def _read_records(path: Path, settings_hash: str) -> tuple[dict[Any, Record], in
     return records, length
 
 
-def _differences(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Tell how settings differ from those of the job in a folder; in no way if it is new."""
-    header = _read_header(folder)
-    if header is None:
-        return []
-    there, here = dict(_flat(header["settings"])), dict(_flat(settings))
+def differences(of_folder: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return in which ways settings differ from those in a folder."""
+    there, here = dict(_flat(of_folder)), dict(_flat(settings))
     return [
         f"{name} is {_shown(there.get(name))} there and {_shown(here.get(name))} here"
         for name in sorted(there.keys() | here.keys())

@@ -22,8 +22,11 @@ def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:
             continue
         id, _, digest = record["id"].rpartition("#")
         name = re.sub(r"[^\w.-]+", "-", id).strip("-.")[-80:]
+        # File systems take 255 bytes, and letters may have four.
+        name = name.encode()[-200:].decode(errors="ignore")
         path = folder / f"{name}-{digest}.md"
-        path.write_text(_page(record), encoding="utf-8")
+        # The name of a document need not be UTF-8.
+        path.write_text(_page(record), encoding="utf-8", errors="replace")
         written.append(path)
     return written
 

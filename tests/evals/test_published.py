@@ -218,3 +218,12 @@ def test_a_run(letters: Path, folder: Path, tmp_path: Path) -> None:
     assert "not been asked" not in (out / "report.md").read_text()
     (folder / "passkey.jsonl").write_text(json.dumps(INFINITE))
     assert cli.main(command) == 2, "another file is another job"
+
+
+def test_results_among_the_data_are_no_task(letters: Path, folder: Path) -> None:
+    command = ["eval", "published", "--data", str(folder), "--model", str(letters), "--no-ray"]
+    command += ["--lengths", "600", "--methods", "streaming", "--samples", "1"]
+    command += ["--window-min", "64", "--block", "16", "--out", str(folder / "out")]
+    for _ in range(2):
+        assert cli.main(command) == 0
+        assert len(read_job(folder / "out").records) == 6

@@ -153,6 +153,13 @@ def test_the_needle_models_task_is_its_own(letters: Path) -> None:
         SuiteTask.plan(config)
 
 
+def test_prose_is_wanted(letters: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Too short.")
+    config = WorldConfig(model=str(letters), lengths=1000, haystack=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the haystack .* has no prose: give texts with"):
+        SuiteTask.plan(config)
+
+
 def test_lost_and_gained_are_of_the_same_samples() -> None:
     about = {"model": "tiny", "tasks": ["a", "b"], "lengths": [100], "samples": 4, "seed": 0}
     about |= {"methods": ["full", "razor"], "haystack": "essays", "haystack_fingerprint": "0"}

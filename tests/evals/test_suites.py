@@ -248,6 +248,7 @@ def test_one_person_alone_is_meant(task: str, material: Material) -> None:
         (first_word, "e969bf3d-8011", ["e969bf3d-8011-4e18"], 0.0),
         (first_word, " 12.", ["1"], 0.0),
         (first_word, " two things", ["2", "two"], 1.0),
+        (first_word, " Five are", ["5"], 1.0),
         (first_word, "", ["2"], 0.0),
         (words_from_start, " Brave bells, envy!", ["Brave bells envy old ropes."], 0.6),
         (words_from_start, "The brave bells", ["Brave bells envy old ropes."], 0.0),

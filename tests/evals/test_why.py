@@ -135,6 +135,11 @@ def test_a_run(letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for method, message in (("razor", "none of the folder's streaming"), ("full", "none of the")):
         with pytest.raises(ConfigError, match=message):
             WhyTask.plan(folder, config, method, 2)
+    for changed in ({"haystack": "noise"}, {"seed": 1}):  # as where other essays are installed
+        with pytest.raises(
+            ConfigError, match=rf"cannot be made again: .*{next(iter(changed))}.* is "
+        ):
+            WhyTask.plan(folder, config.model_copy(update=changed), "streaming", 2)
     task = WhyTask.plan(folder, config, "streaming", 2)
     assert task.questions == (("lost", "near", 1500, 0, 0), ("kept", "near", 1500, 1, 0))
     capsys.readouterr()

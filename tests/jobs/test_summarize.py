@@ -95,6 +95,16 @@ def test_summaries_of_every_document(
     assert len(opened) == 2 and len(opened[1].prompts) == 1
 
 
+def test_pages_of_names_that_are_long_or_not_utf8(folder: Path, opened: list[Quoter]) -> None:
+    Path(os.fsdecode(b"in/caf\xe9.txt")).write_text("This is fact10.")
+    long = {"id": "\N{CJK UNIFIED IDEOGRAPH-9577}" * 200, "text": "fact11"}
+    Path("in/lines.jsonl").write_text(json.dumps(long) + "\n")
+    command = ["summarize", "in", "--out", "out", "--max-tokens", "40", "--markdown", *FLAGS]
+    assert cli.main(command) == 0
+    pages = [path.read_text(encoding="utf-8") for path in Path("out/pages").iterdir()]
+    assert len(pages) == 4 and any(page.startswith("# in/caf?.txt\n") for page in pages)
+
+
 @pytest.mark.parametrize("out", ["in", "in/out"])
 def test_results_among_the_documents_are_not_read(
     folder: Path, opened: list[Quoter], out: str
