@@ -61,6 +61,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast
 from transformers.models.glm.modeling_glm import GlmAttention, GlmMLP
 
+from razor_dist.config.errors import ConfigError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import save_model
 
@@ -103,6 +104,14 @@ def needle_vocabulary() -> dict[str, int]:
     """Return token ids: special tokens first, then the full stop, then `needle_words`."""
     tokens = (*_SPECIAL, FULL_STOP, *needle_words())
     return {token: index for index, token in enumerate(tokens)}
+
+
+def check_needle_model(what: str, model: str, vocab_size: int) -> None:
+    """Refuse ``what`` for another model."""
+    if vocab_size != len(needle_vocabulary()):
+        raise ConfigError(
+            f"{what} is for the needle model (razor-dist needle-model), not for {model}"
+        )
 
 
 def needle_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

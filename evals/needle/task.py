@@ -17,7 +17,7 @@ from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot, share_out, with_questions
-from razor_dist.evals.needle.model import needle_vocabulary
+from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
 from razor_dist.evals.texts import Prompter, same_haystack
@@ -45,11 +45,8 @@ class NeedleTask:
     def plan(cls, config: NeedleConfig) -> NeedleTask:
         """Settle the lengths by the model, the haystack by what is installed; refuse misfits."""
         shape, most = config.limits()
-        if config.preset == "words" and shape.vocab_size != len(needle_vocabulary()):
-            raise ConfigError(
-                f"preset words is for the needle model (razor-dist needle-model), not for "
-                f"{config.model}"
-            )
+        if config.preset == "words":
+            check_needle_model("preset words", config.model, shape.vocab_size)
         if config.duo_head_map is not None:
             found = HeadMap.load(config.duo_head_map)
             if found.method != "duo":

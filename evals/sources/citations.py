@@ -31,7 +31,6 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET
 from razor_dist.evals.needle.config import Place
-from razor_dist.evals.needle.task import run_here
 from razor_dist.evals.report import join, markdown
 from razor_dist.evals.serving import connect, serve
 from razor_dist.evals.sources.config import CitationsConfig
@@ -120,11 +119,6 @@ def sent(kind: str, place: Place, text: str) -> list[Sent]:
     return [first, _text(_EMOJI + text.replace("\n\n", f"\r\n\r\n{_EMOJI}"))]
 
 
-def same_words(one: str, other: str) -> bool:
-    """Compare texts whose lines may be broken elsewhere."""
-    return one.split() == other.split()
-
-
 class CitingEngineConfig(ExternalEngineConfig):
     """Settings of a server, asked by Anthropic's client; frozen."""
 
@@ -203,18 +197,12 @@ class CitationsTask:
     def items(self) -> Sequence[Item]:
         """Return the requests of all kinds at each place, first with its needle."""
         config = self.config
-        every = itertools.product(config.places, config.kinds, ("needle", "absent"))
         return [
-            Item("/".join(map(str, (kind, *place, what))), place[0], "server", {"at": at})
-            for place, kind, what in every
-            if (at := (kind, place, what)) and self._asked(*at)
+            Item("/".join(map(str, (kind, *at, what))), at[0], "server", {"at": (kind, at, what)})
+            for at, kind in itertools.product(config.places, config.kinds)
+            if kind != "mixed" or at[0] == min(config.lengths)
+            for what in ("needle", "absent")[: 1 + (at[0] in config.absent_lengths)]
         ]
-
-    def _asked(self, kind: str, place: Place, what: str) -> bool:
-        config = self.config
-        if kind == "mixed" and place[0] != min(config.lengths):
-            return False
-        return what == "needle" or place[0] in config.absent_lengths
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
         server: CitingServer = llm
@@ -238,16 +226,13 @@ class CitationsTask:
             "cited": [cited.to_dict() for cited in citations],
             "passage": [
                 cited.document_index == len(documents) - 1
-                and same_words(cited.cited_text.removeprefix(_EMOJI), fact.sentence)
+                # Lines may be broken elsewhere.
+                and cited.cited_text.removeprefix(_EMOJI).split() == fact.sentence.split()
                 for cited in citations
             ],
             "exact": [exact(cited, documents) for cited in citations],
             "streamed": [b.to_dict() for b in content] == [b.to_dict() for b in streamed],
         }
-
-    def run_in(self, folder: Path) -> list[dict[str, Any]]:
-        """Run what a folder lacks, or refuse it; return the results of this task's items."""
-        return run_here(self, folder)
 
 
 def exact(cited: Any, documents: Sequence[Sent]) -> bool:
@@ -307,8 +292,6 @@ def page(found: Mapping[str, Mapping[str, Sequence[bool]]]) -> str:
 def _share(yes: Sequence[bool]) -> str:
     """Return a count and Wilson's 95 % interval of the share, which resampling puts at 1 of 1s."""
     n, k, z = len(yes), sum(yes), 1.96
-    centre, half = (
-        (k + z * z / 2) / (n + z * z),
-        z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z),
-    )
+    centre = (k + z * z / 2) / (n + z * z)
+    half = z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
     return f"{k} of {n} ({100 * (centre - half):.0f} to {100 * (centre + half):.0f} %)"

@@ -12,7 +12,7 @@ from razor_dist.config.sizes import Size
 from razor_dist.evals.needle.config import PlacesConfig
 from razor_dist.evals.settings import LISTED, HotpotQA, Squad
 from razor_dist.evals.suites import ruler
-from razor_dist.evals.suites.config import check_data, question_files
+from razor_dist.evals.suites.config import question_files
 from razor_dist.evals.suites.nonliteral import NONLITERAL
 from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.suites.tasks import DataFile, Suite
@@ -66,7 +66,7 @@ class SourcesConfig(AbsentConfig):
                     f"tasks: {name!r} is none of {GRID}, {RULER}, and the tasks with known "
                     f"places, {', '.join(PLACED)}"
                 )
-        check_data(self.task_names, self.squad, self.hotpotqa)
+        _ = self.files
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -77,4 +77,4 @@ class SourcesConfig(AbsentConfig):
     @property
     def files(self) -> Mapping[str, DataFile]:
         """The question tasks' files, by the task."""
-        return question_files(self.squad, self.hotpotqa)
+        return question_files(self.task_names, self.squad, self.hotpotqa)

@@ -18,7 +18,7 @@ from razor_dist.evals.one_rank import TOP, Sources
 from razor_dist.evals.report import join, markdown
 from razor_dist.evals.sources import separation
 from razor_dist.evals.sources.config import GRID, PLACED
-from razor_dist.evals.sources.task import Document, SourcesTask, scored
+from razor_dist.evals.sources.task import Document, SourcesTask
 from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import Source
@@ -67,8 +67,8 @@ class Asked(NamedTuple):
         """True for each place whose content the answer gives; a right answer to a question: all."""
         if self.task in QA:
             return [self.right] * len(self.document.places)
-        wanted = self.document.answers
-        return [scored(self.task, self.result["answer"], [one]) == 1 for one in wanted]
+        score, answer = self.document.score, self.result["answer"]
+        return [score(answer, [one]) == 1 for one in self.document.answers]
 
     @property
     def mistaken(self) -> list[str]:
@@ -219,7 +219,7 @@ class SourcesReport:
             for source in one.sources(heads)[0][:_SHOWN]
         ]
         return [
-            {"weight": least, "passages": len(kept), "precision": _share(kept)}
+            {"weight": least, "passages": len(kept), "precision": _mean(kept)}
             for least in (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
             if (kept := [yes for weight, yes in pairs if weight >= least])
         ]
@@ -288,26 +288,16 @@ def _row(found: Sequence[tuple[Asked, list[Source], float | None]]) -> dict[str,
 
 def _table(name: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """Return a table of rows' figures, without the columns that none has."""
-    shown = {
-        key: (title, key in _PERCENT)
-        for key, title in (_PERCENT | _NUMBERS).items()
-        if any(key in row for _, row in rows)
-    }
-    body = [
-        [
-            about,
-            *(
-                ""
-                if key not in row
-                else f"{100 * row[key]:.0f} %"
-                if percent
-                else f"{row[key]:.2f}"
-                for key, (_, percent) in shown.items()
-            ),
-        ]
-        for about, row in rows
-    ]
-    return markdown([[name, *(title for title, _ in shown.values())], *body], "numbers")
+
+    def cell(key: str, row: Mapping[str, float]) -> str:
+        if key not in row:
+            return ""
+        return f"{row[key]:.2f}" if key in _NUMBERS else f"{100 * row[key]:.0f} %"
+
+    titles = _PERCENT | _NUMBERS
+    shown = [key for key in titles if any(key in row for _, row in rows)]
+    body = [[about, *(cell(key, row) for key in shown)] for about, row in rows]
+    return markdown([[name, *(titles[key] for key in shown)], *body], "numbers")
 
 
 def page(summary: Mapping[str, Any], count: int) -> str:
@@ -357,10 +347,6 @@ def _arrays(result: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(data.reshape(-1, result["heads"], TOP).copy())
 
     return array("positions", "<i4"), array("weights", "<f4")
-
-
-def _share(yes: Iterable[bool]) -> float:
-    return _mean(float(one) for one in yes)
 
 
 def _mean(numbers: Iterable[float]) -> float:

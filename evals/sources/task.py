@@ -13,7 +13,6 @@ import base64
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +23,11 @@ from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.presets import Fact
-from razor_dist.evals.needle.task import run_here
 from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
 from razor_dist.evals.sources.config import GRID, SUITE_OF, SourcesConfig
 from razor_dist.evals.suites.job import data_fingerprints, material_of
 from razor_dist.evals.suites.sample import Sample, Span
+from razor_dist.evals.suites.tasks import Score
 from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import Item
@@ -41,6 +40,8 @@ class Document(NamedTuple):
     answers: tuple[str, ...]  # that are wanted
     places: tuple[Span, ...] = ()  # characters of the content that hold them; none: not there
     cue: str = ""  # begins the answer
+    answer_tokens: int = PRESET.answer_tokens
+    score: Score = lambda answer, wanted: PRESET.score(answer, *wanted)
 
 
 def fact_at(place: Place, seed: int) -> Fact:
@@ -63,14 +64,6 @@ def document_at(
         begin = content.index(fact.sentence) + fact.sentence.index(fact.answer)
         places = ((begin, begin + len(fact.answer)),)
     return Document(content, fact.question, (fact.answer,), places)
-
-
-def scored(kind: str, answer: str, wanted: Sequence[str]) -> float:
-    """Return the part of the wanted strings that an answer gives, as the kind is scored."""
-    if kind in SUITE_OF:
-        return SUITE_OF[kind].tasks[kind].score(answer, wanted)
-    [expected] = wanted
-    return PRESET.score(answer, expected)
 
 
 @dataclass(frozen=True)
@@ -131,23 +124,23 @@ class SourcesTask:
             [asked] = sample.questions
             return len(prompter.whole(sample.message(asked), asked.cue))
 
-        made = SUITE_OF[task].sample(task, length, number, self.config.seed, material, tokens)
+        suite = SUITE_OF[task]
+        made = suite.sample(task, length, number, self.config.seed, material, tokens)
         [asked] = made.questions
         if not asked.places:
             raise ConfigError(f"the data of {task} do not tell where its answer stands")
         content = made.message(asked)
         question = content[question_begin(content) :]
-        return Document(content, question, asked.answers, asked.places, asked.cue)
+        own = suite.tasks[task]
+        about = (asked.answers, asked.places, asked.cue, own.answer_tokens, own.score)
+        return Document(content, question, *about)
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
         model: TracedModel = llm
         kind, place = item.data["at"]
         document = self.document(model.prompter, item)
         ids = model.prompter.whole(document.content, document.cue)
-        most = PRESET.answer_tokens
-        if kind in SUITE_OF:
-            most = SUITE_OF[kind].tasks[kind].answer_tokens
-        tokens, traced_now = model.answer(ids, most)
+        tokens, traced_now = model.answer(ids, document.answer_tokens)
         answer = model.prompter.decode(tokens)
         shape = (len(traced_now), -1, TOP)
         positions = np.array([t.positions.numpy() for t in traced_now], "<i4").reshape(shape)
@@ -159,12 +152,8 @@ class SourcesTask:
             "prompt_tokens": len(ids),
             "expected": ", ".join(document.answers),
             "answer": answer,
-            "score": scored(kind, answer, document.answers),
+            "score": document.score(answer, document.answers),
             "heads": positions.shape[1],
             "positions": base64.b64encode(positions.tobytes()).decode(),
             "weights": base64.b64encode(weights.tobytes()).decode(),
         }
-
-    def run_in(self, folder: Path) -> list[dict[str, Any]]:
-        """Run what a folder lacks, or refuse it; return the results of this task's items."""
-        return run_here(self, folder)

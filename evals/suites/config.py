@@ -44,22 +44,20 @@ _KNOWN = {name: {"attention": name} for name in _BUILT_IN}
 _KNOWN |= {name: {"press": name} for name in _PRESSES}
 
 
-def check_data(tasks: Collection[str], squad: str | None, hotpotqa: str | None) -> None:
-    """Refuse a question task without its data's path, and a path without its task."""
-    given = zip(QA, ("squad", "hotpotqa"), (squad, hotpotqa), strict=True)
-    for name, data, path in given:
-        if (name in tasks) != (path is not None):
-            raise ConfigError(
-                f"task {name} needs {data}, the path of its data"
-                if name in tasks
-                else f"{data} is for task {name}, which is not among the tasks"
-            )
-
-
-def question_files(squad: str | None, hotpotqa: str | None) -> Mapping[str, DataFile]:
-    """Return the files of RULER's question tasks that are given, by the task."""
-    given = zip(READERS.items(), (squad, hotpotqa), strict=True)
-    return {task: DataFile(path, read) for (task, read), path in given if path is not None}
+def question_files(
+    tasks: Collection[str], squad: str | None, hotpotqa: str | None
+) -> Mapping[str, DataFile]:
+    """Return the files of RULER's question tasks; refuse one without the other."""
+    files = {}
+    given = zip(READERS.items(), ("squad", "hotpotqa"), (squad, hotpotqa), strict=True)
+    for (task, read), data, path in given:
+        if task in tasks and path is None:
+            raise ConfigError(f"task {task} needs {data}, the path of its data")
+        if task not in tasks and path is not None:
+            raise ConfigError(f"{data} is for task {task}, which is not among the tasks")
+        if path is not None:
+            files[task] = DataFile(path, read)
+    return files
 
 
 class SuiteConfig(ComparingConfig):
@@ -175,11 +173,11 @@ class RulerConfig(SuiteConfig):
 
     def _check(self) -> None:
         super()._check()
-        check_data(self.task_names, self.squad, self.hotpotqa)
+        _ = self.files
 
     @property
     def files(self) -> Mapping[str, DataFile]:
-        return question_files(self.squad, self.hotpotqa)
+        return question_files(self.task_names, self.squad, self.hotpotqa)
 
 
 class SharedConfig(SuiteConfig):
@@ -201,14 +199,11 @@ class SharedConfig(SuiteConfig):
         return {"all": [task for task in SHARED.tasks if task != WORDS]}
 
     def limits(self) -> tuple[ModelShape, int]:
-        from razor_dist.evals.needle.model import needle_vocabulary
+        from razor_dist.evals.needle.model import check_needle_model
 
         shape, most = super().limits()
-        if WORDS in self.task_names and shape.vocab_size != len(needle_vocabulary()):
-            raise ConfigError(
-                f"task {WORDS} is for the needle model (razor-dist needle-model), not for "
-                f"{self.model}"
-            )
+        if WORDS in self.task_names:
+            check_needle_model(f"task {WORDS}", self.model, shape.vocab_size)
         return shape, most
 
     @property

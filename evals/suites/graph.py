@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from razor_dist.evals.suites.sample import Filler, Sample, Units, among, never_twice, places_of
+from razor_dist.evals.suites.sample import Asked, HiddenText, Units, never_twice
 from razor_dist.evals.suites.tasks import Making, Suite, Task
 
 Edge = tuple[str, str]
@@ -101,16 +101,10 @@ def _task(walk: Callable[[random.Random, Iterator[str]], Walk]) -> Task:
         names = _names(draw)
         own = walk(draw, names)
         hidden = [(draw.random(), f"{a} -> {b}") for a, b in own.edges]
-        filler = Filler(own.further(draw, names))
-
-        def build(count: int) -> Sample:
-            text = "\n".join([_ABOUT, *among(filler.first(count), hidden)])
-            text += f"\nQuestion: {own.question} Answer with a list in brackets."
-            stated = {node: f"{a} -> {b}" for node, (a, b) in own.answers.items()}
-            places = places_of(text, stated)
-            return Sample.asking(text, "Answer: The nodes are [", list(own.answers), places)
-
-        return Units(build)
+        stated = {node: f"{a} -> {b}" for node, (a, b) in own.answers.items()}
+        question = f"{own.question} Answer with a list in brackets."
+        asked = Asked(question, "The nodes are [", list(own.answers), stated)
+        return HiddenText(_ABOUT, hidden, own.further(draw, names), [asked]).units
 
     return Task(units, 64, _f1)
 

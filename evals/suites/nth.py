@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from razor_dist.evals.suites.sample import Filler, Sample, Units, among
+from razor_dist.evals.suites.sample import Asked, HiddenText, Units
 from razor_dist.evals.suites.tasks import Making, Suite, Task, words_from_start
 
+_ABOUT = "Below is a conversation. One of its texts is to be repeated afterwards."
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _KINDS = ("lullaby", "motto", "proverb", "rhyme", "riddle", "slogan", "toast", "weather report")
 _TOPICS = (
@@ -69,22 +70,11 @@ def _task(alike: int) -> Task:
         texts = _alike(draw, alike)
         places = sorted(draw.random() for _ in texts)
         hidden = [(p, _turn(kind, topic, text)) for p, text in zip(places, texts, strict=True)]
-        filler = Filler(_others(draw, _texts(draw), kind, topic))
-        which = f"{_ORDINALS[number]} {kind} about {topic}"
-
-        def build(count: int) -> Sample:
-            lines = among(filler.first(count), hidden)
-            text = (
-                "Below is a conversation. One of its texts is to be repeated afterwards.\n"
-                + "\n".join(lines)
-                + f"\nQuestion: What, word for word, was the {which} in the conversation above?"
-            )
-            begin = text.index(texts[number])
-            place = (begin, begin + len(texts[number]))
-            cue = f"Answer: The {which} was:"
-            return Sample.asking(text, cue, [texts[number]], [place])
-
-        return Units(build)
+        which, own = f"{_ORDINALS[number]} {kind} about {topic}", texts[number]
+        question = f"What, word for word, was the {which} in the conversation above?"
+        asked = Asked(question, f"The {which} was:", [own], {own: own})
+        others = _others(draw, _texts(draw), kind, topic)
+        return HiddenText(_ABOUT, hidden, others, [asked]).units
 
     return Task(units, 40, words_from_start)
 

@@ -238,15 +238,7 @@ def published_suite(folder: str, names: tuple[str, ...]) -> Suite:
             raise ConfigError(
                 f"tasks: unknown task {name!r}; files in {folder}: {', '.join(files)}"
             )
-        tasks[name] = _task(name, files[name])
+        content = files[name].content
+        assert isinstance(content, PublishedData), content
+        tasks[name] = Task(None, content.answer_tokens, content.score)
     return Suite(PUBLISHED, "Published sets", tasks)
-
-
-def _task(name: str, file: DataFile) -> Task:
-    content = file.content
-    assert isinstance(content, PublishedData), content
-    return Task(
-        lambda making: making.material.questions[name].units(making),
-        content.answer_tokens,
-        content.score,
-    )

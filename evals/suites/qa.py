@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.suites.sample import Sample, Units
+from razor_dist.evals.suites.sample import Question, Sample, Units
 from razor_dist.evals.suites.tasks import Making, Task, any_of
 
 
@@ -50,15 +50,15 @@ class QAData:
             )
             text = (
                 "Answer the question from the documents below. Give the answer alone, in as few "
-                f"words as it takes.\n\n{texts}\n\n"
-                f"Question, to be answered from the documents above: {question.text}"
+                f"words as it takes.\n\n{texts}\n"
             )
+            asked = f"Question, to be answered from the documents above: {question.text}"
             places = []
             for index, begin, end in question.places:
                 heading = f"Document {chosen.index(index) + 1}:\n"
                 at = text.index(heading + self.documents[index]) + len(heading)
                 places.append((at + begin, at + end))
-            return Sample.asking(text, "Answer:", question.answers, places)
+            return Sample(text, (Question(asked, "Answer:", question.answers, tuple(places)),))
 
         return Units(build, most=len(others))
 
@@ -121,9 +121,5 @@ def _read(
     return QAData(tuple(documents), questions)
 
 
-def _asked(task: str) -> Task:
-    return Task(lambda making: making.material.questions[task].units(making), 32, any_of)
-
-
 READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
-QA = {task: _asked(task) for task in READERS}
+QA = dict.fromkeys(READERS, Task(None, 32, any_of))

@@ -71,23 +71,29 @@ class Scores:
         own = self._cells[method, task, length]
         return [score - full[number] for number, score in own.items() if number in full]
 
+    def lost_and_gained(self, method: str, task: str, length: int) -> tuple[int, int]:
+        """Count the samples that score below full attention, and above it."""
+        changes = self.changes(method, task, length)
+        return sum(change < 0 for change in changes), sum(change > 0 for change in changes)
+
+    def beside_full(self, method: str, task: str, length: int) -> list[str]:
+        """Return samples lost and gained, and the mean change; nothing if none has both."""
+        if not (changes := self.changes(method, task, length)):
+            return []
+        low, high = interval(changes)
+        counts = map(str, self.lost_and_gained(method, task, length))
+        return [*counts, f"{fmean(changes):+.1f} ({low:+.1f} to {high:+.1f})"]
+
     def as_json(self) -> list[dict[str, Any]]:
-        cells = itertools.product(self.methods, self.tasks, self.lengths)
-        return [
-            {
-                "method": method,
-                "task": task,
-                "length": length,
-                "samples": len(scores),
-                "score": fmean(scores),
-                "interval": interval(scores),
-                "lost": sum(change < 0 for change in changes),
-                "gained": sum(change > 0 for change in changes),
-            }
-            for method, task, length in cells
-            if (scores := self.of(method, task, length))
-            for changes in [self.changes(method, task, length)]
-        ]
+        cells = []
+        for at in itertools.product(self.methods, self.tasks, self.lengths):
+            if scores := self.of(*at):
+                cell = dict(zip(("method", "task", "length"), at, strict=True))
+                cell |= {"samples": len(scores), "score": fmean(scores)}
+                cell["interval"] = interval(scores)
+                cell["lost"], cell["gained"] = self.lost_and_gained(*at)
+                cells.append(cell)
+        return cells
 
     def draw(self, path: Path) -> None:
         """Draw means with their intervals, a panel for each length."""
@@ -98,16 +104,11 @@ class Scores:
         for axis, length in zip(panels, self.lengths, strict=True):
             for number, method in enumerate(self.methods):
                 for row, task in enumerate(self.tasks):
-                    scores = self.of(method, task, length)
-                    if scores:
-                        at, mean = (
-                            row + step * (number - (len(self.methods) - 1) / 2),
-                            fmean(scores),
-                        )
-                        low, high = interval(scores)
+                    if scores := self.of(method, task, length):
+                        mean, (low, high) = fmean(scores), interval(scores)
                         axis.errorbar(
                             mean,
-                            at,
+                            row + step * (number - (len(self.methods) - 1) / 2),
                             xerr=[[max(0, mean - low)], [max(0, high - mean)]],
                             fmt="osD^v"[number % 5],
                             color=f"C{number}",
@@ -173,9 +174,11 @@ def _table(scores: Scores, method: str) -> str:
 def _beside_full(scores: Scores) -> str:
     rows = [["method", "task", *(f"{length}: {w}" for length in scores.lengths for w in _BESIDE)]]
     for method, task in itertools.product(scores.methods, scores.tasks):
-        found = [scores.changes(method, task, length) for length in scores.lengths]
-        if method != FULL and any(found):
-            rows.append([method, task, *(cell for changes in found for cell in _changes(changes))])
+        cells = [scores.beside_full(method, task, length) for length in scores.lengths]
+        if method != FULL and any(cells):
+            rows.append(
+                [method, task, *(text for cell in cells for text in cell or ["-"] * len(_BESIDE))]
+            )
     note = (
         "Of samples that both answered: how many score below full attention (lost) and above it "
         "(gained), and the mean change of the score with its interval, in percentage points."
@@ -184,14 +187,6 @@ def _beside_full(scores: Scores) -> str:
 
 
 _BESIDE = ("lost", "gained", "change")
-
-
-def _changes(changes: Sequence[float]) -> list[str]:
-    if not changes:
-        return ["-"] * len(_BESIDE)
-    low, high = interval(changes)
-    counts = [sum(change < 0 for change in changes), sum(change > 0 for change in changes)]
-    return [*map(str, counts), f"{fmean(changes):+.1f} ({low:+.1f} to {high:+.1f})"]
 
 
 def _cached(results: Sequence[Result]) -> str:

@@ -6,18 +6,22 @@ import itertools
 import math
 import random
 import string
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from razor_dist.documents.corpus import NOISE
 from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.suites.sample import (
+    Asked,
+    Filler,
+    HiddenText,
+    Question,
     Sample,
     Units,
     never_twice,
     numbers,
-    places_of,
+    prose,
     single_words,
     uuids,
     word_pairs,
@@ -34,10 +38,19 @@ _NAME_LETTERS, _EXAMPLE_LETTERS = 5, 3
 # Lines of noise: what the reference implementation fits into its example's 500 tokens.
 _EXAMPLE_LINES = 10
 _COMMON_WORDS = 10
+_COMMON_ABOUT = (
+    "Some words of the numbered list below occur more often than the others. Remember which."
+)
+_COMMON_QUESTION = f"Question: Which {_COMMON_WORDS} words are the most common in this list?"
 _COMMON_CUE = f"Answer: The {_COMMON_WORDS} most common words of the list are:"
 # Below this length, common words are rarer: the reference implementation's exception.
 _SHORT = 4096
 _FREQUENT_WORDS = 3
+_FREQUENT_QUESTION = (
+    f"Question: Which {_FREQUENT_WORDS} words occur most often in the coded text above, the dots "
+    "left out?"
+)
+_FREQUENT_CUE = f"Answer: The {_FREQUENT_WORDS} words that occur most often in the coded text are:"
 _CODED_LETTERS = 6
 _MARK = "..."
 
@@ -71,47 +84,33 @@ class RulerNeedles:
             places = [depth / (_DEPTHS - 1) for depth in draw.sample(range(_DEPTHS), len(needles))]
         else:
             places = [draw.random() for _ in needles]
-        more = self._hay(keys, values, essay, draw.randrange(len(essay)))
-        hay: list[str] = []  # grows with the largest sample; never changes, so that builds agree
-
-        def build(count: int) -> Sample:
-            hay.extend(itertools.islice(more, max(0, count - len(hay))))
-            lines = hay[:count]
-            # From the deepest, so that what is inserted moves no later place.
-            for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
-                lines.insert(int(place * count), needle)
-            return self._sample(lines, asked)
-
-        return Units(build)
-
-    def _hay(
-        self, keys: Iterator[str], values: Iterator[str], essay: Sequence[str], start: int
-    ) -> Iterator[str]:
-        if self.haystack == "noise":
-            return itertools.repeat(NOISE)
-        if self.haystack == "essay":
-            return itertools.islice(itertools.cycle(essay), start, None)
-        return map(self._needle, keys, values)
+        others = {
+            "essay": prose(draw, essay),  # drawn for each, as samples of version 2 are
+            "noise": itertools.repeat(NOISE),
+            "needles": map(self._needle, keys, values),
+        }[self.haystack]
+        kind = self.values[:-1]
+        about = (
+            f"The text below states special magic {kind}s. Keep them in mind: there will be a "
+            "question about them."
+        )
+        separator = " " if self.haystack == "essay" else "\n"
+        hay = zip(places, needles, strict=True)
+        return HiddenText(about, list(hay), others, [self._asked(asked)], separator, slots=0).units
 
     def _needle(self, key: str, value: str) -> str:
         return f"The special magic {self.values[:-1]} of {key} is {value}."
 
-    def _sample(self, lines: Sequence[str], asked: Sequence[tuple[str, list[str]]]) -> Sample:
-        kind = self.values[:-1]
+    def _asked(self, asked: Sequence[tuple[str, list[str]]]) -> Asked:
         *first, last = (key for key, _ in asked)
         subject = f"{', '.join(first)}, and {last}" if first else last
-        separator = " " if self.haystack == "essay" else "\n"
         answers = {value: self._needle(key, value) for key, own in asked for value in own}
-        one = len(answers) == 1
-        what = f"the special magic {kind}" if one else f"all the special magic {kind}s"
-        text = (
-            f"The text below states special magic {kind}s. Keep them in mind: there will be a "
-            f"question about them.\n{separator.join(lines)}\n"
-            f"Question: According to the text above, what {'is' if one else 'are'} {what} of "
-            f"{subject}?"
-        )
-        cue = f"Answer: According to the text, {what} of {subject} {'is' if one else 'are'}"
-        return Sample.asking(text, cue, list(answers), places_of(text, answers))
+        what, verb = f"the special magic {self.values[:-1]}", "is"
+        if len(answers) > 1:
+            what, verb = f"all {what}s", "are"
+        question = f"According to the text above, what {verb} {what} of {subject}?"
+        cue = f"According to the text, {what} of {subject} {verb}"
+        return Asked(question, cue, list(answers), answers)
 
 
 def variable_tracking(making: Making) -> Units:
@@ -122,17 +121,10 @@ def variable_tracking(making: Making) -> Units:
     values = numbers(draw, _VALUE_DIGITS)
     example_value, value = next(values), next(values)
     places = sorted(draw.random() for _ in range(_VARIABLES))
-    worked = (
-        f"{_chain(example, example_value, _EXAMPLE_LINES, places)}\n"
-        f"{_chain_cue(example_value)} {' '.join(example)}"
-    )
-
-    def build(count: int) -> Sample:
-        text = f"{worked}\n\n{_chain(names, value, count, places)}"
-        stated = dict(zip(names, _statements(names, value), strict=True))
-        return Sample.asking(text, _chain_cue(value), names, places_of(text, stated))
-
-    return Units(build)
+    worked = _chain(example, example_value, places).units.build(_EXAMPLE_LINES)
+    [asked] = worked.questions
+    before = f"{worked.message(asked)}\n{asked.cue} {' '.join(example)}\n\n"
+    return _chain(names, value, places, before).units
 
 
 def _names(draw: random.Random, letters: int) -> list[str]:
@@ -140,29 +132,22 @@ def _names(draw: random.Random, letters: int) -> list[str]:
     return list(itertools.islice(names, _VARIABLES))
 
 
-def _chain(names: Sequence[str], value: str, count: int, places: Collection[float]) -> str:
-    """Return the question about a chain; ``places``, ascending in [0, 1), are its statements'."""
-    lines = [NOISE] * count
-    # From the back, so that what is inserted moves no earlier place and the order stays.
-    for place, statement in reversed(list(zip(places, _statements(names, value), strict=True))):
-        lines.insert(int(place * (count + 1)), statement)
-    hidden = "\n".join(lines)
-    return (
-        "The text below assigns values to variables, one from another. Follow the assignments."
-        f"\n{hidden}\nQuestion: Which variables hold the value {value} in the text above?"
-    )
-
-
-def _statements(names: Sequence[str], value: str) -> list[str]:
+def _chain(
+    names: Sequence[str], value: str, places: Sequence[float], before: str = ""
+) -> HiddenText:
+    """Return a text of noise with a chain; ``places``, ascending, are its statements'."""
     sources = [value, *(f"VAR {name}" for name in names[:-1])]
-    return [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
-
-
-def _chain_cue(value: str) -> str:
-    return (
-        f"Answer: By the assignments in the text above, {_VARIABLES} variables hold the value "
-        f"{value}. They are:"
+    statements = [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
+    asked = Asked(
+        f"Which variables hold the value {value} in the text above?",
+        f"By the assignments in the text above, {_VARIABLES} variables hold the value {value}. "
+        "They are:",
+        names,
+        dict(zip(names, statements, strict=True)),
     )
+    about = "The text below assigns values to variables, one from another. Follow the assignments."
+    hidden = list(zip(places, statements, strict=True))
+    return HiddenText(before + about, hidden, itertools.repeat(NOISE), [asked])
 
 
 def common_words(making: Making) -> Units:
@@ -177,21 +162,18 @@ def common_words(making: Making) -> Units:
     singles = draw.sample(single_words(), len(single_words()))
     shown, rest = singles[:example_words], singles[example_words:]
     seed = draw.getrandbits(64)
-    pairs: list[str] = []
-    more = word_pairs(draw)
+    pairs = Filler(word_pairs(draw))
     example = _word_list(shown, example_often, example_seldom, random.Random(seed))
     answer = _numbered(shown[:_COMMON_WORDS])
-    worked = f"{_common_question(example)}\n{_COMMON_CUE} {answer}"
+    worked = f"{_COMMON_ABOUT}\n{example}\n{_COMMON_QUESTION}\n{_COMMON_CUE} {answer}"
 
     def build(count: int) -> Sample:
-        words = rest
         wanted = _COMMON_WORDS + count
-        if wanted > len(rest):
-            pairs.extend(itertools.islice(more, max(0, wanted - len(pairs))))
-            words = pairs
-        listing = _word_list(words[:wanted], often, seldom, random.Random(seed))
-        text = f"{worked}\n\n{_common_question(listing)}"
-        return Sample.asking(text, _COMMON_CUE, words[:_COMMON_WORDS])
+        words = rest[:wanted] if wanted <= len(rest) else pairs.first(wanted)
+        listing = _word_list(words, often, seldom, random.Random(seed))
+        document = f"{worked}\n\n{_COMMON_ABOUT}\n{listing}"
+        answers = tuple(words[:_COMMON_WORDS])
+        return Sample(document, (Question(_COMMON_QUESTION, _COMMON_CUE, answers),))
 
     return Units(build, least=1)
 
@@ -206,13 +188,6 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-def _common_question(listing: str) -> str:
-    return (
-        "Some words of the numbered list below occur more often than the others. Remember which."
-        f"\n{listing}\nQuestion: Which {_COMMON_WORDS} words are the most common in this list?"
-    )
-
-
 def frequent_words(making: Making) -> Units:
     """Return a text of invented words whose frequencies fall as a zeta distribution's with alpha 2.
 
@@ -221,22 +196,20 @@ def frequent_words(making: Making) -> Units:
     """
     draw = making.draw
     coded = never_twice(lambda: "".join(draw.choices(string.ascii_lowercase, k=_CODED_LETTERS)))
-    vocabulary: list[str] = [_MARK]
+    vocabulary = Filler(itertools.chain([_MARK], coded))
     seed = draw.getrandbits(64)
 
     def build(count: int) -> Sample:
         times = rank_counts(count)
-        vocabulary.extend(itertools.islice(coded, max(0, len(times) - len(vocabulary))))
-        words = [word for word, n in zip(vocabulary, times, strict=False) for _ in range(n)]
+        ranked = vocabulary.first(len(times))
+        words = [word for word, n in zip(ranked, times, strict=True) for _ in range(n)]
         random.Random(seed).shuffle(words)
-        text = (
+        document = (
             "The coded text below is made of invented words. Count how often each occurs, and "
-            f"leave out the dots '{_MARK}'.\n{' '.join(words)}\n"
-            f"Question: Which {_FREQUENT_WORDS} words occur most often in the coded text above, "
-            "the dots left out?"
+            f"leave out the dots '{_MARK}'.\n{' '.join(words)}"
         )
-        cue = f"Answer: The {_FREQUENT_WORDS} words that occur most often in the coded text are:"
-        return Sample.asking(text, cue, vocabulary[1 : 1 + _FREQUENT_WORDS])
+        answers = tuple(ranked[1 : 1 + _FREQUENT_WORDS])
+        return Sample(document, (Question(_FREQUENT_QUESTION, _FREQUENT_CUE, answers),))
 
     return Units(build, least=_least_frequent())
 

@@ -7,7 +7,7 @@ import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from razor_dist.config.errors import ConfigError
@@ -33,14 +33,6 @@ class Question:
 class Sample:
     document: str  # instruction and haystack
     questions: tuple[Question, ...]
-
-    @classmethod
-    def asking(
-        cls, text: str, cue: str, answers: Sequence[str], places: Sequence[Span] = ()
-    ) -> Sample:
-        """Split a text before its last line that begins with ``Question``, the only one asked."""
-        document, mark, rest = text.rpartition("\nQuestion")
-        return cls(document, (Question(mark[1:] + rest, cue, tuple(answers), tuple(places)),))
 
     def message(self, question: Question) -> str:
         """Return the user's message that asks a question right after the document."""
@@ -94,19 +86,49 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
     return made[low] if low in made else units.build(low)
 
 
-def places_of(text: str, statements: Mapping[str, str]) -> tuple[Span, ...]:
-    """Return where answers stand, each in its statement, which is in the text once."""
-    begins = [text.index(said) + said.index(answer) for answer, said in statements.items()]
-    return tuple((begin, begin + len(own)) for begin, own in zip(begins, statements, strict=True))
+@dataclass(frozen=True)
+class Asked:
+    """A question about a text in which lines are hidden, and the beginning of its answer."""
+
+    question: str
+    cue: str
+    answers: Sequence[str]
+    # Of answers, the hidden line that states each; none of those that are stated nowhere.
+    stated: Mapping[str, str] = field(default_factory=dict)
+
+    def about(self, document: str) -> Question:
+        places = []
+        for answer, line in self.stated.items():
+            begin = document.index(line) + line.index(answer)  # the line is there once
+            places.append((begin, begin + len(answer)))
+        text, cue = f"Question: {self.question}", f"Answer: {self.cue}"
+        return Question(text, cue, tuple(self.answers), tuple(places))
 
 
-def among(lines: Sequence[str], hidden: Sequence[tuple[float, str]]) -> list[str]:
-    """Put lines among others, each after its part of them, in [0, 1); equal parts keep order."""
-    found = list(lines)
-    # From the back, so that what is inserted moves no earlier place.
-    for part, line in sorted(hidden, key=lambda own: own[0])[::-1]:
-        found.insert(int(part * (len(lines) + 1)), line)
-    return found
+@dataclass(frozen=True)
+class HiddenText:
+    """A task whose answers are in lines that are hidden among others; a unit is one of these."""
+
+    about: str  # its first lines
+    hidden: Sequence[tuple[float, str]]  # lines, each after its part of the others
+    others: Iterator[str]
+    asked: Sequence[Asked]
+    separator: str = "\n"
+    slots: int = 1  # more than there are other lines: 1 for parts in [0, 1), 0 in [0, 1]
+
+    @property
+    def units(self) -> Units:
+        filler, placed = Filler(self.others), sorted(self.hidden, key=lambda own: own[0])
+
+        def build(count: int) -> Sample:
+            lines = list(filler.first(count))
+            # From the back, so that what is inserted moves no earlier place.
+            for part, line in reversed(placed):
+                lines.insert(int(part * (count + self.slots)), line)
+            document = f"{self.about}\n{self.separator.join(lines)}"
+            return Sample(document, tuple(asked.about(document) for asked in self.asked))
+
+        return Units(build)
 
 
 class Filler:
@@ -118,6 +140,11 @@ class Filler:
     def first(self, count: int) -> list[str]:
         self._read.extend(itertools.islice(self._lines, max(0, count - len(self._read))))
         return self._read[:count]
+
+
+def prose(draw: random.Random, sentences: Sequence[str]) -> Iterator[str]:
+    """Return the sentences from one that is drawn, over and over."""
+    return itertools.islice(itertools.cycle(sentences), draw.randrange(len(sentences)), None)
 
 
 @lru_cache(maxsize=1)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import itertools
 import random
 import string
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from razor_dist.documents.corpus import NOISE
 from razor_dist.evals.suites.sample import (
-    Filler,
+    Asked,
+    HiddenText,
     Question,
     Sample,
     Units,
-    among,
     never_twice,
     numbers,
-    places_of,
     single_words,
     uuids,
 )
@@ -39,22 +38,11 @@ _THINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A question, its answer, and the lines that hold the answer, in their order in the text."""
-
-    question: str
-    cue: str
-    answer: str
-    lines: tuple[str, ...]
-    stated: str | None = None  # of the lines, the one with the answer; None: they are counted
-
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Questions of one kind, lines that mislead, and filler that answers none of them."""
 
-    asked: list[Asked]
+    # Each with the lines that hold its answer, in their order in the text.
+    asked: list[tuple[Asked, Sequence[str]]]
     filler: Iterator[str]
     decoys: tuple[str, ...] = ()
 
@@ -69,8 +57,9 @@ def _keys(draw: random.Random, count: int) -> Part:
     for _ in range(count):
         key, value = next(names), next(names)
         line = f'"{key}": "{value}",'
-        cue = f'Answer: The value of the key "{key}" is "'
-        asked.append(Asked(f'What is the value of the key "{key}"?', cue, value, (line,), line))
+        what = f'the value of the key "{key}"'
+        own = Asked(f"What is {what}?", f'T{what[1:]} is "', [value], {value: line})
+        asked.append((own, [line]))
     return Part(asked, iter(pair, None))
 
 
@@ -86,9 +75,9 @@ def _strings(draw: random.Random, count: int) -> Part:
     asked, decoys = [], []
     for first, last in zip(ends[:count], ends[count:], strict=True):
         own = line(first, last)
-        question = f'Which line begins with "{first}-" and ends with "-{last}"?'
-        cue = f'Answer: The line that begins with "{first}-" and ends with "-{last}" is'
-        asked.append(Asked(question, cue, own, (own,), own))
+        which = f'begins with "{first}-" and ends with "-{last}"'
+        about = Asked(f"Which line {which}?", f"The line that {which} is", [own], {own: own})
+        asked.append((about, [own]))
         for _ in range(_DECOYS):
             decoys += [line(first, draw.choice(free)), line(draw.choice(free), last)]
     filler = iter(lambda: line(draw.choice(free), draw.choice(free)), None)
@@ -103,9 +92,9 @@ def _variables(draw: random.Random, count: int) -> Part:
         chain, value = list(itertools.islice(names, _HOPS)), next(values)
         lines = [f"VAR {chain[0]} = {value}"]
         lines += [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(chain)]
-        cue = f"Answer: By these assignments, VAR {chain[-1]} holds the number"
+        cue = f"By these assignments, VAR {chain[-1]} holds the number"
         question = f"Which number does VAR {chain[-1]} hold?"
-        asked.append(Asked(question, cue, value, tuple(lines), lines[0]))
+        asked.append((Asked(question, cue, [value], {value: lines[0]}), lines))
     return Part(asked, itertools.repeat(NOISE))
 
 
@@ -121,8 +110,8 @@ def _things(draw: random.Random, count: int) -> Part:
     for kind in wanted:
         times = draw.choice(_COUNTS)
         question = f"How many {kind}s are brought in? Answer with a number."
-        cue = f"Answer: The number of {kind}s that are brought in is"
-        asked.append(Asked(question, cue, str(times), (line(kind),) * times))
+        cue = f"The number of {kind}s that are brought in is"
+        asked.append((Asked(question, cue, [str(times)]), [line(kind)] * times))
     return Part(asked, iter(lambda: line(draw.choice(others)), None))
 
 
@@ -138,24 +127,13 @@ def _task(part: Callable[[random.Random, int], Part], about: str, answer_tokens:
         draw = making.draw
         own = part(draw, _QUESTIONS)
         hidden = [(draw.random(), line) for line in own.decoys]
-        for asked in own.asked:
-            places = sorted(draw.random() for _ in asked.lines)
-            hidden += zip(places, asked.lines, strict=True)
-        filler = Filler(own.filler)
-
-        def build(count: int) -> Sample:
-            lines = "\n".join(among(filler.first(count), hidden))
-            document = f"{about} There will be {_QUESTIONS} questions about it.\n{lines}"
-            return Sample(document, tuple(_question(document, asked) for asked in own.asked))
-
-        return Units(build)
+        for _, lines in own.asked:
+            hidden += zip(sorted(draw.random() for _ in lines), lines, strict=True)
+        questions = [asked for asked, _ in own.asked]
+        begin = f"{about} There will be {_QUESTIONS} questions about it."
+        return HiddenText(begin, hidden, own.filler, questions).units
 
     return Task(units, answer_tokens, first_word)
-
-
-def _question(document: str, asked: Asked) -> Question:
-    places = () if asked.stated is None else places_of(document, {asked.answer: asked.stated})
-    return Question(f"Question: {asked.question}", asked.cue, (asked.answer,), places)
 
 
 def _words(making: Making) -> Units:
@@ -167,16 +145,12 @@ def _words(making: Making) -> Units:
         from razor_dist.evals.needle.documents import hide_words  # imports transformers
 
         text, facts = hide_words(count, depths, seed)
-        order = random.Random(seed).sample(facts, len(facts))
-        return Sample(
-            text,
-            tuple(
-                Question(
-                    fact.question, "", (fact.answer,), places_of(text, {fact.answer: fact.sentence})
-                )
-                for fact in order
-            ),
-        )
+        questions = []
+        for fact in random.Random(seed).sample(facts, len(facts)):
+            begin = text.index(fact.sentence) + fact.sentence.index(fact.answer)
+            place = (begin, begin + len(fact.answer))
+            questions.append(Question(fact.question, "", (fact.answer,), (place,)))
+        return Sample(text, tuple(questions))
 
     return Units(build, least=_LEAST_WORDS)
 

@@ -108,7 +108,7 @@ def words_from_start(answer: str, wanted: Sequence[str]) -> float:
 class Task:
     """A kind of question."""
 
-    units: Callable[[Making], Units]
+    units: Callable[[Making], Units] | None  # None: those of the task's file of questions
     answer_tokens: int  # generated for each answer; they count as part of a sample's length
     score: Score = all_of
 
@@ -137,7 +137,8 @@ class Suite:
         own = self.tasks[task]
         draw = random.Random(f"{seed}:{task}:{length}:{number}")
         try:
-            units = own.units(Making(draw, length, number, material))
+            make = own.units or material.questions[task].units
+            units = make(Making(draw, length, number, material))
             return fit(units, tokens, length - own.answer_tokens)
         except ConfigError as error:
             raise ConfigError(

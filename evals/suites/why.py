@@ -200,16 +200,9 @@ def config_of(folder: Path) -> SuiteConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {folder / CONFIG}: {error}") from None
     config = CONFIGS[kind]
-    own = {
-        name: noted[name]
-        for name, field in config.model_fields.items()
-        if name in noted and noted[name] != _as_json(field.get_default(call_default_factory=True))
-    }
-    return config(**own)
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    defaults = config.model_construct().model_dump(mode="json")
+    known = {name: value for name, value in noted.items() if name in config.model_fields}
+    return config(**{name: own for name, own in known.items() if own != defaults.get(name)})
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ one event, two or more; the events stand in their order between sentences of oth
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from razor_dist.evals.suites.sample import Filler, Sample, Units, among
+from razor_dist.evals.suites.sample import Asked, HiddenText, Units, prose
 from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
 
+_ABOUT = (
+    "The text below tells, between other things, how people walk through a house and what they do "
+    "with things there. Remember where everybody and everything is."
+)
 _EVENTS = 24
 _PEOPLE = ("Alrik", "Bettina", "Cosimo", "Dagny", "Ewald", "Fiorella", "Gudrun", "Hjalmar")
 _ROOMS = ("attic", "bedroom", "cellar", "garage", "garden", "hallway", "kitchen", "library")
@@ -86,13 +89,6 @@ class World:
         self.sentences.append(self.draw.choice(wordings).format(**about))
 
 
-@dataclass(frozen=True)
-class Asked:
-    question: str
-    cue: str
-    answers: tuple[str, ...]
-
-
 def _person(world: World) -> Iterator[Asked]:
     for who, room in world.at.items():
         yield Asked(f"Where is {who} in the end?", f"In the end, {who} is in the", (room,))
@@ -137,19 +133,7 @@ def _task(ask: Callable[[World], Iterator[Asked]]) -> Task:
         asked = draw.choice(possible)
         places = sorted(draw.random() for _ in world.sentences)
         hidden = list(zip(places, world.sentences, strict=True))
-        begin = draw.randrange(len(essay))
-        filler = Filler(itertools.islice(itertools.cycle(essay), begin, None))
-
-        def build(count: int) -> Sample:
-            text = (
-                "The text below tells, between other things, how people walk through a house and "
-                "what they do with things there. Remember where everybody and everything is.\n"
-                f"{' '.join(among(filler.first(count), hidden))}\n"
-                f"Question: {asked.question}"
-            )
-            return Sample.asking(text, f"Answer: {asked.cue}", asked.answers)
-
-        return Units(build)
+        return HiddenText(_ABOUT, hidden, prose(draw, essay), [asked], separator=" ").units
 
     return Task(units, 6, first_word)
 

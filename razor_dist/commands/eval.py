@@ -209,13 +209,14 @@ def grid(
 @with_config_flags(SourcesConfig, leave_out=_NOT_SOURCES)
 def sources(config: SourcesConfig, out: Out) -> None:
     """See if an answer's sources hold what was asked for: of needles, of RULER's tasks."""
+    from razor_dist.evals.needle.task import run_here
     from razor_dist.evals.report import write_json
     from razor_dist.evals.sources.report import SourcesReport, page
     from razor_dist.evals.sources.task import SourcesTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     task = SourcesTask.plan(config)
-    found = SourcesReport.of(task, task.run_in(out)).summary()
+    found = SourcesReport.of(task, run_here(task, out)).summary()
     write_json(out / "sources.json", found)
     _write_page(out / "report.md", page(found, config.source_heads))
 
@@ -224,11 +225,12 @@ def sources(config: SourcesConfig, out: Out) -> None:
 @with_config_flags(CitationsConfig, leave_out=_NOT_CITATIONS)
 def citations(config: CitationsConfig, out: Out) -> None:
     """See if a server cites what the needle says, and nothing without it."""
+    from razor_dist.evals.needle.task import run_here
     from razor_dist.evals.report import write_json
     from razor_dist.evals.sources.citations import CitationsTask, figures, page
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    results = CitationsTask.plan(config).run_in(out)
+    results = run_here(CitationsTask.plan(config), out)
     write_json(out / "citations.json", results)
     _write_page(out / "report.md", page(figures(results)))
 

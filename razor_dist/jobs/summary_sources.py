@@ -102,27 +102,22 @@ def traced(answer: Json, document: Document, places: Places, summaries: Sequence
     """Finish an answer's sources; it was made of ``summaries`` or, without any, the text."""
     if "sentences" not in answer:
         return answer
-    own = answer["sentences"]
-    found = traced_back(own, summaries) if summaries else _placed(own, document, places)
-    return {**answer, "sentences": found}
 
+    def placed(source: Json) -> Json:
+        start, end = source["start"], source["end"]
+        text = document.text[start:end]
+        about = {"start": start, "end": end, "weight": source["weight"], "text": text}
+        return about | places.at(start)
 
-def _placed(sentences: Sequence[Json], document: Document, places: Places) -> list[Json]:
-    """Return the sentences of a summary of the document, or a part of it, with their places."""
-
-    def source(start: int, end: int, weight: float) -> Json:
-        found = {"start": start, "end": end, "weight": weight, "text": document.text[start:end]}
-        return found | places.at(start)
-
-    return [
-        {**one, "sources": [source(s["start"], s["end"], s["weight"]) for s in one["sources"]]}
-        for one in sentences
-    ]
-
-
-def traced_back(sentences: Sequence[Json], summaries: Sequence[Json]) -> list[Json]:
-    """Return the sentences of a summary of ``summaries``, with the parts' and the document's."""
-    return [{**one, **_through(one["sources"], summaries)} for one in sentences]
+    return {
+        **answer,
+        "sentences": [
+            {**one, **_through(one["sources"], summaries)}
+            if summaries
+            else {**one, "sources": list(map(placed, one["sources"]))}
+            for one in answer["sentences"]
+        ],
+    }
 
 
 def _through(looked_up: Sequence[Json], summaries: Sequence[Json]) -> Json:

@@ -52,17 +52,37 @@ def write(path: Path, lines: list[Any]) -> None:
     path.write_text("\n".join(texts) + "\n")
 
 
-def test_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+class Batch:
+    """The file ``in.jsonl`` of a folder, answered on ranks that repeat prompts backwards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.out = folder / "in.jsonl", folder / "out.jsonl"
+
+    def run(self, *flags: str, attention: str = "full") -> int:
+        command = ["batch", str(self.file), "--out", str(self.out), "--no-ray"]
+        return cli.main([*command, "--attention", attention, *flags])
+
+    def answers(self, lines: list[Any], *flags: str, code: int = 0) -> list[dict[str, Any]]:
+        write(self.file, lines)
+        assert self.run(*flags) == code
+        return [json.loads(line) for line in self.out.read_text().splitlines()]
+
+    def bodies(self, lines: list[Any], *flags: str) -> list[dict[str, Any]]:
+        return [answer["response"]["body"] for answer in self.answers(lines, *flags)]
+
+
+@pytest.fixture
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Batch:
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
-    write(tmp_path / "in.jsonl", LINES)
-    out = tmp_path / "out.jsonl"
-    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
-    assert cli.main([*command, "--attention", "full"]) == 3
+    return Batch(tmp_path)
+
+
+def test_a_batch(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers, out = batch.answers(LINES, code=3), batch.out
     told = capfd.readouterr()
     assert "4 of 13 requests answered" in told.out
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [a["custom_id"] for a in answers] == [
         (line["custom_id"] or None) if isinstance(line, dict) else None for line in LINES
     ]
@@ -109,31 +129,26 @@ def test_a_batch(
     # Again: nothing is computed, and nothing changes.
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
     before = out.read_bytes()
-    assert cli.main([*command, "--attention", "full"]) == 3
+    assert batch.run() == 3
     assert out.read_bytes() == before
-    assert cli.main([*command, "--attention", "streaming"]) == 2
+    assert batch.run(attention="streaming") == 2
     assert "holds results of other settings" in capfd.readouterr().err
 
 
-def test_a_new_folder_has_its_own_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
-    file, out, second = (tmp_path / name for name in ("in.jsonl", "a.jsonl", "a-2.jsonl"))
-    write(file, [request("x", prompt=" a b")])
-    command = ["batch", str(file), "--out", str(out), "--no-ray", "--attention"]
-    assert cli.main([*command, "full"]) == 0
-    before = out.read_bytes()
-    again = [*command, "streaming", "--new-folder"]
+def test_a_new_folder_has_its_own_answers(batch: Batch, capfd: pytest.CaptureFixture[str]) -> None:
+    batch.answers([request("x", prompt=" a b")])
+    before, second = batch.out.read_bytes(), batch.out.with_name("out-2.jsonl")
     second.write_text("of the user")
-    assert cli.main(again) == 2
+    assert batch.run("--new-folder", attention="streaming") == 2
     assert f"{second} is there and no earlier run" in capfd.readouterr().err
     assert second.read_text() == "of the user"
     second.unlink()
     for _ in range(2):
-        assert cli.main(again) == 0
+        assert batch.run("--new-folder", attention="streaming") == 0
         assert f"wrote {second}\n" in capfd.readouterr().out
-        assert out.read_bytes() == before and json.loads(second.read_text())["custom_id"] == "x"
+        assert (
+            batch.out.read_bytes() == before and json.loads(second.read_text())["custom_id"] == "x"
+        )
 
 
 @pytest.mark.parametrize("out", [".", "folder"])
@@ -150,21 +165,15 @@ def test_answers_need_a_file(
 
 
 def test_unknown_fields_are_ignored_if_that_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    batch: Batch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
-    write(tmp_path / "in.jsonl", [request(str(n), prompt=" a b", num_ctx=n) for n in range(2)])
-    out = tmp_path / "out.jsonl"
-    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
-    command += ["--attention", "full", "--unknown-fields"]
-    assert cli.main([*command, "warn"]) == 0
-    answers = [json.loads(line)["response"] for line in out.read_text().splitlines()]
-    assert [a["body"]["choices"][0]["text"] for a in answers] == [" b a"] * 2
+    lines = [request(str(n), prompt=" a b", num_ctx=n) for n in range(2)]
+    bodies = batch.bodies(lines, "--unknown-fields", "warn")
+    assert [body["choices"][0]["text"] for body in bodies] == [" b a"] * 2
     said = "requests have the unsupported field 'num_ctx', which is ignored"
     assert [r.getMessage() for r in caplog.records].count(said) == 1
     # What is refused and what is not are results of two settings.
-    assert cli.main([*command, "refuse"]) == 2
-    assert cli.main([*command, "maybe"]) == 2
+    assert batch.run("--unknown-fields", "refuse") == batch.run("--unknown-fields", "maybe") == 2
 
 
 @pytest.mark.parametrize(
@@ -185,41 +194,28 @@ def test_malformed_lines(tmp_path: Path, line: Any, problem: str) -> None:
     assert entry.problem is not None and entry.problem.startswith(problem)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
-    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    file.write_text(json.dumps(request("first", prompt=" a b")), encoding="utf-8-sig")
-    assert cli.main(["batch", str(file), "--out", str(out), "--no-ray"]) == 0
-    assert json.loads(out.read_text())["response"]["body"]["choices"][0]["text"] == " b a"
+def test_a_byte_order_mark_is_no_part_of_the_first_request(batch: Batch) -> None:
+    [body] = batch.bodies(["\ufeff" + json.dumps(request("first", prompt=" a b"))])
+    assert body["choices"][0]["text"] == " b a"
 
 
 def test_a_custom_id_that_is_not_unique_is_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    batch: Batch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
-    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write(file, [*LINES, request("cut", prompt="another"), "{}"])
-    assert cli.main(["batch", str(file), "--out", str(out), "--no-ray"]) == 2
+    write(batch.file, [*LINES, request("cut", prompt="another"), "{}"])
+    assert batch.run() == 2
     assert "lines 5, 14 have the same custom_id 'cut'" in capfd.readouterr().err
-    assert list(tmp_path.iterdir()) == [file]
+    assert list(tmp_path.iterdir()) == [batch.file]
 
 
-def test_the_fields_of_the_server_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+def test_the_fields_of_the_server_are_known(batch: Batch) -> None:
     words = {"prompt": [" one two", " three"], "n": 2, "frequency_penalty": 1}
     lines = [
         request("n", **words, structured_outputs={"choice": ["a"]}),
         request("echo", prompt=" one two", echo=True, logprobs=1, max_tokens=1),
         request("response", "/v1/responses", input="hello", max_output_tokens=3),
     ]
-    write(tmp_path / "in.jsonl", lines)
-    out = tmp_path / "out.jsonl"
-    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 0
-    bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    bodies = batch.bodies(lines)
     several = Completion.model_validate(bodies[0], strict=True)
     assert [c.text for c in several.choices] == [" two one"] * 2 + [" three"] * 2
     assert several.usage is not None and several.usage.prompt_tokens == 3
@@ -231,7 +227,7 @@ def test_the_fields_of_the_server_are_known(
 
 
 def test_an_engine_gets_several_requests_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits until as many others are under way."""
     together = threading.Barrier(3)
@@ -243,11 +239,8 @@ def test_an_engine_gets_several_requests_at_once(
 
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Together)
     words = "abcdef"
-    write(tmp_path / "in.jsonl", [request(w, prompt=f" {w} x", max_tokens=50) for w in words])
-    out = tmp_path / "out.jsonl"
-    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
-    assert cli.main([*command, "--attention", "full", "--max-num-seqs", "3"]) == 0
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = [request(w, prompt=f" {w} x", max_tokens=50) for w in words]
+    answers = batch.answers(lines, "--max-num-seqs", "3")
     assert [(a["custom_id"], a["response"]["body"]["choices"][0]["text"]) for a in answers] == [
         (word, f" x {word}") for word in words
     ]
@@ -264,19 +257,13 @@ def test_files_that_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "no earlier run of this command wrote it" in capfd.readouterr().err
 
 
-def test_a_line_whose_schema_cannot_be_compiled_is_refused_as_by_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+def test_a_line_whose_schema_cannot_be_compiled_is_refused_as_by_the_server(batch: Batch) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": chained_references(900)}}
     lines = [
         request("bad", prompt=" one two", response_format=form),
         request("good", prompt=" one two", response_format={"type": "json_object"}),
     ]
-    write(tmp_path / "in.jsonl", lines)
-    out = tmp_path / "out.jsonl"
-    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 3
-    bad, good = (json.loads(line)["response"] for line in out.read_text().splitlines())
+    bad, good = (answer["response"] for answer in batch.answers(lines, code=3))
     assert (bad["status_code"], good["status_code"]) == (400, 200)
     assert bad["body"]["error"]["param"] == "response_format"
     assert "901 references of which each leads" in bad["body"]["error"]["message"]
@@ -293,10 +280,7 @@ def test_a_refused_request_counts_for_nothing(tmp_path: Path) -> None:
     assert good == [ItemSize(2)]
 
 
-def test_answers_end_in_a_batch_as_on_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+def test_answers_end_in_a_batch_as_on_the_server(batch: Batch) -> None:
     short = {"max_pattern_size": 4, "min_count": 3, "min_length": 9}
     loop = {"prompt": [ENDLESS, 900], "n_predict": 40, "repetition_detection": short}
     lines = [
@@ -305,12 +289,7 @@ def test_answers_end_in_a_batch_as_on_the_server(
         request("special", prompt=[500, 1, 600], skip_special_tokens=False, max_tokens=3),
         request("last", prompt=[700, 500, 600], truncate_prompt_tokens=2, cache_prompt=False),
     ]
-    write(tmp_path / "in.jsonl", lines)
-    out = tmp_path / "out.jsonl"
-    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
-    assert cli.main([*command, "--default-max-tokens", "5"]) == 0
-    found = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
-    looped, chat, special, last = found
+    looped, chat, special, last = batch.bodies(lines, "--default-max-tokens", "5")
     assert [c["finish_reason"] for c in looped["choices"]] == ["repetition"] * 2
     assert looped["usage"]["completion_tokens"] == 18
     assert chat["usage"]["completion_tokens"] == 5

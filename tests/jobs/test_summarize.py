@@ -58,6 +58,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def summarize(*flags: str, out: str = "out") -> int:
+    """Summarise the folder ``in``."""
+    return cli.main(["summarize", "in", "--out", out, "--max-tokens", "40", *flags, *FLAGS])
+
+
 def results(folder: str = "out") -> dict[str, Any]:
     """The records by their documents' ids."""
     return {record["id"].rpartition("#")[0]: record for record in read_job(folder).records}
@@ -66,8 +71,7 @@ def results(folder: str = "out") -> dict[str, Any]:
 def test_summaries_of_every_document(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["summarize", "in", "--out", "out", "--max-tokens", "40", "--markdown", *FLAGS]
-    assert cli.main(command) == 0
+    assert summarize("--markdown") == 0
     found = results()
     job = json.loads(Path("out/job.json").read_text())
     for id, summary, parts in (
@@ -87,11 +91,8 @@ def test_summaries_of_every_document(
     assert "## Part 2 of 2" in pages["in-long.md"]
     assert "3 of 3 documents summarised" in capfd.readouterr().out
 
-    before = Path("out/results.jsonl").read_bytes()
-    assert cli.main(command) == 0
-    assert len(opened) == 1 and Path("out/results.jsonl").read_bytes() == before
     Path("in/lines.jsonl").write_text(json.dumps({"id": "line", "text": "fact10"}) + "\n")
-    assert cli.main(command) == 0
+    assert summarize("--markdown") == 0
     assert len(opened) == 2 and len(opened[1].prompts) == 1
 
 
@@ -99,20 +100,18 @@ def test_pages_of_names_that_are_long_or_not_utf8(folder: Path, opened: list[Quo
     Path(os.fsdecode(b"in/caf\xe9.txt")).write_text("This is fact10.")
     long = {"id": "\N{CJK UNIFIED IDEOGRAPH-9577}" * 200, "text": "fact11"}
     Path("in/lines.jsonl").write_text(json.dumps(long) + "\n")
-    command = ["summarize", "in", "--out", "out", "--max-tokens", "40", "--markdown", *FLAGS]
-    assert cli.main(command) == 0
+    assert summarize("--markdown") == 0
     pages = [path.read_text(encoding="utf-8") for path in Path("out/pages").iterdir()]
     assert len(pages) == 4 and any(page.startswith("# in/caf?.txt\n") for page in pages)
 
 
-@pytest.mark.parametrize("out", ["in", "in/out"])
-def test_results_among_the_documents_are_not_read(
+@pytest.mark.parametrize("out", ["out", "in", "in/out"])
+def test_nothing_is_summarised_twice_nor_results_among_the_documents(
     folder: Path, opened: list[Quoter], out: str
 ) -> None:
-    command = ["summarize", "in", "--out", out, "--max-tokens", "40", "--markdown", *FLAGS]
-    assert cli.main(command) == 0
+    assert summarize("--markdown", out=out) == 0
     before = Path(out, "results.jsonl").read_bytes()
-    assert cli.main(command) == 0
+    assert summarize("--markdown", out=out) == 0
     assert len(opened) == 1 and Path(out, "results.jsonl").read_bytes() == before
 
 
@@ -123,7 +122,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     Path("in/b.epub").write_bytes(files.epub()[:200])
     Path("in/c.txt").write_text("\n")
     Path("in/d.png").write_text("x")
-    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 3
+    assert summarize() == 3
     told = capfd.readouterr()
     assert "skipped in/a.pdf: is encrypted" in told.err
     assert "skipped in/b.epub: cannot be read as epub: " in told.err
@@ -139,7 +138,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     for name in ("a.pdf", "b.epub"):
         Path("in", name).unlink()
     Path("in/c.txt").write_text("fact1")
-    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 0
+    assert summarize() == 0
 
 
 def test_a_missing_reader_fails_its_documents_alone(
@@ -150,10 +149,9 @@ def test_a_missing_reader_fails_its_documents_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("in/other.pdf").write_bytes(Path("in/short.pdf").read_bytes())
-    command = ["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pypdfium2", None)
-        assert cli.main(command) == 3
+        assert summarize() == 3
     told = capfd.readouterr()
     assert "skipped in/short.pdf: pdf documents are read with pypdfium2, which is not" in told.err
     assert "2 of 4 documents summarised" in told.out and "--retry-failed" not in told.err
@@ -161,7 +159,7 @@ def test_a_missing_reader_fails_its_documents_alone(
     warnings = [of.message for of in caplog.records if of.levelname == "WARNING"]
     assert ["are read with pypdfium2" in warning for warning in warnings] == [True]
     # Once it is installed, the same command reads them.
-    assert cli.main(command) == 0
+    assert summarize() == 0
 
 
 def test_a_template_and_a_folder_of_other_settings(
@@ -203,24 +201,21 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[Path]) -> None:
-    def command(out: str, *flags: str) -> list[str]:
-        return ["summarize", "in", "--out", out, "--max-tokens", "40", *flags, *FLAGS]
-
     theirs = Path("prefixes/of the user")
     theirs.mkdir(parents=True)
-    assert cli.main(command(".")) == 0
+    assert summarize(out=".") == 0
     assert stores == [folder / ".prefixes/0"] and not stores[0].parent.exists()
     assert theirs.exists()
 
-    assert cli.main(command("named", "--prefix-store", "named/prefixes/{engine}")) == 0
+    assert summarize("--prefix-store", "named/prefixes/{engine}", out="named") == 0
     assert stores[1] == Path("named/prefixes/0") and (stores[1] / "prefix").exists()
 
     # Another job in the same place leaves what the first one had kept for its next run.
-    assert cli.main(command("out")) == 0
+    assert summarize() == 0
     earlier = Path("out/.prefixes/0/prefix")
     earlier.parent.mkdir(parents=True)
     earlier.write_text("kept")
-    assert cli.main(command("out", "--words", "9", "--new-folder")) == 0
+    assert summarize("--words", "9", "--new-folder") == 0
     assert stores[3] == folder / "out-2/.prefixes/0" and not stores[3].parent.exists()
     assert earlier.exists()
 

@@ -12,7 +12,7 @@ from razor_dist import cli
 from razor_dist.documents.read import Document, read_document
 from razor_dist.documents.structure import Places
 from razor_dist.jobs.results import read_job
-from razor_dist.jobs.summary_sources import traced_back
+from razor_dist.jobs.summary_sources import Json, traced
 from razor_dist.jobs.task import PartResult
 from tests.documents import files
 from tests.jobs.quoter import Quoter, plain_tokenizer
@@ -83,6 +83,12 @@ def test_weights_multiply_on_the_way_to_the_document() -> None:
     def source(start: int, weight: float) -> dict[str, Any]:
         return {"start": start, "end": start + 5, "weight": weight, "text": "x" * 5}
 
+    def through(sentences: list[Json], summaries: list[Json]) -> list[Json]:
+        text = Document("")
+        found = traced({"sentences": sentences}, text, Places(text), summaries)["sentences"]
+        assert isinstance(found, list)
+        return found
+
     one = {"start": 0, "end": 9, "grounded": 0.7, "sources": [source(50, 0.6), source(80, 0.4)]}
     two = {"start": 10, "end": 20, "grounded": 0.2, "sources": []}
     three = {"start": 0, "end": 20, "grounded": 0.9, "sources": [source(80, 0.9)]}
@@ -92,7 +98,7 @@ def test_weights_multiply_on_the_way_to_the_document() -> None:
         {"of": 1, "start": 2, "end": 12, "weight": 0.3},
         {"of": 0, "start": 10, "end": 20, "weight": 0.2},
     ]
-    [sentence] = traced_back([{"start": 0, "end": 4, "sources": looked_up}], summaries)
+    [sentence] = through([{"start": 0, "end": 4, "sources": looked_up}], summaries)
     assert [(p["part"], p["sentence"], p["weight"]) for p in sentence["parts"]] == [
         (1, 0, 0.5),
         (2, 0, 0.3),
@@ -102,7 +108,7 @@ def test_weights_multiply_on_the_way_to_the_document() -> None:
     assert places == [(80, 0.5 * 0.4 + 0.3 * 0.9), (50, 0.5 * 0.6)]
     # A level above, what was looked at is told in sentences of the parts, not of their summaries.
     above = [{"of": 0, "start": 0, "end": 4, "weight": 0.5}]
-    [again] = traced_back([{"start": 0, "end": 3, "sources": above}], [{"sentences": [sentence]}])
+    [again] = through([{"start": 0, "end": 3, "sources": above}], [{"sentences": [sentence]}])
     assert [(p["part"], p["weight"]) for p in again["parts"]] == [(1, 0.25), (2, 0.15), (1, 0.1)]
 
 
