@@ -105,6 +105,15 @@ def interval(numbers: Sequence[float]) -> tuple[float, float]:
     return means[50], means[-51]
 
 
+def draw_legend(figure: Figure) -> None:
+    """Name what any panel shows, once: a panel may lack what another has."""
+    shown: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8)
+
+
 def save_picture(figure: Figure, path: Path | BytesIO, form: Literal["png", "svg"] = "png") -> None:
     """Write a figure, without dates and with fixed identifiers: equal results, equal files."""
     missing = {"Software": None} if form == "png" else {"Date": None, "Creator": None}

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from razor_dist.evals.fidelity.task import GROUP, KIND
 from razor_dist.evals.report import (
     Run,
+    draw_legend,
     failures,
     interval,
     markdown,
@@ -227,6 +228,5 @@ def draw(texts: Mapping[str, Sequence[Result]], path: Path) -> None:
     for axis in (*panels, last):
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    draw_legend(figure)
     save_picture(figure, path, "svg")

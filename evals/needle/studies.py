@@ -221,34 +221,24 @@ class Ablations:
         return decide(self.head_map.scores, induction, echo, self.head_map.group).retrieval
 
     @cached_property
-    def _random(self) -> list[Variant]:
-        """Draws of as many KV heads as 14 % + 1 % keep, from all.
-
-        Not as many query heads: drawn at random these would promote far more groups, and a
-        comparison is of equal memory.
-        """
-        rows = self.head_map.retrieval
-        everywhere = [(layer, head) for layer, row in enumerate(rows) for head in range(len(row))]
-        count = sum(map(sum, self._razor(14, 1)))
-        return [
-            Variant(
-                f"random heads, draw {seed + 1}",
-                "Table 1",
-                flags(random.Random(seed).sample(everywhere, count), len(rows), len(rows[0])),
-            )
-            for seed in range(self.seeds)
-        ]
-
-    @cached_property
     def variants(self) -> list[Variant]:
-        """All that keep some heads, in the order of the table."""
-        whole = self._razor(14, 1)
+        """All that keep some heads, in the order of the table.
+
+        Random draws are of as many KV heads as 14 % + 1 % keep. Not of as many query heads: drawn
+        at random these would promote far more groups, and a comparison is of equal memory.
+        """
+        rows, whole = self.head_map.retrieval, self._razor(14, 1)
+        everywhere = [(layer, head) for layer, row in enumerate(rows) for head in range(len(row))]
+        found = []
+        for seed in range(self.seeds):
+            chosen = random.Random(seed).sample(everywhere, sum(map(sum, whole)))
+            heads = flags(chosen, len(rows), len(rows[0]))
+            found.append(Variant(f"random heads, draw {seed + 1}", "Table 1", heads))
+        for percent in INDUCTION:
+            name = f"{percent:g} % induction + 1 % echo"
+            found.append(Variant(name, "Table 4", self._razor(percent, 1)))
         return [
-            *self._random,
-            *(
-                Variant(f"{percent:g} % induction + 1 % echo", "Table 4", self._razor(percent, 1))
-                for percent in INDUCTION
-            ),
+            *found,
             Variant("14 % induction, no echo heads", "Figure 7", self._razor(14, 0)),
             Variant("14 % + 1 %, no compensation", "Figure 8", whole, compensation=False),
         ]
@@ -271,12 +261,12 @@ class Ablations:
         head += [f"{p}: {what}" for p in self.prefills for what in ("found", "lost", "gained")]
         rows = [head, ["all (full attention)", "", str(total), *self._counts(results, FULL)]]
         rows.append(["none", "Table 1", "0", *self._counts(results, "streaming")])
+        draws = [variant.name for variant in self.variants[: self.seeds]]
         for variant in self.variants:
             about = [variant.source, str(variant.kept)]
             rows.append([variant.name, *about, *self._counts(results, variant.name)])
-            if variant == self._random[-1]:
-                mean = self._counts(results, *(draw.name for draw in self._random))
-                rows.append(["random heads, mean", *about, *mean])
+            if variant.name == draws[-1]:
+                rows.append(["random heads, mean", *about, *self._counts(results, *draws)])
         return markdown(rows)
 
     def _counts(self, results: NeedleResults, *names: str) -> list[str]:

@@ -22,7 +22,7 @@ from razor_dist.models.registry import display_name
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
-class Asked(NamedTuple):
+class Conversation(NamedTuple):
     """A message, the beginning of its answer, and the messages and answers before it."""
 
     text: str
@@ -93,16 +93,16 @@ class SuiteTask:
         counts = {task: self.config.count(task) for task in self.config.task_names}
         return {task: count for task, count in counts.items() if count < self.config.samples}
 
-    def conversations(self, sample: Sample) -> list[Asked]:
+    def conversations(self, sample: Sample) -> list[Conversation]:
         """Return what asks each question of a sample.
 
         In turns, the questions before it stand with their right answers, whatever was answered:
         one that is wrong spoils no other, and every method is asked the same.
         """
-        found, earlier = list[Asked](), list[tuple[str, str]]()
+        found, earlier = list[Conversation](), list[tuple[str, str]]()
         for question in sample.questions:
             text = question.text if earlier else sample.message(question)
-            found.append(Asked(text, question.cue, tuple(earlier)))
+            found.append(Conversation(text, question.cue, tuple(earlier)))
             if self.config.in_turns:
                 earlier.append((text, f"{question.cue} {', '.join(question.answers)}"))
         return found

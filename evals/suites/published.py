@@ -186,7 +186,7 @@ def _form(name: str, fields: set[str]) -> Form:
 def read_published(path: Path) -> PublishedData:
     """Read a file of one of the sets: a JSON list, or a JSON object on each line."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
         records = (
             [json.loads(line) for line in text.split("\n") if line.strip()]
             if path.suffix == ".jsonl"

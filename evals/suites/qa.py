@@ -110,7 +110,7 @@ def _read(
     """Read a data set by a function that takes its JSON, and one that numbers documents."""
     documents: dict[str, int] = {}
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8-sig"))
         questions = tuple(read(content, lambda text: documents.setdefault(text, len(documents))))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

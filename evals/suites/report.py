@@ -20,6 +20,7 @@ from razor_dist.evals.baselines.presses import KVPRESS
 from razor_dist.evals.methods import FULL
 from razor_dist.evals.report import (
     Run,
+    draw_legend,
     failures,
     interval,
     join,
@@ -113,14 +114,13 @@ class Scores:
                             fmt="osD^v"[number % 5],
                             color=f"C{number}",
                             markersize=4,
-                            label=method if row == 0 else None,
+                            label=method,
                         )
             axis.set(title=f"{length} tokens", xlabel="score, %", xlim=(-3, 103))
             axis.grid(alpha=0.3)
         panels[0].set_yticks(range(len(self.tasks)), self.tasks)
         panels[0].invert_yaxis()
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+        draw_legend(figure)
         save_picture(figure, path, "svg")
 
 

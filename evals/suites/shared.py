@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from razor_dist.documents.corpus import NOISE
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     """Questions of one kind, lines that mislead, and filler that answers none of them."""
 
     # Each with the lines that hold its answer, in their order in the text.
-    asked: list[tuple[Asked, Sequence[str]]]
+    asked: list[tuple[Asked, list[str]]]
     filler: Iterator[str]
     decoys: tuple[str, ...] = ()
 

@@ -53,16 +53,15 @@ def _answers(lost: Sequence[Result]) -> str:
     tried = list(dict.fromkeys(name for result in lost for name in result["variants"]))
     rows = [["answer", "wanted", "full says", "reason", "full was sure", *tried]]
     for result in lost:
-        said = " ".join(result["answer"].split()).replace("|", "\\|")[:60]
         cells = [
             f"{'kept, ' if own['kept'] else ''}{own['loss']:.2f}"
             if (own := result["variants"].get(name))
             else "-"
             for name in tried
         ]
-        wanted = ", ".join(result["wanted"])[:60]
-        about = [_name(result), wanted, said, result["reason"], f"{result['sure']:.0%}"]
-        rows.append([*about, *cells])
+        texts = (", ".join(result["wanted"]), result["answer"])
+        shown = (" ".join(text.split()).replace("|", "\\|")[:60] for text in texts)
+        rows.append([_name(result), *shown, result["reason"], f"{result['sure']:.0%}", *cells])
     note = "Numbers are the loss of full attention's answer in nats, all of its tokens together."
     return section("## Answers", rows, note)
 

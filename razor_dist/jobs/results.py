@@ -81,9 +81,14 @@ class _RecordFile:
             os.fsync(file)
             if is_new:
                 sync_folder(self.path.parent)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, length)
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"cannot write to {self.path}: {error.strerror}; what is done is kept: run it "
+                    "again to continue"
+                ) from None
             raise
         finally:
             os.close(file)
@@ -163,7 +168,7 @@ class ResultStore(contextlib.ExitStack):
         return self._results.records
 
     def append(self, record: Record) -> None:
-        """Add a record; it is on the disk when this returns, or none of it after an `OSError`."""
+        """Add a record; it is on the disk when this returns, or none of it after an error."""
         assert record["id"] not in self.records, f"{record['id']} is there already"
         self._results.append(record)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.config import PublishedConfig
 from razor_dist.evals.suites.published import (
@@ -23,6 +21,7 @@ from razor_dist.evals.suites.published import (
 from razor_dist.evals.suites.sample import Sample
 from razor_dist.evals.suites.tasks import Material, any_of
 from razor_dist.jobs.results import read_job
+from tests.evals.samples import words
 
 STORY = " ".join(f"On day {n} the ferry carried {n} crates to the island." for n in range(200))
 LONGBENCH = {
@@ -60,11 +59,6 @@ CITE = {
     "docs": ["Ann rows.", "Bo sails."],
     "length": 9,
 }
-
-
-def words(sample: Sample) -> int:
-    [question] = sample.questions
-    return len(re.findall(r"\w+|[^\w\s]", f"{sample.message(question)} {question.cue}"))
 
 
 @pytest.fixture
@@ -193,7 +187,8 @@ def test_wrong_files(name: str, content: str, message: str, tmp_path: Path) -> N
 def test_a_record_ends_at_the_end_of_its_line_alone(tmp_path: Path) -> None:
     file = tmp_path / "cite.jsonl"
     docs = ["Ann\u2028rows.", "Bo\u0085sails."]
-    file.write_text(json.dumps({**CITE, "docs": docs}, ensure_ascii=False) + "\n")
+    text = json.dumps({**CITE, "docs": docs}, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8-sig")  # with a byte order mark
     assert len(read_published(file).records) == 1
 
 
@@ -207,23 +202,19 @@ def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
         PublishedConfig(data=str(folder), tasks="json_kv")
 
 
-def test_a_run(letters: Path, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ["eval", "published", "--data", str(folder), "--model", str(letters), "--no-ray"]
-    command += ["--tasks", "passkey,kilt/nq", "--lengths", "600", "--methods", "streaming"]
-    command += ["--window-min", "64", "--block", "16", "--samples", "2", "--out", str(out)]
-    assert cli.main(command) == 0
+def test_a_run(evaluate: Callable[..., int], folder: Path, tmp_path: Path) -> None:
+    flags, out = f"--data {folder} --lengths 600 --methods streaming --samples 2", tmp_path / "out"
+    flags += " --tasks passkey,kilt/nq"
+    assert evaluate("published", flags) == 0
     ids = [record["id"] for record in read_job(out).records]
     assert ids == ["streaming/passkey/600/0", "streaming/passkey/600/1", "streaming/kilt/nq/600/0"]
     assert "not been asked" not in (out / "report.md").read_text()
     (folder / "passkey.jsonl").write_text(json.dumps(INFINITE))
-    assert cli.main(command) == 2, "another file is another job"
+    assert evaluate("published", flags) == 2, "another file is another job"
 
 
-def test_results_among_the_data_are_no_task(letters: Path, folder: Path) -> None:
-    command = ["eval", "published", "--data", str(folder), "--model", str(letters), "--no-ray"]
-    command += ["--lengths", "600", "--methods", "streaming", "--samples", "1"]
-    command += ["--window-min", "64", "--block", "16", "--out", str(folder / "out")]
+def test_results_among_the_data_are_no_task(evaluate: Callable[..., int], folder: Path) -> None:
+    flags = f"--data {folder} --lengths 600 --methods streaming --samples 1"
     for _ in range(2):
-        assert cli.main(command) == 0
+        assert evaluate("published", flags, folder / "out") == 0
         assert len(read_job(folder / "out").records) == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,11 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
 
 
 def test_a_run_on_a_tiny_model(
-    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["eval", "ruler", "--model", str(letters), "--out", str(out), "--no-ray"]
-    command += ["--tasks", "niah_single_1,fwe", "--lengths", "1200", "--samples", "1"]
-    command += ["--methods", "full,streaming", "--window-min", "64", "--block", "16"]
-    assert cli.main(command) == 0
+    flags = "--tasks niah_single_1,fwe --lengths 1200 --samples 1 --methods full,streaming"
+    assert evaluate("ruler", flags) == 0
     shown = capsys.readouterr().out
     assert "## full" in shown and "## streaming" in shown and "| niah_single_1 |" in shown
     settings, records = read_job(out)
@@ -139,7 +138,7 @@ def test_a_run_on_a_tiny_model(
     assert full["answer"] != streaming["answer"]
     assert (out / "report.md").read_text().strip() in shown
     before = (out / "results.jsonl").read_bytes()
-    assert cli.main(command) == 0
+    assert evaluate("ruler", flags) == 0
     assert (out / "results.jsonl").read_bytes() == before, "nothing is asked again"
     page = (out / "report.md").read_text()
     (out / "report.md").unlink()
@@ -147,7 +146,6 @@ def test_a_run_on_a_tiny_model(
     assert (out / "report.md").read_text() == page
     runs = json.loads((out / "environment.json").read_text())["runs"]
     assert len(runs) == 2 and json.loads((out / "config.json").read_text())["samples"] == 1
-    assert cli.main([*command, "--seed", "1"]) == 2, "other settings need another folder"
 
 
 class Mute:
@@ -169,16 +167,13 @@ class Mute:
 
 
 def test_samples_that_fail_are_told(
-    letters: Path,
-    tmp_path: Path,
+    evaluate: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Mute)
-    out = tmp_path / "out"
-    command = ["eval", "ruler", "--model", str(letters), "--out", str(out), "--no-ray"]
-    command += ["--tasks", "niah_single_1,cwe", "--lengths", "1000", "--samples", "2"]
-    assert cli.main([*command, "--methods", "streaming"]) == 1
+    flags = "--tasks niah_single_1,cwe --lengths 1000 --samples 2 --methods streaming"
+    assert evaluate("ruler", flags) == 1
     shown = capsys.readouterr().out
     assert "2 of 4 samples failed" in shown
     for number in range(2):
@@ -187,9 +182,8 @@ def test_samples_that_fail_are_told(
 
 
 def test_a_length_beyond_the_model(
-    letters: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    evaluate: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["eval", "ruler", "--model", str(letters), "--out", str(tmp_path / "out")]
-    assert cli.main([*command, "--no-ray", "--lengths", "5000"]) == 2
+    assert evaluate("ruler", "--lengths 5000") == 2
     assert "lengths: 5000 is beyond" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -18,6 +18,7 @@ from razor_dist.evals.suites.qa import read_hotpotqa, read_squad
 from razor_dist.evals.suites.ruler import NEEDLES, RULER
 from razor_dist.evals.suites.sample import Question, Sample, Span, Units, fit
 from razor_dist.evals.suites.tasks import Material
+from tests.evals.samples import words
 
 NEEDLE = re.compile(r"The special magic (number|uuid) of (\S+) is (\S+)\.")
 QA = ("qa_1", "qa_2")
@@ -32,17 +33,6 @@ class Made(NamedTuple):
     cue: str
     answers: tuple[str, ...]
     places: tuple[Span, ...]
-
-
-def asked(sample: Sample) -> Made:
-    [question] = sample.questions
-    return Made(sample.message(question), question.cue, question.answers, question.places)
-
-
-def words(sample: Sample | Made) -> int:
-    """Tokens of a prompt, a word or a mark being one."""
-    made = sample if isinstance(sample, Made) else asked(sample)
-    return len(re.findall(r"\w+|[^\w\s]", f"{made.text} {made.cue}"))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +82,13 @@ def material(data: dict[str, Path]) -> Material:
 
 
 def make(task: str, material: Material, length: int = 4096, number: int = 0, seed: int = 0) -> Made:
-    return asked(RULER.sample(task, length, number, seed, material, words))
+    sample = RULER.sample(task, length, number, seed, material, words)
+    [question] = sample.questions
+    return Made(sample.message(question), question.cue, question.answers, question.places)
+
+
+def words_of(task: str, material: Material, length: int) -> int:
+    return words(RULER.sample(task, length, 0, 0, material, words))
 
 
 @pytest.mark.parametrize("length", [2000, 4096, 9000])
@@ -100,7 +96,7 @@ def make(task: str, material: Material, length: int = 4096, number: int = 0, see
 def test_a_sample_is_as_long_as_asked(task: str, length: int, material: Material) -> None:
     if task.startswith("qa") and length == 9000:
         pytest.skip("the data are too few")
-    used = words(make(task, material, length)) + ANSWER_TOKENS[task]
+    used = words_of(task, material, length) + ANSWER_TOKENS[task]
     # The largest unit is a sentence of prose or a common word with all its occurrences.
     assert length - 150 <= used <= length
 
@@ -267,7 +263,6 @@ def test_a_question_without_an_answer_is_left_out(data: dict[str, Path]) -> None
     [
         ("niah_single_1", "It is 1234567.", ["1234567"], 1.0),
         ("niah_single_1", "It is 123 4567.", ["1234567"], 0.0),
-        ("niah_multivalue", "1111111, 3333333", ["1111111", "2222222", "3333333", "4444444"], 0.5),
         ("vt", "abcde FGHIJ", ["ABCDE", "FGHIJ", "KLMNO"], 2 / 3),
         ("cwe", "1. tables 2. chair", ["table", "chair"], 1.0),  # anywhere in the answer
         ("fwe", "qwe\x00rty", ["qwerty"], 0.0),  # control characters are line breaks
@@ -289,7 +284,7 @@ def test_a_length_too_short_is_told_the_least(task: str, material: Material) -> 
     assert least is not None
     enough = int(least[1]) + ANSWER_TOKENS[task]
     if enough < 4096:  # from there on common words are more frequent, and the least is another
-        assert words(make(task, material, enough)) <= int(least[1]) + 40
+        assert words_of(task, material, enough) <= int(least[1]) + 40
 
 
 def test_data_too_few_for_the_length(material: Material) -> None:

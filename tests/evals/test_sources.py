@@ -25,19 +25,8 @@ from tests.tokenizer import smollm2_tokenizer
 
 @pytest.mark.slow
 def test_the_command_finds_a_needle_and_misses_none(tmp_path: Path) -> None:
-    places = [
-        "--lengths",
-        "400",
-        "--absent-lengths",
-        "400",
-        "--depths",
-        "50",
-        "--needles",
-        "1",
-        "--haystack",
-        "reference",
-    ]
-    command = ["eval", "sources", *places, "--out", str(tmp_path / "run")]
+    places = "--lengths 400 --absent-lengths 400 --depths 50 --needles 1 --haystack reference"
+    command = ["eval", "sources", *places.split(), "--out", str(tmp_path / "run")]
     assert cli.main(command) == 0
     found = json.loads((tmp_path / "run/sources.json").read_text())
     grid = found["tasks"]["grid"]
@@ -174,15 +163,8 @@ def test_data_without_places_are_refused(tmp_path: Path) -> None:
     texts = [f"Town {n} is here. " + "It is small. " * 5 for n in range(60)]
     article = {"paragraphs": [{"context": text, "qas": [question]} for text in texts]}
     (tmp_path / "squad.json").write_text(json.dumps({"data": [article]}))
-    task = SourcesTask.plan(
-        SourcesConfig(
-            tasks="qa_1",
-            lengths="400",
-            samples=1,
-            squad=str(tmp_path / "squad.json"),
-            haystack="reference",
-        )
-    )
+    own = {"tasks": "qa_1", "lengths": "400", "samples": 1, "haystack": "reference"}
+    task = SourcesTask.plan(SourcesConfig(**own, squad=str(tmp_path / "squad.json")))
     with pytest.raises(ConfigError, match="the data of qa_1 do not tell where its answer stands"):
         documents(task)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,14 @@ def test_settings(config: type[SuiteConfig]) -> None:
         config(tasks=f"all,{last}")
 
 
-def test_a_shared_context_is_read_once(letters: Path, tmp_path: Path) -> None:
+def test_a_shared_context_is_read_once(evaluate: Callable[..., int], tmp_path: Path) -> None:
     """In turns and as requests, with the prefix cache the answers are those without it."""
-    command = ["eval", "shared", "--model", str(letters), "--no-ray", "--tasks", "counts"]
-    command += ["--lengths", "1800", "--samples", "2", "--window-min", "64", "--block", "16"]
     found = {}
     for ask, methods in (("turns", "full,streaming"), ("requests", "streaming")):
         for cache in ("--prefix-cache", "--no-prefix-cache"):
             out = tmp_path / f"{ask}{cache}"
-            assert (
-                cli.main([*command, "--methods", methods, "--ask", ask, cache, "--out", str(out)])
-                == 0
-            )
+            flags = f"--tasks counts --lengths 1800 --samples 2 --methods {methods}"
+            assert evaluate("shared", f"{flags} --ask {ask} {cache}", out) == 0
             found[ask, cache] = results_of(out)
         with_cache, without = (found[ask, c] for c in ("--prefix-cache", "--no-prefix-cache"))
         assert untimed(with_cache) == untimed(without)
@@ -84,14 +81,14 @@ def test_a_shared_context_is_read_once(letters: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [NonliteralConfig, GraphConfig])
 def test_a_run_goes_on_where_it_ended(
-    config: type[SuiteConfig], letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: type[SuiteConfig],
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, suite = tmp_path / "out", config.own_suite
-    task = next(iter(suite.tasks))
-    command = ["eval", suite.name, "--model", str(letters), "--no-ray", "--out", str(out)]
-    command += ["--tasks", task, "--lengths", "2000", "--samples", "2"]
-    command += ["--methods", "full,streaming", "--window-min", "64", "--block", "16"]
-    assert cli.main(command) == 0
+    flags = f"--tasks {next(iter(suite.tasks))} --lengths 2000 --samples 2 --methods full,streaming"
+    assert evaluate(suite.name, flags) == 0
     whole, page = (out / "results.jsonl").read_bytes(), (out / "report.md").read_text()
     summary = json.loads((out / "summary.json").read_text())
     assert [cell["samples"] for cell in summary["cells"]] == [2, 2]
@@ -102,12 +99,12 @@ def test_a_run_goes_on_where_it_ended(
     capsys.readouterr()
     assert cli.main(["eval", "report", str(out)]) == 0
     assert "2 of 4 samples have not been asked yet" in capsys.readouterr().out
-    assert cli.main(command) == 0
+    assert evaluate(suite.name, flags) == 0
     again = results_of(out)
     assert untimed(again) == untimed([json.loads(line)["result"] for line in lines])
     assert (out / "results.jsonl").read_bytes().startswith(b"".join(lines[:2]))
     assert (out / "scores.svg").read_text().startswith("<?xml")
-    assert cli.main([*command, "--seed", "1"]) == 2, "other settings need another folder"
+    assert evaluate(suite.name, f"{flags} --seed 1") == 2, "other settings need another folder"
 
 
 @pytest.mark.parametrize("ask", ["turns", "requests"])
@@ -127,19 +124,9 @@ def test_prompts(ask: str, letters: Path) -> None:
 
 def test_the_needle_model_remembers_all(tmp_path: Path) -> None:
     model, out = build_needle_model(tmp_path / "needle"), tmp_path / "out"
-    command = ["eval", "shared", "--model", str(model), "--no-ray", "--out", str(out)]
-    command += ["--tasks", "words", "--lengths", "2000,4000", "--samples", "2"]
-    command += [
-        "--window-min",
-        "128",
-        "--block",
-        "16",
-        "--methods",
-        "full,razor,streaming",
-        "--head-map",
-        str(model / HEAD_MAP),
-    ]
-    assert cli.main(command) == 0
+    command = f"eval shared --model {model} --head-map {model / HEAD_MAP} --no-ray --out {out}"
+    command += " --tasks words --lengths 2000,4000 --samples 2 --methods full,razor,streaming"
+    assert cli.main([*command.split(), "--window-min", "128", "--block", "16"]) == 0
     scores: dict[str, list[float]] = {method: [] for method in ("full", "razor", "streaming")}
     for result in results_of(out):
         scores[result["method"]].append(result["score"])
@@ -176,3 +163,12 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
     [full, razor] = Scores(about, results).as_json()
     assert (full["lost"], razor["lost"], razor["gained"], razor["samples"]) == (0, 1, 1, 3)
     assert razor["score"] == 50 and full["interval"] == (25, 100)
+
+
+def test_a_picture_names_a_method_that_lacks_the_first_cell(tmp_path: Path) -> None:
+    about = {"tasks": ["a", "b"], "lengths": [100, 200], "methods": ["full", "razor"]}
+    cells = [("full", "a", 100), ("full", "b", 200), ("razor", "b", 200)]
+    results = [{"method": m, "task": t, "length": n, "score": 1.0} for m, t, n in cells]
+    Scores(about, results).draw(tmp_path / "scores.svg")
+    drawn = (tmp_path / "scores.svg").read_text()
+    assert drawn.count(">full<") == drawn.count(">razor<") == 1

@@ -14,17 +14,12 @@ from razor_dist.evals.suites.config import GENERATED
 from razor_dist.evals.suites.nonliteral import facts
 from razor_dist.evals.suites.sample import Sample
 from razor_dist.evals.suites.tasks import Material, all_of, any_of, first_word, words_from_start
+from tests.evals.samples import words
 
 OWN = {suite.name: suite for suite in GENERATED if suite.name != "ruler"}
 EVERY = [(name, task) for name, suite in OWN.items() for task in suite.tasks]
 SAMPLES = 6
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"]
-
-
-def words(sample: Sample) -> int:
-    """Tokens of the longest prompt, a word or a mark being one."""
-    texts = (f"{sample.message(q)} {q.cue}" for q in sample.questions)
-    return max(len(re.findall(r"\w+|[^\w\s]", text)) for text in texts)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,13 @@ def test_reasons(kept: list[str], full: float, reason: str) -> None:
     assert verdict(tried)[0] == reason
 
 
-def test_a_run(letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, out = tmp_path / "run", tmp_path / "why"
-    command = ["eval", "nonliteral", "--model", str(letters), "--no-ray", "--out", str(folder)]
-    command += ["--tasks", "near", "--lengths", "1500", "--samples", "3", "--block", "16"]
     # Twice the window is more than there is: the variant is full attention.
-    command += ["--methods", "full,streaming", "--window-min", "800", "--window-ratio", "none"]
-    assert cli.main(command) == 0
+    flags = "--tasks near --lengths 1500 --samples 3 --window-min 800 --window-ratio none"
+    assert evaluate("nonliteral", f"{flags} --methods full,streaming", folder) == 0
     with pytest.raises(ConfigError, match="holds no answer that full attention had and streaming"):
         WhyTask.plan(folder, config_of(folder), "streaming", 2)
     # A model of random weights answers nothing: let the first be lost, the second kept.

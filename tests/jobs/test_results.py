@@ -98,7 +98,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "write", half)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(ConfigError, match=r"cannot write to .*: No space left on device; what"):
             store.append(record("b"))
         monkeypatch.undo()
         store.append(record("b"))

@@ -19,12 +19,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def test_the_grid_is_spaced_as_needlehaystack_spaces_it() -> None:
-    config = NeedleConfig(
-        context_lengths_min=1000,
-        context_lengths_max=16000,
-        context_lengths_num_intervals=7,
-        document_depth_percent_intervals=4,
-    )
+    lengths = {"context_lengths_max": 16000, "context_lengths_num_intervals": 7}
+    config = NeedleConfig(**lengths, document_depth_percent_intervals=4)
     # numpy.round(numpy.linspace(1000, 16000, 7)), and of (0, 100, 4)
     assert config.lengths(20_000) == (1000, 3500, 6000, 8500, 11000, 13500, 16000)
     assert config.depths == (0, 33, 67, 100)
@@ -79,12 +75,8 @@ def test_engines_are_the_methods() -> None:
         methods=("full", "razor", "duo", "streaming"), head_map="r.json", duo_head_map="d.json"
     )
     engines = {method: config.engine(method, 4096) for method in config.methods}
-    assert [engine.attention for engine in engines.values()] == [
-        "full",
-        "razor",
-        "razor",
-        "streaming",
-    ]
+    attention = [engine.attention for engine in engines.values()]
+    assert attention == ["full", "razor", "razor", "streaming"]
     assert (engines["razor"].head_map, engines["duo"].head_map) == ("r.json", "d.json")
     assert all(engine.max_model_len == 4096 for engine in engines.values())
 
@@ -99,23 +91,14 @@ def test_what_razor_is_compared_with_reads_all_blocks() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"preset": "nubmer"},
-            "preset must be one of number, duoattention, razorattention, words, got 'nubmer'",
-        ),
-        (
-            {"methods": "full,h3o"},
-            "methods must be one of full, razor, duo, streaming, h2o, snapkv,",
-        ),
+        ({"preset": "nubmer"}, "preset must be one of number, duoattention, razorattention, words"),
+        ({"methods": "full,h3o"}, "methods must be one of full, razor, duo, streaming, h2o,"),
         ({"methods": "full,full"}, "methods must be a list without repeats"),
         ({"methods": ()}, "methods must be a list without repeats"),
         ({"methods": "duo"}, "needs duo_head_map"),
         ({"duo_head_map": "d.json"}, "duo_head_map is for the method duo"),
         ({"document_depth_percent_min": -5}, "document_depth_percent_min must be at least 0"),
-        (
-            {"document_depth_percents": "-5,50"},
-            "document_depth_percents must be a percentage from 0",
-        ),
+        ({"document_depth_percents": "-5,50"}, "depth_percents must be a percentage from 0"),
         ({"document_depth_percents": "5,x"}, "must be a list of numbers or none, got 'x'"),
         ({"document_depth_percents": [True]}, "must be a list of numbers or none"),
         (
@@ -125,10 +108,7 @@ def test_what_razor_is_compared_with_reads_all_blocks() -> None:
         ({"attention": "full"}, "attention is what methods differ in: set methods"),
         ({"methods": "full", "head_map": "r.json"}, "head_map is for the method razor"),
         ({"context_lengths": "1000,0"}, "context_lengths must be at least 1 each"),
-        (
-            {"context_lengths": "1.5"},
-            "context_lengths must be a list of integers such as 8192 or 8K or none",
-        ),
+        ({"context_lengths": "1.5"}, "must be a list of integers such as 8192 or 8K or none"),
         (
             {"context_lengths": "1000", "context_lengths_max": 2000},
             "give either context_lengths or context_lengths_max",
