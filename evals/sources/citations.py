@@ -50,7 +50,7 @@ Json = dict[str, Any]
 
 logging.getLogger("fontTools").setLevel(logging.WARNING)
 
-_PATIENCE = 1800.0  # seconds for an answer
+_ANSWER_SECONDS = 1800.0
 _CHINESE = (
     "\U0001f3ef 山上有一座老城，城里的人每天早上去市场买菜。",  # noqa: RUF001
     "冬天很冷，孩子们在河边玩雪。\U0001f468\u200d\U0001f469\u200d\U0001f467 晚上大家讲故事！",  # noqa: RUF001
@@ -141,7 +141,9 @@ class CitingServer:
             http = stack.enter_context(connect(url))
             self._model = http.get("/v1/models").json()["data"][0]["id"]
             self._client = stack.enter_context(
-                anthropic.Anthropic(base_url=url, api_key="none", timeout=_PATIENCE, max_retries=0)
+                anthropic.Anthropic(
+                    base_url=url, api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
+                )
             )
             self.close = stack.pop_all().close
 

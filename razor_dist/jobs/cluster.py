@@ -23,11 +23,12 @@ log = logging.getLogger(__name__)
 
 # Results and items are small; Ray's default of 30 % of memory would be taken from the caches. The
 # least that Ray accepts is 75 MiB.
-_OBJECT_STORE = 80 * 2**20
-# Seconds between two looks at a placement group that is pending, and between two words about it.
-_LOOK, _TELL = 1.0, 30.0
-# Seconds until a cluster that is to be joined must answer.
-_PATIENCE = 20.0
+_OBJECT_STORE_BYTES = 80 * 2**20
+# A pending placement group is polled, and logged.
+_POLL_SECONDS = 1.0
+_LOG_SECONDS = 30.0
+# A cluster that is joined must answer within this.
+_JOIN_SECONDS = 20.0
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def connected(address: str | None) -> Iterator[bool]:
     if joins:
         _check_listens(str(address))
     else:
-        how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+        how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
         ray.init(**how, logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -60,7 +61,7 @@ def _check_listens(address: str) -> None:
     if not host:
         return  # "auto", which looks for a cluster of this host
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
+        socket.create_connection((host.strip("[]"), int(port)), _JOIN_SECONDS).close()
     except (OSError, ValueError) as error:
         raise ClusterError(f"cannot join the Ray cluster {address!r}: {error}") from None
 
@@ -112,9 +113,9 @@ def reserve(
             "(--cpus-per-rank 0.25) or world_size, or use processes of this host (--no-ray)"
         )
     group = placement_group([dict(demand.bundle)] * demand.ranks, strategy=demand.strategy)
-    begin, logged_at = time.monotonic(), -_TELL
+    begin, logged_at = time.monotonic(), -_LOG_SECONDS
     try:
-        while not group.wait(_LOOK):
+        while not group.wait(_POLL_SECONDS):
             waited = time.monotonic() - begin
             if over.is_set():
                 raise ClusterError(f"{what} is not needed any more")
@@ -123,7 +124,7 @@ def reserve(
                     f"{what} asks for {demand}, for which {_cluster()} had no room within "
                     f"{timeout:g} s"
                 )
-            if waited - logged_at >= _TELL:
+            if waited - logged_at >= _LOG_SECONDS:
                 logged_at, asks = waited, f"it asks for {demand}; {_cluster()}"
                 log.info("%s is pending: %s (%.0f of %g s)", what, asks, waited, timeout)
     except BaseException:

@@ -146,7 +146,7 @@ class _Pool:
         self._taken: Counter[int] = Counter()  # of an engine's ``at_once`` places
 
     def stop(self) -> None:
-        """Have all threads end; an item that is being worked on is abandoned."""
+        """End all threads; running items are abandoned."""
         with self._changed:
             self._over.set()
             self._changed.notify_all()
@@ -155,7 +155,7 @@ class _Pool:
             engine.close()
 
     def work(self, number: int) -> None:
-        """See to the engine that the next item wants, and run items there, until none is left.
+        """Open the engine that the next item needs and run items on it, until none is left.
 
         No item is held while an engine is being opened, which may take long: another that is free
         gets it.

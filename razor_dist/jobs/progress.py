@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # Seconds between two lines about prompts and answers that are not done.
 _EVERY_SECONDS = 5.0
 # Fewer cached tokens of a prompt are not logged: the parts of a document begin alike.
-_FOUND = 512
+_LEAST_CACHED_TOKENS = 512
 
 
 class JobProgress(ExitStack):
@@ -104,7 +104,7 @@ class JobProgress(ExitStack):
         self._live.add(id)
         self._read += update.prefilled
         self._written += update.generated
-        if update.found >= _FOUND or update.found_answer:
+        if update.found >= _LEAST_CACHED_TOKENS or update.found_answer:
             there = f"{update.found:,} tokens of a prompt and {update.found_answer:,} of its answer"
             log.info("%s: %s are there from an earlier run", id, there)
         self._advance(id, update.prefilled + ANSWER_TOKEN * update.generated, update.left)

@@ -38,10 +38,10 @@ from razor_dist.llm.llm import LLM
 
 log = logging.getLogger(__name__)
 
-# Seconds that an idle engine gets to end its ranks and remove its files.
-_GOODBYE = 10.0
-# Seconds between two looks at whether the job is over, while an engine is loading or at work.
-_LOOK = 1.0
+# An idle engine gets this long to end its ranks and remove its files.
+_CLOSE_SECONDS = 10.0
+# Between two looks at whether the job is over, while an engine is loading or at work.
+_POLL_SECONDS = 1.0
 
 
 class RayLLM(LLM):
@@ -119,7 +119,7 @@ class RayEngine:
             yield news
 
     def _wait(self, ref: Any) -> None:
-        while not ray.wait([ref], timeout=_LOOK)[0]:
+        while not ray.wait([ref], timeout=_POLL_SECONDS)[0]:
             if self._over.is_set():
                 raise EngineError("the job is over")
 
@@ -144,7 +144,7 @@ class RayEngine:
             self._closed = True
         if not self._busy:
             with contextlib.suppress(RayError, GetTimeoutError):
-                ray.get(self._actor.close.remote(), timeout=_GOODBYE)
+                ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
             remove_placement_group(self._group)

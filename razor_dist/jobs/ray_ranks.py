@@ -23,8 +23,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.ranks import RankExit, Ranks
 from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableError
 
-# Seconds that killed actors are waited for. Their successors wait for their room in any case.
-_KILLED = 10.0
+# Killed actors are waited for this long. Their successors wait for their room in any case.
+_KILL_SECONDS = 10.0
 
 
 class Place(NamedTuple):
@@ -112,7 +112,7 @@ class ActorRanks(Ranks):
     async def stop(self, patience: float = 2.0) -> None:
         # Ray knows no milder way that a rank in a collective would obey.
         self.kill()
-        await self.wait(_KILLED)
+        await self.wait(_KILL_SECONDS)
 
     def kill(self) -> None:
         for actor in self._actors:

@@ -155,7 +155,7 @@ class Task(Protocol):
         """Return all items, in the order in which the finished results list them."""
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
-        """Do one item's work on an engine that is there for this item alone meanwhile (`at_once`).
+        """Do one item's work while it has the engine to itself, or shares it (`at_once`).
 
         Runs in a process on the node of the engine's rank 0. Whatever it leaves in ``llm`` (a
         prefix that is not released) takes room in the caches from the next item.
