@@ -183,7 +183,8 @@ def _text_of(file: Path) -> str:
         kind = "text"
     try:
         gz = file.suffix.lower() == ".gz"
-        return read_document(file.read_bytes(), kind, gz=gz).text
+        # Named, so that no flag is advised that this command does not have.
+        return read_document(file.read_bytes(), kind, gz=gz, encoding="utf-8").text
     except OSError as error:
         raise ConfigError(f"cannot read the text {file}: {error.strerror}") from None
     except DocumentError as error:

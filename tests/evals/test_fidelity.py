@@ -249,10 +249,13 @@ def test_settings_that_are_refused(
 def test_texts_that_are_refused(letters: Path, tmp_path: Path) -> None:
     short, other = tmp_path / "short.txt", tmp_path / "other" / "short.txt"
     short.write_text("Not much.")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
     config = FidelityConfig(model=str(letters), methods=("streaming",), tokens=200)
     for files, message in (
         ([short], "short.txt has 9 tokens, fewer than the 200 wanted"),
         ([short, other], "two texts are named short.txt; rename one"),
+        ([latin], r"latin.txt is not UTF-8 text \(byte 3\); convert it"),
         ([tmp_path / "none.txt"], f"cannot read the text {tmp_path}/none.txt: No such file"),
     ):
         with pytest.raises(ConfigError, match=message):
