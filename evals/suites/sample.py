@@ -121,7 +121,7 @@ class HiddenText:
         filler, placed = Filler(self.others), sorted(self.hidden, key=lambda own: own[0])
 
         def build(count: int) -> Sample:
-            lines = list(filler.first(count))
+            lines = filler.first(count)
             # From the back, so that what is inserted moves no earlier place.
             for part, line in reversed(placed):
                 lines.insert(int(part * (count + self.slots)), line)

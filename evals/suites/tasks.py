@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.sample import Sample, Units, fit
 
-_NAMES = "zero one two three four five six seven eight nine ten".split()  # noqa: SIM905
-_NUMBERS = {name: str(number) for number, name in enumerate(_NAMES)}
+NUMBER_NAMES = "zero one two three four five six seven eight nine ten".split()  # noqa: SIM905
+_NUMBERS = {name: str(number) for number, name in enumerate(NUMBER_NAMES)}
 _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 Score = Callable[[str, Sequence[str]], float]  # from 0 to 1, of an answer and what is wanted

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from razor_dist.evals.suites.sample import Asked, HiddenText, Units, prose
-from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
+from razor_dist.evals.suites.tasks import NUMBER_NAMES, Making, Suite, Task, first_word
 
 _ABOUT = (
     "The text below tells, between other things, how people walk through a house and what they do "
@@ -22,7 +22,6 @@ _PEOPLE = ("Alrik", "Bettina", "Cosimo", "Dagny", "Ewald", "Fiorella", "Gudrun",
 _ROOMS = ("attic", "bedroom", "cellar", "garage", "garden", "hallway", "kitchen", "library")
 _THINGS = ("basket", "candle", "kettle", "ladder", "lamp", "rope", "umbrella", "violin")
 _CAST, _PLACES, _PROPS = 4, 5, 4
-_DIGITS = ("zero", "one", "two", "three", "four")
 # Of events, their wordings; `who` acts, `other` receives.
 _WALK = ("{who} went to the {room}.", "{who} walked into the {room}.", "{who} moved to the {room}.")
 _TAKE = ("{who} picked up the {thing}.", "{who} took the {thing}.")
@@ -121,7 +120,7 @@ def _count(world: World) -> Iterator[Asked]:
         number = sum(carrier == who for carrier in world.carrier.values())
         question = f"How many things does {who} have in the end? Answer with a number."
         cue = f"In the end, the number of things that {who} has is"
-        yield Asked(question, cue, (str(number), _DIGITS[number]))
+        yield Asked(question, cue, (str(number), NUMBER_NAMES[number]))
 
 
 def _task(ask: Callable[[World], Iterator[Asked]]) -> Task:
