@@ -32,6 +32,7 @@ _NOTE = (
     "do not exceed; same, how often the likeliest token is the same. KV is what one rank keeps of "
     "the text, measured, and its part of full attention's."
 )
+_TEXT = "{text}, {tokens} tokens, compared from {prompt_tokens}"
 _STEPS = {
     "prefill": "in chunks, as a prompt that is continued",
     "decode": "one token at a time, as an answer",
@@ -102,10 +103,7 @@ def write_report(folder: Path) -> str:
 def _by_text(results: Sequence[Result]) -> dict[str, list[Result]]:
     texts: dict[str, list[Result]] = {}
     for result in results:
-        name = (
-            f"{result['text']}, {result['tokens']} tokens, compared from {result['prompt_tokens']}"
-        )
-        texts.setdefault(name, []).append(result)
+        texts.setdefault(_TEXT.format(**result), []).append(result)
     return texts
 
 

@@ -204,30 +204,16 @@ def test_a_map_of_another_method_is_not_duos(tmp_path: Path) -> None:
 
 
 def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path: Path) -> None:
-    model = build_needle_model(tmp_path / "model")
-    settings = {
-        "model": str(model),
-        "head-map": str(model / HEAD_MAP),
-        "methods": "razor,streaming",
-        "preset": "words",
-        "context-lengths": "1024,1536",
-        "document-depth-percents": "0,50,100",
-        "share-depths": None,
-        "window-min": "256",
-        "window-ratio": "none",
-        "world-size": "2",
-        "decode": "replicated",  # whose every rank has all windows, and half of the retrieval KV
-        "threads": "1",
-        "kv-tokens": "1600",
-        "chunked-prefill-size": "256",
-        "max-step-ms": "1e6",  # all chunks are as long, however slow the machine is
-        "no-ray": None,
-    }
-    flags = [
-        f"--{name}" if value is None else f"--{name}={value}" for name, value in settings.items()
-    ]
-    out = tmp_path / "out"
-    assert cli.main(["eval", "needle", "--out", str(out), *flags]) == 0
+    model, out = build_needle_model(tmp_path / "model"), tmp_path / "out"
+    command = f"eval needle --model {model} --head-map {model / HEAD_MAP} --no-ray --out {out}"
+    command += " --methods razor,streaming --preset words --share-depths"
+    command += " --context-lengths 1024,1536 --document-depth-percents 0,50,100"
+    command += " --window-min 256 --window-ratio none --threads 1 --kv-tokens 1600"
+    # Every rank has all windows, and half of the retrieval heads' keys and values.
+    command += " --world-size 2 --decode replicated"
+    # All chunks are as long, however slow the machine is.
+    command += " --chunked-prefill-size 256 --max-step-ms 1e6"
+    assert cli.main(command.split()) == 0
     found = NeedleRun(out)
     assert found.scores("razor") == [[1, 1]] * 3
     assert found.scores("streaming") == [[0, 0], [0, 0], [1, 1]]
