@@ -76,6 +76,7 @@ class Ask:
     pin: bool = False
     quota: int | None = None  # bytes that pins may take, as of one key's contexts
     cut: int | None = None  # answers are aborted after so many tokens, as by a stop string
+    cache_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Client:
                 pin=ask.pin,
                 quota=None if ask.quota is None else ("key", ask.quota),
                 cache_salt=ask.salt,
+                cache_prompt=ask.cache_prompt,
             )
         except RequestError as error:
             assert error.code in REFUSED or error.param in ("n", "return_sources"), error
@@ -425,6 +427,8 @@ def params_of(draw: st.DrawFn, *, letters: bool, by_priority: bool) -> SamplingP
     if draw(rarely):
         values["return_sources"] = 2
     if draw(rarely):
+        values["repetition_detection"] = {"max_pattern_size": 3, "min_count": 2}
+    if draw(rarely):
         values["stop_token_ids"] = list(range(4, 30))
     if letters and draw(rarely):
         values["structured_outputs"] = {"regex": "(ab|c[0-9]){3,9}!"}
@@ -462,6 +466,7 @@ def asks(draw: st.DrawFn, *, letters: bool, by_priority: bool) -> Ask:
         pin=pin,
         quota=draw(st.sampled_from([None, 10**9, 40_000])) if pin else None,
         cut=draw(st.sampled_from([None, None, None, 1, 4])),
+        cache_prompt=draw(st.sampled_from([True, True, True, False])),
     )
 
 

@@ -15,7 +15,7 @@ from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.cache_need import CacheNeed
 from razor_dist.engine.checkpoints import WORTH_PAGES, Checkpoints
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.request import Answer, Phase, Prefill, Request
+from razor_dist.engine.request import Answer, Awaited, Phase, Prefill, Request
 from razor_dist.engine.room import Hit, Room
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
 from razor_dist.prefix.tiers import least_new
@@ -32,11 +32,6 @@ class Wait(Enum):
     PREFIX = auto()  # a prefix that is being prefilled or loaded: others may pass
 
 
-class Opened(NamedTuple):
-    prefill: Prefill
-    plans: list[StepPlan]  # those that evict, and the one that opens
-
-
 class Source(NamedTuple):
     """A sequence whose tokens a prompt may begin with."""
 
@@ -51,6 +46,7 @@ class Admission:
 
     Without ``share``, a sequence's caches end with it, and only pinned prefixes are continued.
     ``end_ids`` are the tokens that end an answer, and so each message of a conversation.
+    ``stays_beside`` tells if all that wait fit beside a pinned prefix that takes so much.
     """
 
     def __init__(
@@ -60,28 +56,36 @@ class Admission:
         prefill_policy: PrefillPolicy,
         *,
         share: bool,
-        end_ids: Iterable[int] = (),
+        end_ids: Iterable[int],
+        stays_beside: Callable[[Request, Ints], bool],
     ) -> None:
         self.cache, self.world_size, self._prefill_policy = cache, world_size, prefill_policy
         self.room = Room(cache, world_size, prefill_policy.cost, share=share)
         self.accounts = self.room.accounts
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
-        self._pending: list[StepPlan] = []
-        # Tells if all that wait fit beside a pinned prefix that takes so much; the scheduler's.
-        self.stays_beside: Callable[[Request, Ints], bool] = lambda _, __: True
+        self._fits_beside = stays_beside
         # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
         self.checkpoint_seconds = 5.0
 
     # ------------------------------------------------------------------- sequences begin
 
-    def open(self, request: Request, prefills: Seq[Prefill]) -> Opened | Wait:
-        """Take room for a request and its answers, evicting what must go."""
+    def open(
+        self, request: Request, prefills: Seq[Prefill], plans: list[StepPlan]
+    ) -> Prefill | Wait:
+        """Take room for a request and its answers, evicting what must go, by ``plans`` to add.
+
+        It waits for one of the ``prefills`` that go on, if that will cache its beginning.
+        """
+        # Looked for once, not at every step: among a million tokens that takes milliseconds.
+        if request.awaits is not None and request.awaits(prefills):
+            return Wait.PREFIX
         hit = self._find(request)
         if hit is not None:
-            if self.checkpoints.is_prefilled_soon(request, hit.tokens, prefills):
-                return Wait.PREFIX
-            if self._promotes(request, hit):
+            request.awaits = self.checkpoints.awaited(
+                request, hit.tokens, prefills
+            ) or self._promote(request, hit, plans)
+            if request.awaits is not None:
                 return Wait.PREFIX
         accounts, end, total = self.accounts, request.end, request.total
         for source in self._sources(request, hit):
@@ -95,14 +99,15 @@ class Admission:
             prefilled = stored + shard_sizes(begin, chunks_end, end, self.world_size)
             each = accounts.need(prefilled, end, end, total)
             but = [] if key is None else [key]
-            plans = self.room.make(need + len(request.forks) * each, *but)
-            if plans is not None:
+            evicting = self.room.make(need + len(request.forks) * each, *but)
+            if evicting is not None:
+                plans += evicting
                 return self._open(request, hit, source, plans)
         return Wait.ROOM
 
     def _open(
         self, request: Request, hit: Hit | None, source: Source, plans: list[StepPlan]
-    ) -> Opened:
+    ) -> Prefill:
         accounts, end, total = self.accounts, request.end, request.total
         prefill = Prefill(request, source.begin, source.short)
         request.enter(Phase.PREFILL)
@@ -118,18 +123,20 @@ class Admission:
             plans += self.room.forget(source.key)
             cache.remove(source.key)
             accounts.close(source.key)
-        plan = StepPlan(
-            Op.OPEN if source.key is None else Op.FORK,
-            request.key,
-            begin=prefill.begin,
-            end=prefill.chunks_end,
-            total=total,
-            source=source.key or 0,
-            instead=source.instead,
-            # Another may continue a pinned one; an answer's last token is sampled and never read.
-            max_read=(self.cache.max_tokens if request.pinned else total) - 1,
+        plans.append(
+            StepPlan(
+                Op.OPEN if source.key is None else Op.FORK,
+                request.key,
+                begin=prefill.begin,
+                end=prefill.chunks_end,
+                total=total,
+                source=source.key or 0,
+                instead=source.instead,
+                # Another may continue a pinned one; an answer's last token is never read.
+                max_read=(self.cache.max_tokens if request.pinned else total) - 1,
+            )
         )
-        return Opened(prefill, [*plans, plan])
+        return prefill
 
     def fork(self, answer: Answer) -> StepPlan:
         """Begin another answer to a prompt that is prefilled, in the room that it has got."""
@@ -165,7 +172,7 @@ class Admission:
         chunks_end = begin if short else request.end
         taken = self.accounts.need(stored, begin, chunks_end, request.total)
         taken[0] += stored // self.cache.page_size
-        return self.stays_beside(request, taken)
+        return self._fits_beside(request, taken)
 
     def checkpoint(self, prefill: Prefill, end: int) -> None:
         """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.
@@ -188,38 +195,32 @@ class Admission:
 
     # ------------------------------------------------------------------- host memory and disk
 
-    def _promotes(self, request: Request, hit: Hit) -> bool:
-        """True if a request waits for what it begins with, which is in host memory or on disk."""
+    def _promote(self, request: Request, hit: Hit, plans: list[StepPlan]) -> Awaited | None:
+        """Load what a request begins with from host memory or disk; return what it waits for."""
         tiers, accounts = self.room.tiers, self.accounts
-        if tiers is None:
-            return False
-        if request.loading is not None:  # once: what could not be loaded is prefilled
-            return tiers.loading is not None and tiers.loading.key == request.loading
+        if tiers is None or request.loaded:  # once: what could not be loaded is prefilled
+            return None
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
-            return False
-        if tiers.loading is not None:
-            return True
-        node, end, size = found.entry, found.entry.end, self.world_size
-        chunks = node.layout(size)
-        stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
-        # Room for the request as well, which then takes what it begins with from there.
-        need = accounts.restored(chunks, end)
-        # It may take the place of what is loaded (`_sources`).
-        beside = accounts.need(stored, found.tokens, request.end, request.total)
-        need = np.maximum(need, need + beside - accounts.in_slots(total=end))
-        evicting = self.room.make(need)
-        if evicting is None:
-            return False
-        request.loading = key = next(self.room.copies)
-        accounts.restore(key, chunks, end, node.manifest.tails)
-        self._pending += [*evicting, tiers.load(node, key, request.namespace)]
-        return True
-
-    def take_pending(self) -> list[StepPlan]:
-        """Return plans that come before those which `open` returns, once."""
-        plans, self._pending = self._pending, []
-        return plans
+            return None
+        if tiers.loading is None:
+            node, end, size = found.entry, found.entry.end, self.world_size
+            chunks = node.layout(size)
+            stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
+            # Room for the request as well, which then takes what it begins with from there.
+            need = accounts.restored(chunks, end)
+            # It may take the place of what is loaded (`_sources`).
+            beside = accounts.need(stored, found.tokens, request.end, request.total)
+            need = np.maximum(need, need + beside - accounts.in_slots(total=end))
+            evicting = self.room.make(need)
+            if evicting is None:
+                return None
+            key = next(self.room.copies)
+            accounts.restore(key, chunks, end, node.manifest.tails)
+            plans += [*evicting, tiers.load(node, key, request.namespace)]
+            request.loaded = True
+        loading = tiers.loading
+        return lambda _: tiers.loading is loading
 
     def is_worth_keeping(self, prefill: Prefill) -> bool:
         """True if an aborted prefill has done enough of its prompt to be worth caching."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from razor_dist.cache.accounting import CacheAccounts
-from razor_dist.engine.request import Prefill, Request
+from razor_dist.engine.request import Awaited, Prefill, Request
 from razor_dist.prefix.index import common_tokens
 
 # Pages of tokens that a prompt must have in common with another to wait for it, or for a copy to be
@@ -63,10 +63,11 @@ class Checkpoints:
                 begin = stop
         return [*ends[:1], *ends[1:][-_LATEST_ENDS:]]
 
-    def is_prefilled_soon(self, request: Request, cached: int, prefills: Sequence[Prefill]) -> bool:
-        """True if a running prefill will soon cache more of a prompt than the ``cached`` tokens.
+    def awaited(self, request: Request, cached: int, prefills: Sequence[Prefill]) -> Awaited | None:
+        """Return which of the ``prefills`` a prompt waits for, if one will soon cache more of it.
 
-        Where the prompts part it may leave no caches by itself: then it is to stop there.
+        That is more than the ``cached`` tokens. Where the prompts part a prefill may leave no
+        caches by itself: then it is to stop there.
         """
         worth = cached + self._worth
         for prefill in prefills:
@@ -83,9 +84,17 @@ class Checkpoints:
             if common < worth:
                 continue
             if common >= self._accounts.first_cut(prefill.end, prefill.begin):
-                return True
+                return _comes(prefill, prefill.end)
             stop = self._stop(prefill, common)
             if prefill.position < stop < prefill.end and stop >= worth and not prefill.short:
                 prefill.stop_at(stop)
-                return True
-        return False
+                return _comes(prefill, stop)
+        return None
+
+
+def _comes(prefill: Prefill, position: int) -> Awaited:
+    """While a prefill goes on, up to a position, and has not been cut."""
+    end = prefill.end
+    return lambda prefills: (
+        prefill in prefills and prefill.end == end and prefill.position < position
+    )

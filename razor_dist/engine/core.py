@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,7 @@ from razor_dist.protocol.messages import (
 )
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
-from razor_dist.protocol.structured_outputs import GrammarCompiler
+from razor_dist.protocol.structured_outputs import Grammar, GrammarCompiler
 
 # Tokens of an answer, before any has ended.
 _ANSWER_TOKENS = 256
@@ -173,13 +174,15 @@ class EngineCore:
 
     def step(self) -> list[AboutRequest]:
         """Admit what fits; else schedule, run and postprocess one step. Report what came of it."""
+        waiting = self.scheduler.waiting
+        compiling = [r.grammar for r in waiting if r.grammar and not r.grammar.done()]
         if admitted := self._admit():
             return admitted  # now: the first chunk may take long
         moved = self._transfer()
         plan = self.scheduler.next()
         if plan is None:
             if not moved:
-                self._wait()
+                self._wait(compiling)
             return []
         began = self._clock()
         logits = self._ranks.run(plan)
@@ -194,23 +197,22 @@ class EngineCore:
                 for answer in list(request.answers):
                     self._end(answer)
                     admitted.append(Failed.of(answer.id, refusal))
-        while opened := self.scheduler.admit():
-            request, plans = opened
-            self._ranks.run_all([*self.scheduler.admission.take_pending(), *plans])
-            if request.reported:
-                admitted.append(self.scheduler.prefills[request.key].progress(self._clock()))
-        self._ranks.run_all(self.scheduler.admission.take_pending())
-        return admitted
+        opened, plans = self.scheduler.admit()
+        self._ranks.run_all(plans)
+        prefills = [self.scheduler.prefills[request.key] for request in opened if request.reported]
+        return admitted + [prefill.progress(self._clock()) for prefill in prefills]
 
-    def _wait(self) -> None:
-        """Nothing can be computed: wait for the store's writers, or for a grammar."""
+    def _wait(self, compiling: list[Future[Grammar]]) -> None:
+        """Nothing can be computed: wait for the store's writers, or for a grammar.
+
+        ``compiling`` are those that were not ready for this step; they may be by now.
+        """
         if self.scheduler.room.moves:
             self.scheduler.room.pause()
             return
         # A request that waits while nothing runs would have rank 0 spin for ever.
-        pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
-        assert pending or not self.scheduler.waiting, "the scheduler cannot admit what it took"
-        if pending and not futures.wait(pending, _GRAMMAR_SECONDS, "FIRST_COMPLETED").done:
+        assert compiling or not self.scheduler.waiting, "the scheduler cannot admit what it took"
+        if compiling and not futures.wait(compiling, _GRAMMAR_SECONDS, "FIRST_COMPLETED").done:
             self.idle()
 
     def _postprocess(

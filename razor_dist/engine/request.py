@@ -7,7 +7,7 @@ What a sequence has of the caches is in `razor_dist.cache.accounting`, by the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -31,6 +31,9 @@ class Phase(Enum):
     PREFILLED = auto()  # its answers run, or it is pinned for others to continue
     ENDED = auto()
 
+
+# True while something that a request waits for is to come, given the prefills that go on.
+Awaited = Callable[["Sequence[Prefill]"], bool]
 
 _NEXT = {
     Phase.WAITING: {Phase.PREFILL, Phase.ENDED},
@@ -62,7 +65,9 @@ class Request:
     grammar: Future[Grammar] | None = None  # what every answer must match
     # All ranks compute the whole prompt, in one step, unless part of it is found in the caches.
     short: bool = False
-    loading: int | None = None  # while it waits: the sequence that its beginning is loaded into
+    # While it waits: what is to cache its beginning; and if that was loaded for it.
+    awaits: Awaited | None = None
+    loaded: bool = False
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # a pinned prefix that only those requests need
     # Of a pinned prefix: as in `Add`, and its bytes, as in `Progress`.

@@ -44,8 +44,14 @@ class Scheduler:
         end_ids: Iterable[int] = (),
     ) -> None:
         self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
-        self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
-        self.admission.stays_beside = self._stays_beside
+        self.admission = Admission(
+            cache,
+            world_size,
+            prefill_policy,
+            share=share,
+            end_ids=end_ids,
+            stays_beside=self._stays_beside,
+        )
         self.room = self.admission.room
         self.waiting: deque[Request] = deque()
         # By the keys of their sequences: prompts that are being prefilled, in the order in which
@@ -132,16 +138,24 @@ class Scheduler:
         waiting = [other for other in self.waiting if not other.pinned]
         return self.admission.need.fits(waiting, held, taken)
 
-    def admit(self) -> tuple[Request, list[StepPlan]] | None:
-        """Open the oldest waiting request whose prefix is ready, if all it needs is free.
+    def admit(self) -> tuple[list[Request], list[StepPlan]]:
+        """Open waiting requests while all that they need is free; return them and the plans.
 
-        The last of the plans opens it; those before evict. One that waits for a prompt which has
-        much in common with it, and is being prefilled, or for its grammar, lets others pass; so
-        does one whose pinned prefix is being prefilled.
+        The oldest goes first. One that waits for its grammar, or for what will cache its beginning,
+        lets others pass; so does one whose pinned prefix is being prefilled.
         """
         if self.waiting:
             for answer in self.running.values():
                 self.room.grown(answer.key, answer.length)
+        opened: list[Request] = []
+        plans: list[StepPlan] = []
+        while (request := self._admit_one(plans)) is not None:
+            opened.append(request)
+        return opened, plans
+
+    def _admit_one(self, plans: list[StepPlan]) -> Request | None:
+        # One of a later priority may not go on for long: nothing waits for it.
+        prefills = self.prefill_policy.first_class(list(self.prefills.values()))
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
@@ -151,13 +165,13 @@ class Scheduler:
                 continue
             if request.pinned and (index or self._pins >= self.cache.max_pinned):
                 break  # a waiting request may not fit beside it, and it stays until released
-            opened = self.admission.open(request, list(self.prefills.values()))
+            opened = self.admission.open(request, prefills, plans)
             if opened is Wait.ROOM:
                 break
-            if opened is not Wait.PREFIX:
+            if isinstance(opened, Prefill):
                 del self.waiting[index]
-                self.prefills[request.key] = opened.prefill
-                return request, opened.plans
+                self.prefills[request.key] = opened
+                return request
         return None
 
     def next(self) -> StepPlan | None:

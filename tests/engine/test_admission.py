@@ -573,3 +573,38 @@ def test_priority_does_not_pass_who_alone_keeps_a_released_prefix() -> None:
     add(core, "b", 16, 3, priority=-1)
     run(core)
     assert runner.lengths == {}
+
+
+def test_what_waits_for_a_prefill_is_looked_for_once() -> None:
+    """Not at every step: among a million tokens that takes milliseconds for each that waits."""
+    core, _ = make_core(pages=120, slots=8, places=9 * WIDEST, share=True)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    looked: list[str] = []
+    find = core.scheduler.admission._find
+    core.scheduler.admission._find = lambda request: looked.append(request.id) or find(request)
+    for name in "abcd":
+        add(core, name, 30)
+    for _ in range(4):
+        step(core)
+        assert looked == list("abcd") and len(core.scheduler.prefills) == 1
+    run(core)
+    assert looked == [*"abcd", *"bcd"]
+
+
+def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
+    """That goes on when all of the first priority have ended: there may always be more of them."""
+    core, _ = make_core(pages=120, share=True, by_priority=True)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    add(core, "later", 30, priority=1)
+    step(core)
+    step(core)
+    add(core, "first", 30, salt="another")
+    step(core)
+    add(core, "same", 30)
+    step(core)
+    assert [one.request.id for one in core.scheduler.prefills.values()] == [
+        "later",
+        "first",
+        "same",
+    ]
+    run(core)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import StepPlan
 from razor_dist.protocol.structured_outputs import (
     Grammar,
     GrammarCompiler,
@@ -247,6 +249,26 @@ def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.Monkey
     core.add("again", [50], params)
     run(core)
     assert len(asked) == 1
+
+
+def test_a_grammar_may_be_ready_while_a_step_is_scheduled(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
+    assert params.structured_outputs is not None
+    compiled = core.grammars.compile(params.structured_outputs).result()
+    ready: Future[Grammar] = Future()
+    monkeypatch.setattr(core._intake._grammars, "compile", lambda _: ready)
+    next_plan = core.scheduler.next
+
+    def plan() -> StepPlan | None:
+        if not ready.done():
+            ready.set_result(compiled)
+        return next_plan()
+
+    monkeypatch.setattr(core.scheduler, "next", plan)
+    core.add("a", [50], params)
+    assert len(tokens(run(core)["a"])) == 5
 
 
 def after(given: str, asked: list[dict[str, Any]]) -> list[list[str]]:
