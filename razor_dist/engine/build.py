@@ -21,7 +21,7 @@ from razor_dist.engine.advice import about_settings
 from razor_dist.engine.capacity import Capacity, free_memory
 from razor_dist.engine.checks import check_settings
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.decode_mode import NoAttention, share_short_steps
+from razor_dist.engine.decode_mode import run_without_attention, share_short_steps
 from razor_dist.engine.device import (
     kv_dtype_name,
     ring_of,
@@ -157,19 +157,10 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
     return engine
 
 
-@torch.inference_mode()
 def check_model(model: PreTrainedModel, name: str) -> None:
     """Run one token through a model; `ModelError` if its attention is not one we compute."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    shape = ModelShape.from_config(model.config)
     try:
-        model(
-            input_ids=token,
-            position_ids=token,
-            use_cache=False,
-            logits_to_keep=1,
-            attention_context=NoAttention([shape.query_heads] * shape.layers),
-        )
+        run_without_attention(model)
     except NotImplementedError as error:
         raise ModelError(f"{name} cannot be served: {error}") from error
 

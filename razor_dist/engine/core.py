@@ -222,16 +222,16 @@ class EngineCore:
         self._last_step = seconds = self._clock() - began
         self.scheduler.prefill_policy.slowdown = self.runner.slowdown
         step = self.scheduler.done(plan, seconds)
-        reads = any(one.tokens for one in step)
-        self._step_seconds["prefill" if reads else "decode"].note(seconds)
+        prefills = any(isinstance(of, Prefill) for of, _ in step)
+        self._step_seconds["prefill" if prefills else "decode"].note(seconds)
         messages: list[AboutRequest] = []
         runs: list[Run] = []
         plans: list[StepPlan] = []
         row = 0
-        for entry, (of, tokens) in zip(plan.entries, step, strict=True):
+        for of, entry in step:
             if isinstance(of, Prefill):
-                self._prompt_tokens += tokens
-                messages += self._prefilled(of, tokens, began)
+                self._prompt_tokens += len(entry.tokens)
+                messages += self._prefilled(of, len(entry.tokens), began)
                 if of.done:
                     plans += self.scheduler.start(of)
                     runs += [Run(answer, row, []) for answer in of.request.answers]

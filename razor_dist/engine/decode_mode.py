@@ -66,7 +66,7 @@ def share_short_steps(
     reason = "by the settings"
     if config.decode == "auto":
         heads = [len(layer.outputs) for layer in layout.short]
-        alone, shared = _measure(model, shape, tensor, heads, comm, recorder)
+        alone, shared = _measure(model, tensor, heads, comm, recorder)
         better = shared < _WORTH * alone
         reason = (
             f"one token's weights take {1e3 * shared:.1f} ms where the ranks share them, and "
@@ -91,7 +91,7 @@ def why_replicated(config: EngineConfig, model: PreTrainedModel) -> str | None:
     return why_not(model)
 
 
-class NoAttention:
+class _NoAttention:
     """An `AttentionContext` that attends to nothing; ``heads`` are the results', by layer."""
 
     def __init__(self, heads: Sequence[int]) -> None:
@@ -103,18 +103,29 @@ class NoAttention:
 
 
 @torch.inference_mode()
-def rotations_can_wait(model: PreTrainedModel, shape: ModelShape) -> bool:
+def run_without_attention(model: PreTrainedModel, heads: Sequence[int] | None = None) -> Tensor:
+    """Logits ``[1, V]`` of one token; attention has results for these ``heads`` of each layer.
+
+    By default it has all. `NotImplementedError` if it is not one that we compute.
+    """
+    if heads is None:
+        shape = ModelShape.from_config(model.config)
+        heads = [shape.query_heads] * shape.layers
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    options = {"use_cache": False, "logits_to_keep": 1, "attention_context": _NoAttention(heads)}
+    logits: Tensor = model(input_ids=token, position_ids=token, **options).logits[0]
+    return logits
+
+
+def rotations_can_wait(model: PreTrainedModel) -> bool:
     """Tell if attention gets queries and keys as a model's rotary embeddings leave them.
 
     Only then can it rotate them itself: Phi puts rotated parts and others together, HunYuan norms
     what is rotated, Ministral 3 scales queries.
     """
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    nothing = NoAttention([shape.query_heads] * shape.layers)
-    options = {"use_cache": False, "logits_to_keep": 1, "attention_context": nothing}
     try:
         with postponed_rotations():
-            model(input_ids=token, position_ids=token, **options)
+            run_without_attention(model)
     except NotImplementedError:
         return False
     return True
@@ -123,7 +134,6 @@ def rotations_can_wait(model: PreTrainedModel, shape: ModelShape) -> bool:
 @torch.inference_mode()
 def _measure(
     model: PreTrainedModel,
-    shape: ModelShape,
     tensor: TensorParallel,
     heads: Sequence[int],
     comm: Communicator,
@@ -133,26 +143,13 @@ def _measure(
 
     Attention is left out: tensor mode's is never more work than the other's.
     """
-    nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    contexts = NoAttention([shape.query_heads] * shape.layers), NoAttention(heads)
-
-    def run(context: NoAttention) -> Tensor:
-        output = model(
-            input_ids=nothing,
-            position_ids=nothing,
-            use_cache=False,
-            logits_to_keep=1,
-            attention_context=context,
-        )
-        logits: Tensor = output.logits[0]
-        return logits
 
     def alone() -> tuple[Tensor]:
-        return (run(contexts[0]),)
+        return (run_without_attention(model),)
 
     def shared() -> tuple[Tensor]:
         with tensor.sharing():
-            return (tensor.gather_logits(run(contexts[1])),)
+            return (tensor.gather_logits(run_without_attention(model, heads)),)
 
     steps = _recorded([alone, shared], comm, model.device, recorder)
     least = [float("inf"), float("inf")]

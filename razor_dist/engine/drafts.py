@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -48,19 +47,6 @@ _LEAST_ROW = 0.025
 _LEAST_STEP = 1e-4
 # A draft must promise this many times the tokens per second of a step without one: estimates err.
 _GAIN = 1.05
-
-
-class Proposer(Protocol):
-    """Proposes the next tokens of one sequence."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take the sequence's next tokens."""
-
-    def draft(self, count: int) -> list[int]:
-        """Return up to ``count`` tokens that may follow, the likelier the earlier."""
-
-    def hits(self, count: int) -> float:
-        """Return the expected number of right tokens among a draft's first ``count``."""
 
 
 class NgramIndex:
@@ -218,29 +204,26 @@ class Lookup:
         self._at, self._matched = self._index.find(self._longest)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Take the sequence's next tokens."""
         for token in tokens:
-            self._push(token)
-
-    def _push(self, token: int) -> None:
-        before, matched = self._at, self._matched
-        right = before >= 0 and self._index.token(before) == token
-        if before >= 0:
-            self._rates.note(matched, right)
-        self._index.add(token)
-        if right:
-            self._at, self._matched = before + 1, matched + 1
-            return
-        self._at, self._matched = self._index.find(self._longest)
-        if self._at < 0 and matched:
-            self._at = before + 1
+            before, matched = self._at, self._matched
+            right = before >= 0 and self._index.token(before) == token
+            if before >= 0:
+                self._rates.note(matched, right)
+            self._index.add(token)
+            if right:
+                self._at, self._matched = before + 1, matched + 1
+                continue
+            self._at, self._matched = self._index.find(self._longest)
+            if self._at < 0 and matched:
+                self._at = before + 1
 
     def draft(self, count: int) -> list[int]:
-        """See `Proposer`."""
+        """Return up to ``count`` tokens that may follow, the likelier the earlier."""
         return [] if self._at < 0 else self._index.following(self._at, count)
 
     def hits(self, count: int) -> float:
-        """See `Proposer`."""
+        """Return the expected number of right tokens among a draft's first ``count``."""
         return 0.0 if self._at < 0 else self._rates.hits(self._matched, count)
 
 
@@ -256,11 +239,9 @@ class Ngram:
         self._sizes = range(config.lookup_max, config.lookup_min - 1, -1)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See `Proposer`."""
         self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
 
     def draft(self, count: int) -> list[int]:
-        """See `Proposer`."""
         for n in self._sizes:
             if len(self._tokens) <= n:
                 continue
@@ -274,7 +255,6 @@ class Ngram:
         return []
 
     def hits(self, count: int) -> float:
-        """See `Proposer`."""
         return float(count)
 
 
@@ -291,7 +271,7 @@ class Drafts:
         self._of_all = HitRates()
         self._terms, self._steps = cost.decode_terms(), 0
         # Of each answer, and how many of its tokens it knows.
-        self._proposers: WeakKeyDictionary[Answer, tuple[Proposer, int]] = WeakKeyDictionary()
+        self._proposers: WeakKeyDictionary[Answer, tuple[Lookup | Ngram, int]] = WeakKeyDictionary()
         # Of prompts with several answers; each answer's own begins as a copy.
         self._indexes: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
         self._drafts = self._draft_tokens = 0
@@ -318,11 +298,11 @@ class Drafts:
             room -= len(found[-1])
         return found
 
-    def _proposer(self, answer: Answer) -> Proposer:
+    def _proposer(self, answer: Answer) -> Lookup | Ngram:
         known = self._proposers.get(answer)
         if known is None:
             if self._config.method == "ngram":
-                proposer: Proposer = Ngram(answer.request.tokens, self._config)
+                proposer: Lookup | Ngram = Ngram(answer.request.tokens, self._config)
             else:
                 proposer = Lookup(self._index(answer.request), self._config, self._of_all)
             known = proposer, 0
@@ -341,7 +321,9 @@ class Drafts:
             self._indexes[request] = known
         return known.copy()
 
-    def _count(self, proposer: Proposer, most: int, answers: int, base: float, row: float) -> int:
+    def _count(
+        self, proposer: Lookup | Ngram, most: int, answers: int, base: float, row: float
+    ) -> int:
         """Tokens of the draft by which a step gives the most tokens per second.
 
         A step of all answers takes ``base`` seconds without drafts, and ``row`` more for each

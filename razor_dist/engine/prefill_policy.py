@@ -167,7 +167,9 @@ class PrefillPolicy:
         to, and the speed is about the same. If the part before it must still be a chunk
         (`Prefill.whole_window`), the piece has a chunk's length.
         """
-        step, longer, varied = self._max_step, _LONGER * self._max_step, self._vary()
+        self._varied = not self._varied
+        step, longer = self._max_step, _LONGER * self._max_step
+        varied = _VARIED if self._varied else 1.0
         beside = len(answering) > 0 or any(self._left(other) <= longer for other in others)
         if beside:
             self._somebody_came()
@@ -208,10 +210,6 @@ class PrefillPolicy:
         least half of a step's time is taken to be in proportion to its tokens.
         """
         return max((n * (2 * seconds / s - 1) for n, s in self._recent), default=math.inf)
-
-    def _vary(self) -> float:
-        self._varied = not self._varied
-        return _VARIED if self._varied else 1.0
 
     def learn(self, parts: Iterable[tuple[Prefill | Answer, int, bool]], seconds: float) -> None:
         """Learn the cost of a step from its parts: each with its tokens, and if it is sharded."""

@@ -41,7 +41,6 @@ class Preparation:
     def __init__(self, comm: Communicator, caches: Caches, *, tensor_parallel: bool) -> None:
         self._comm, self._caches, self._tensor_parallel = comm, caches, tensor_parallel
         self._device = caches.pages.k.device
-        self._nothing = self._integers([])
 
     def step(self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]) -> Step:
         """Prepare a step of ``entries``, in their order (`StepPlan.step`)."""
@@ -59,34 +58,31 @@ class Preparation:
             replicated.append(self._replicated(entry, sequences[entry.sequence], offset))
             offset += len(entry.tokens)
         chunks = [self._chunk(entry, sequences[entry.sequence]) for entry in sharded]
+        prompts = [*whole, *sharded]
         parts = [
-            (entry, entry.tokens, tokens.positions + sequences[tokens.sequence].position_mark)
-            for entry, tokens in zip(whole, replicated, strict=True)
-        ]
-        own = [
             (
                 entry,
                 entry.tokens.to(self._device)[tokens.positions - tokens.chunk.begin],
                 tokens.positions + sequences[tokens.sequence].position_mark,
             )
-            for entry, tokens in zip(sharded, chunks, strict=True)
+            for entry, tokens in zip(prompts, [*replicated, *chunks], strict=True)
         ]
         short = (decode, tuple(replicated), tuple(sources))
         lengths = [length for _, length in runs]
         if self._tensor_parallel and (decoded or whole):
-            passes = [self._pass(lengths, parts, *short, (), tensor_parallel=True)]
+            at = len(whole)
+            passes = [self._pass(lengths, parts[:at], *short, (), tensor_parallel=True)]
             if chunks:
-                passes.append(self._pass([], own, None, (), (), tuple(chunks)))
+                passes.append(self._pass([], parts[at:], None, (), (), tuple(chunks)))
         else:
-            passes = [self._pass(lengths, [*parts, *own], *short, tuple(chunks))]
-        prompts = [*whole, *sharded]
-        growth = [(e.sequence, self._growth(e, sequences[e.sequence].length)) for e in prompts]
+            passes = [self._pass(lengths, parts, *short, tuple(chunks))]
+        growth = []
+        for entry in prompts:
+            begin = sequences[entry.sequence].length
+            end = begin + len(entry.tokens)
+            sizes = shard_sizes(begin, end if entry.sharded else begin, end, self._comm.size)
+            growth.append((entry.sequence, sizes))
         return Step(tuple(passes), runs, growth)
-
-    def _growth(self, entry: BatchEntry, begin: int) -> list[int]:
-        """New tokens of every rank's shard."""
-        end, size = begin + len(entry.tokens), self._comm.size
-        return shard_sizes(begin, end if entry.sharded else begin, end, size)
 
     def _pass(
         self,
@@ -107,12 +103,6 @@ class Preparation:
         samples = tensor_parallel or self._comm.rank == 0
         end = sum(runs)
         rows, logits = [n * samples for n in runs], list(range(end * samples))
-        if not parts:
-            keep = None if samples else self._nothing
-            nothing = self._nothing, self._nothing
-            return Pass(
-                *nothing, keep, rows, decode, sources=sources, tensor_parallel=tensor_parallel
-            )
         ids, positions = [], []
         for entry, tokens, at in parts:
             n = len(tokens)
@@ -121,7 +111,7 @@ class Preparation:
                 begin = 0
             rows.append(n - begin)
             logits += range(end + begin, end + n)
-            ids.append(tokens.to(self._device))
+            ids.append(tokens)
             positions.append(at)
             end += n
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.

@@ -35,13 +35,6 @@ class Phase(Enum):
 # True while something that a request waits for is to come, given the prefills that go on.
 Awaited = Callable[["Sequence[Prefill]"], bool]
 
-_NEXT = {
-    Phase.WAITING: {Phase.PREFILL, Phase.ENDED},
-    Phase.PREFILL: {Phase.PREFILLED, Phase.ENDED},
-    Phase.PREFILLED: {Phase.ENDED},
-    Phase.ENDED: set[Phase](),
-}
-
 
 @dataclass(eq=False)
 class Request:
@@ -80,7 +73,7 @@ class Request:
         assert self.prefix is None or (self.prefix.pinned and not self.prefix.released)
 
     def enter(self, phase: Phase) -> None:
-        assert phase in _NEXT[self.phase], f"from {self.phase} to {phase}"
+        assert phase.value == self.phase.value + 1 or self.phase is not phase is Phase.ENDED
         self.phase = phase
 
     @property

@@ -79,7 +79,7 @@ class ModelRunner:
         self.decode = "replicated" if tensor is None else "tensor"
         self.device = next(model.parameters()).device
         # Rotary embeddings of decode steps, to attention.
-        self._postpones = rotates(self.device) and rotations_can_wait(model, shape)
+        self._postpones = rotates(self.device) and rotations_can_wait(model)
         self.caches = new_caches(layout, shape, cache, self.device)
         if shape.dual_chunk is not None:
             self.caches.dual = dual_chunk_of(model.base_model)

@@ -20,7 +20,7 @@ class Computed(NamedTuple):
     """The part of a step that was one sequence's."""
 
     of: Prefill | Answer
-    tokens: int  # of the prompt; 0 for an answer
+    entry: BatchEntry
 
 
 class Scheduler:
@@ -180,27 +180,16 @@ class Scheduler:
 
     def done(self, plan: StepPlan, seconds: float) -> list[Computed]:
         """Note that a step has been made, and in what time; return what it computed, in order."""
-        policy = self.prefill_policy
-        step = [self._computed(entry) for entry in plan.entries]
-        parts = [
-            (of, len(entry.tokens), entry.sharded)
-            for (of, _), entry in zip(step, plan.entries, strict=True)
-        ]
-        policy.learn(parts, seconds)
+        policy, going = self.prefill_policy, self.prefills | self.running
+        step = [Computed(going[entry.sequence], entry) for entry in plan.entries]
+        policy.learn([(of, len(entry.tokens), entry.sharded) for of, entry in step], seconds)
         in_turn = [prefill for prefill in self.prefills.values() if not policy.joins(prefill)]
-        for (of, n), entry in zip(step, plan.entries, strict=True):
-            if isinstance(of, Prefill):
-                policy.took(in_turn, of, policy.work(of, n, sharded=entry.sharded))
-        for (of, _), entry in zip(step, plan.entries, strict=True):
-            if isinstance(of, Prefill):
-                self._advance(of, entry)
+        prefilled = [(of, entry) for of, entry in step if isinstance(of, Prefill)]
+        for of, entry in prefilled:
+            policy.took(in_turn, of, policy.work(of, len(entry.tokens), sharded=entry.sharded))
+        for of, entry in prefilled:
+            self._advance(of, entry)
         return step
-
-    def _computed(self, entry: BatchEntry) -> Computed:
-        prefill = self.prefills.get(entry.sequence)
-        if prefill is None:
-            return Computed(self.running[entry.sequence], 0)
-        return Computed(prefill, len(entry.tokens))
 
     def _advance(self, prefill: Prefill, entry: BatchEntry) -> None:
         """Count the tokens that a step has prefilled of a prompt."""

@@ -17,17 +17,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from razor_dist.cache.caches import CacheConfig
-from razor_dist.cache.pages import PagePool, PageTable
+from razor_dist.cache.caches import CacheConfig, new_caches
+from razor_dist.cache.pages import PageTable
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.slots import Arena, StreamingSlot
-from razor_dist.cache.streaming import StreamingCache
+from razor_dist.cache.sequence import ChunkedPrefill, Sequence
+from razor_dist.cache.slots import Arena
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
+from razor_dist.engine.sequences import Sequences
+from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.messages import Progress, Token, answer_ids
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -43,10 +44,12 @@ WIDEST = Arena.of(POLICY, MAX_LEN, 1, TAIL).places
 
 
 class PagesOnly:
-    """Executes step plans for all ranks at once, as far as pages and slots go."""
+    """Executes step plans for all ranks, as far as pages and slots go: a runner without a model."""
 
     slowdown = 1.0
     most_decoded = 64
+    device = torch.device("cpu")
+    shape = SimpleNamespace(vocab_size=VOCABULARY, head_dim=1, alibi=False, dual_chunk=None)
 
     def __init__(
         self,
@@ -58,40 +61,39 @@ class PagesOnly:
         tail: int,
         decode: str,
     ) -> None:
-        # Streaming heads of two windows; one rank's slots, for all have the same.
+        # Streaming heads of two windows.
         arenas = tuple(Arena(policy, places, tail) for policy in POLICIES)
-        self.config = CacheConfig(
-            arenas,
-            slots,
-            MAX_LEN,
-            pages,
-            PAGE,
-            scratch,
-            torch.float32,
-            torch.float32,
-            max_cached=CACHED,
-        )
-        cpu, most = torch.device("cpu"), slots + CACHED + 1
-        self.streaming = [
-            StreamingCache(1, most, arena, 1, dtype=torch.float32, device=cpu) for arena in arenas
-        ]
-        self.slots: dict[int, list[StreamingSlot]] = {}
-        self.shape = SimpleNamespace(vocab_size=VOCABULARY)
-        self.device = torch.device("cpu")
+        sizes = (arenas, slots, MAX_LEN, pages, PAGE, scratch)
+        self.config = CacheConfig(*sizes, torch.float32, torch.float32, max_cached=CACHED)
+        layout = SimpleNamespace(retrieval_rows=1, streaming_rows=1, rows=(1, 1))
         self.decode, self.sources, self.likeliest = decode, {}, None
         host = SimpleNamespace(broadcast=lambda *_: None)
         self.comm = SimpleNamespace(size=ranks, host=host)
         self.prompt_logprobs: dict = {}
-        self.pools = [_pool(pages) for _ in range(ranks)]
-        self.scratch = [_pool(scratch) for _ in range(ranks if scratch else 0)]
-        self.tables: dict[int, list[PageTable]] = {}
-        self.scratch_tables: dict[int, list[PageTable]] = {}
-        self.lengths: dict[int, int] = {}
-        self.totals: dict[int, int] = {}
-        self.chunks: dict[int, list[Chunk]] = {}
-        self.whole: dict[int, bool] = {}  # its window is on every rank
-        self.cached: set[int] = set()
+        self.caches = [
+            new_caches(cast("Any", layout), cast("Any", self.shape), self.config, self.device)
+            for _ in range(ranks)
+        ]
+        self.pools = [caches.pages for caches in self.caches]
+        self.scratch = [caches.scratch for caches in self.caches if caches.scratch is not None]
+        self.streaming = self.caches[0].streaming
+        self.ranks = [
+            Sequences(cast("Any", SimpleNamespace(rank=rank, size=ranks)), caches, lambda _: 0)
+            for rank, caches in enumerate(self.caches)
+        ]
         self.executed = 0
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        return {key: sequence.length for key, sequence in self.ranks[0].items()}
+
+    @property
+    def tables(self) -> dict[int, list[PageTable]]:
+        return {key: [of_rank[key].table for of_rank in self.ranks] for key in self.ranks[0]}
+
+    @property
+    def cached(self) -> set[int]:
+        return {key for key, sequence in self.ranks[0].items() if sequence.table.cached}
 
     def position_mark(self, max_read: int) -> int:
         return 0
@@ -100,93 +102,60 @@ class PagesOnly:
 
     def execute(self, plan: StepPlan) -> torch.Tensor | None:
         self.executed += 1
-        rows = 1
-        match plan.op:
-            case Op.OPEN:
-                self._take(plan, [PageTable() for _ in self.pools], [])
-                if self.scratch and plan.end:
-                    prompt = shard_sizes(0, plan.end, plan.end, self.comm.size)
-                    self.scratch_tables[plan.sequence] = [
-                        pool.allocate(count)
-                        for pool, count in zip(self.scratch, prompt, strict=True)
-                    ]
-            case Op.FORK:
-                assert 0 < plan.begin <= self.lengths[plan.source]
-                if plan.instead:
-                    assert plan.source in self.cached
-                    for cache, slot in zip(self.streaming, self.slots[plan.source], strict=True):
-                        cache.release(slot)
-                self._take(plan, self.tables[plan.source], self.chunks[plan.source])
-                if plan.instead:
-                    self.slots[plan.source] = []
-                    for pool, table in zip(self.pools, self.tables.pop(plan.source), strict=True):
-                        pool.release(table)
-                    del self.lengths[plan.source], self.slots[plan.source]
-                    self.cached.discard(plan.source)
-            case Op.CACHE:
-                assert plan.sequence not in self.scratch_tables
-                self.cached.add(plan.sequence)
-                length, total = self.lengths[plan.sequence], self.totals[plan.sequence]
-                for cache, slot in zip(self.streaming, self.slots[plan.sequence], strict=True):
-                    cache.cache(slot, length, total)
-                for pool, table in zip(self.pools, self.tables[plan.sequence], strict=True):
-                    pool.cache(table)
-            case Op.CLOSE:
-                del self.lengths[plan.sequence]
-                self.cached.discard(plan.sequence)
-                for cache, slot in zip(self.streaming, self.slots.pop(plan.sequence), strict=True):
-                    cache.release(slot)
-                for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
-                    pool.release(table)
-                self._release_scratch(plan.sequence)
-            case Op.STEP:
-                rows = sum(entry.samples for entry in plan.entries)
-                for entry in plan.entries:
-                    self._read(entry)
-        requests = [key for key in self.tables if key >= 0 and key not in self.cached]
+        if plan.op is Op.FORK:
+            assert 0 < plan.begin <= self.lengths[plan.source]
+            assert not plan.instead or plan.source in self.cached
+        for rank in range(self.comm.size):
+            self._execute(plan, rank)
+        requests = [key for key in self.lengths if key >= 0 and key not in self.cached]
         most = self.config.max_sequences
         assert len(requests) <= most + (self.config.max_cached and self.config.max_pinned)
-        assert len(self.tables) <= most + self.config.max_cached + 1
+        assert len(self.lengths) <= most + self.config.max_cached + 1
         for tables in self.tables.values():
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
+        rows = sum(entry.samples for entry in plan.entries) if plan.op is Op.STEP else 1
         return torch.zeros(rows, VOCABULARY)
 
-    def _read(self, entry: BatchEntry) -> None:
-        begin, ranks = self.lengths[entry.sequence], self.comm.size
-        end = self.lengths[entry.sequence] = begin + len(entry.tokens)
-        sizes = shard_sizes(begin, end if entry.sharded else begin, end, ranks)
-        for table, new in zip(self.tables[entry.sequence], sizes, strict=True):
-            table.tokens += new
-        assert entry.sharded or self.whole[entry.sequence]
-        self.whole[entry.sequence] = entry.last or not entry.sharded
+    def _execute(self, plan: StepPlan, rank: int) -> None:
+        sequences = self.ranks[rank]
+        match plan.op:
+            case Op.OPEN:
+                sequences.open(plan)
+            case Op.FORK:
+                for arena, slot in zip(
+                    self.config.arenas, sequences[plan.source].streaming, strict=True
+                ):
+                    assert arena.can_cut(slot, plan.begin)
+                sequences.fork(plan)
+            case Op.CACHE:
+                sequences.cache(plan.sequence)
+            case Op.CLOSE:
+                sequences.close(plan.sequence)
+            case Op.STEP:
+                for entry in plan.entries:
+                    self._read(sequences[entry.sequence], entry, rank)
+
+    def _read(self, sequence: Sequence, entry: BatchEntry, rank: int) -> None:
+        begin, size = sequence.length, self.comm.size
+        end = begin + len(entry.tokens)
+        sequence.grow(shard_sizes(begin, end if entry.sharded else begin, end, size), rank)
         if entry.sharded:
-            self.chunks[entry.sequence].append(Chunk(begin, end, ranks))
-            scratch = self.scratch_tables.get(entry.sequence, [])
-            for table, new in zip(scratch, sizes, strict=False):
-                table.tokens += new
-                assert len(table.pages) * PAGE >= table.tokens
-            if entry.last:
-                self._release_scratch(entry.sequence)
-
-    def _take(self, plan: StepPlan, source: list[PageTable], chunks: list[Chunk]) -> None:
-        stored = shard_lengths(chunks, plan.begin, self.comm.size)
-        new = shard_sizes(plan.begin, plan.end, plan.total, self.comm.size)
-        self.tables[plan.sequence] = [
-            pool.fork(table, held, held + count)
-            for pool, table, held, count in zip(self.pools, source, stored, new, strict=True)
-        ]
-        self.slots[plan.sequence] = [cache.allocate(plan.total) for cache in self.streaming]
-        self.lengths[plan.sequence], self.totals[plan.sequence] = plan.begin, plan.total
-        self.whole[plan.sequence] = True
-        self.chunks[plan.sequence] = cut_chunks(chunks, plan.begin)
-
-    def _release_scratch(self, key: int) -> None:
-        for pool, table in zip(self.scratch, self.scratch_tables.pop(key, ()), strict=False):
-            pool.release(table)
-
-
-def _pool(pages: int) -> PagePool:
-    return PagePool(1, pages, PAGE, 1, dtype=torch.float32, device=torch.device("cpu"))
+            prefill = sequence.prefill = sequence.prefill or ChunkedPrefill([])
+            sequence.chunks.append(Chunk(begin, end, size))
+            if prefill.scratch is not None:
+                prefill.scratch.tokens += sequence.chunks[-1].tokens(rank)
+                assert len(prefill.scratch.pages) * PAGE >= prefill.scratch.tokens
+            if not entry.last:
+                return
+            if prefill.scratch is not None:
+                self.scratch[rank].release(prefill.scratch)
+            sequence.prefill = None
+        assert sequence.prefill is None, "its window is not on every rank"
+        for cache, slot in zip(self.caches[rank].streaming, sequence.streaming, strict=True):
+            slot.length = end
+            start = max(cache.policy.sinks, cache.policy.start(end))
+            if start > slot.start:
+                cache.drop(slot, start)
 
 
 def make_core(

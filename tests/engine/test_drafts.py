@@ -35,6 +35,7 @@ from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.test_core import evict_all, prompt
 from tests.prefix.test_answers import SETTINGS
 from tests.ranks import RankPool
+from tests.test_histories import same
 from tests.test_invariance import POLICY, split_of, tokens_of
 from tests.tokenizer import copy_with_letters
 
@@ -141,20 +142,10 @@ def assert_drafts_change_nothing(
     for name, tokens in want.items():
         for got, of in zip(found[name], tokens, strict=True):
             assert got.finish == of.finish, name
-            assert_close(dict(got.top), dict(of.top), tolerance)
+            same(dict(got.top), dict(of.top), tolerance)
             assert (got.sources is None) == (of.sources is None), name
-            assert_close(dict(got.sources or ()), dict(of.sources or ()), tolerance)
+            same(dict(got.sources or ()), dict(of.sources or ()), tolerance)
     return found
-
-
-def assert_close(got: dict[int, float], want: dict[int, float], tolerance: float) -> None:
-    """The same keys and values; of those that are least, and so nearly left out, one may differ."""
-    least = min(want.values(), default=0.0) + tolerance
-    for one, other in (got, want), (want, got):
-        for key, value in one.items():
-            assert other.get(key, value if value <= least else None) == pytest.approx(
-                value, abs=tolerance
-            )
 
 
 def in_runs_by_compiled(

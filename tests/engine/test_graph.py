@@ -42,6 +42,7 @@ from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.tape import CountingTape
 from tests.test_cuda import DEVICES
+from tests.test_invariance import tokens_of
 from tests.test_kernels_linear import needs_compiler
 
 Ranks = Callable[[int], RankPool]
@@ -60,11 +61,6 @@ def case_of(path: Path, **changes: Any) -> Case:
         str(path), SPLIT, POLICY, (), forced=(0,) * ROOM, chunked_prefill_size=50, page_size=4
     )
     return dataclasses.replace(case, **changes)
-
-
-def tokens_of(count: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(3, 190, (count,), generator=generator).tolist())
 
 
 def make_pair(

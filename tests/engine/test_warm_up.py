@@ -14,9 +14,10 @@ from torch import Tensor
 from razor_dist.engine.warm_up import warm_up
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
-from tests.engine.test_graph import case_of, tokens_of
+from tests.engine.test_graph import case_of
 from tests.ranks import RankPool
 from tests.tape import CountingTape
+from tests.test_invariance import tokens_of
 from tests.test_kernels_linear import needs_compiler
 
 Ranks = Callable[[int], RankPool]
