@@ -60,17 +60,6 @@ def about_streaming_work(policy: StreamingPolicy, kv_fraction: float, context: i
     ]
 
 
-def about_context(shape: ModelShape, context: int) -> list[str]:
-    """Warn of a context beyond the positions that an ALiBi model was trained with."""
-    if context <= shape.max_positions:
-        return []
-    return [
-        f"the context is {tokens(context)} tokens, but the model was trained with "
-        f"{tokens(shape.max_positions)} positions: its bias by distance goes on beyond, and what "
-        "it makes of such texts is not known"
-    ]
-
-
 def about_settings(
     config: EngineConfig,
     shape: ModelShape,
@@ -81,9 +70,16 @@ def about_settings(
 ) -> list[str]:
     """All of the above, for an engine with contexts of up to ``max_model_len`` tokens.
 
-    With ``shared``, its ranks share the streaming heads, so that no window is on every rank.
+    Before it, a context beyond the positions that an ALiBi model was trained with. With ``shared``,
+    its ranks share the streaming heads, so that no window is on every rank.
     """
-    said = about_context(shape, max_model_len)
+    said = []
+    if max_model_len > shape.max_positions:
+        said.append(
+            f"the context is {tokens(max_model_len)} tokens, but the model was trained with "
+            f"{tokens(shape.max_positions)} positions: its bias by distance goes on beyond, and "
+            "what it makes of such texts is not known"
+        )
     if config.attention == "full":
         return said
     said += about_heads(

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import capacity
 from razor_dist.engine.advice import about_settings
-from razor_dist.engine.capacity import Capacity, free_memory
 from razor_dist.engine.checks import check_settings
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.decode_mode import run_without_attention, share_short_steps
@@ -188,17 +188,20 @@ def make_engine(
         warn_of_kv_dtype(device, dtype, kv_dtype)
     recorder = recorder_of(config, comm, device)
     mode = share_short_steps(config, model, shape, roles, comm, recorder)
-    free = free_memory(comm, device)
-    capacity = Capacity.of(config, shape, mode.layout, comm.size, device, dtype, free)
+    layout, length = mode.layout, capacity.context_length(config, shape)
+    chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
+    free = capacity.free_memory(comm, device)
+    room = capacity.cache_room(free, shape, chunk, comm.size, dtype)
+    cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:
-        runner = ModelRunner(model, mode, capacity.cache, comm, ring, recorder, roles.sources)
+        runner = ModelRunner(model, mode, cache, comm, ring, recorder, roles.sources)
     except (RuntimeError, MemoryError) as error:
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise ConfigError(
-            f"the KV caches do not fit into memory with max_model_len {capacity.max_model_len} "
+            f"the KV caches do not fit into memory with max_model_len {length} "
             f"and kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
         ) from error
     if config.retrieval_share:
@@ -209,18 +212,16 @@ def make_engine(
     core = EngineCore(
         runner,
         config,
-        chunked_prefill_size=capacity.chunked_prefill_size,
+        chunked_prefill_size=chunk,
         eos_token_ids=eos_token_ids,
         seed=config.seed if config.seed is not None else secrets.randbits(62),
         load_tokenizer=partial(_tokenizer, config),
     )
-    folder: Path | None = None
-    if config.keeps_prefixes:
-        weights = weights or weights_fingerprint(model)
-        about = _about(config, model, roles, weights)
-        folder = _keep_prefixes(config, about, runner, core)
     info = _info(config, runner, eos_token_ids, roles.retrieval, mode.reason)
-    info.prefix_folder = None if folder is None else str(folder)
+    if config.keeps_prefixes:
+        about = _about(config, model, roles, weights or weights_fingerprint(model))
+        folder = _keep_prefixes(config, about, runner, core)
+        info.prefix_folder = None if folder is None else str(folder)
     return RankEngine(runner, core, info)
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import psutil
 import torch
@@ -48,36 +47,6 @@ _SHARE = 0.7
 _CACHED = 4
 # Activations of a chunk, in multiples of its hidden states (`razor-dist plan` counts them).
 _ACTIVATIONS = 16
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The sizes of an engine: lengths, chunks and caches."""
-
-    max_model_len: int  # tokens of prompt and answer together
-    chunked_prefill_size: int  # the most tokens that all ranks prefill in one chunk
-    cache: CacheConfig  # of each rank
-
-    @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        shape: ModelShape,
-        layout: HeadLayout,
-        world_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        free: float,
-    ) -> Capacity:
-        """Find it from the settings and the bytes that are ``free`` for each rank, beside weights.
-
-        Raises `ConfigError` if the model was made for fewer tokens than the settings want.
-        """
-        length = context_length(config, shape)
-        chunk = chunk_length(config, shape, layout.windows, length, world_size, device)
-        room = cache_room(free, shape, chunk, world_size, dtype)
-        cache = cache_config(config, shape, layout, length, world_size, dtype, room)
-        return cls(length, chunk, cache)
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:

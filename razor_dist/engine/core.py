@@ -28,7 +28,6 @@ from razor_dist.engine.time_left import seconds_left
 from razor_dist.protocol.messages import (
     AboutRequest,
     Failed,
-    PromptLogprobs,
     Tokens,
     answer_ids,
 )
@@ -36,8 +35,6 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from razor_dist.protocol.structured_outputs import Grammar, GrammarCompiler
 
-# Tokens of an answer, before any has ended.
-_ANSWER_TOKENS = 256
 # Rank 0 looks for messages so often while nothing runs and a grammar is compiled.
 _GRAMMAR_SECONDS = 0.02
 # Seconds for saving sequences to the prefix store when the ranks are stopped.
@@ -174,8 +171,7 @@ class EngineCore:
 
     def step(self) -> list[AboutRequest]:
         """Admit what fits; else schedule, run and postprocess one step. Report what came of it."""
-        waiting = self.scheduler.waiting
-        compiling = [r.grammar for r in waiting if r.grammar and not r.grammar.done()]
+        compiling = self.scheduler.compiling
         if admitted := self._admit():
             return admitted  # now: the first chunk may take long
         moved = self._transfer()
@@ -231,7 +227,8 @@ class EngineCore:
         for of, entry in step:
             if isinstance(of, Prefill):
                 self._prompt_tokens += len(entry.tokens)
-                messages += self._prefilled(of, len(entry.tokens), began)
+                logprobs = self.runner.prompt_logprobs.get(of.key)
+                messages += of.messages(len(entry.tokens), began, self._clock(), logprobs)
                 if of.done:
                     plans += self.scheduler.start(of)
                     runs += [Run(answer, row, []) for answer in of.request.answers]
@@ -265,23 +262,10 @@ class EngineCore:
         seconds = {Op.LOAD: loading, Op.SAVE: saving}
         return self.scheduler.room.move(self._ranks.run, self._clock, seconds)
 
-    def _prefilled(self, prefill: Prefill, tokens: int, began: float) -> list[AboutRequest]:
-        """Report ``tokens`` more prefilled tokens of a prompt, in a step started at ``began``."""
-        request, first = prefill.request, prefill.position == prefill.begin + tokens
-        if first:
-            prefill.began = began
-        if not request.reported:
-            return []
-        found = self.runner.prompt_logprobs.get(request.key)
-        logprobs = [] if found is None else [PromptLogprobs.of(request.id, first, found.tolist())]
-        return [*logprobs, prefill.progress(self._clock())]
-
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
         requests = dict.fromkeys(list(self._requests.values()))  # they come and go meanwhile
-        usual = (_ANSWER_TOKENS + self._draws.tokens) / (1 + self._draws.answers)
-        of_step = (1 + self._draws.tokens) / (1 + self._draws.runs)  # more than 1 with drafts
-        return seconds_left(requests, self.scheduler, usual, of_step)
+        return seconds_left(requests, self.scheduler, self._draws)
 
     def idle(self) -> list[RankStats]:
         """Hear from every rank; see `AllRanks.stats`."""

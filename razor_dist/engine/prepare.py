@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -52,20 +53,21 @@ class Preparation:
         if decoded:
             decode = self._decode([(sequences[e.sequence], e.tokens.tolist()) for e in decoded])
             sources = self._sources(decoded, sequences)
-        replicated: list[ReplicatedTokens] = []
-        offset = 0
-        for entry in whole:
-            replicated.append(self._replicated(entry, sequences[entry.sequence], offset))
-            offset += len(entry.tokens)
+        offsets = itertools.accumulate((len(entry.tokens) for entry in whole), initial=0)
+        replicated = [
+            self._replicated(entry, sequences[entry.sequence], offset)
+            for entry, offset in zip(whole, offsets, strict=False)
+        ]
         chunks = [self._chunk(entry, sequences[entry.sequence]) for entry in sharded]
         prompts = [*whole, *sharded]
+        computed: list[ReplicatedTokens | ChunkTokens] = [*replicated, *chunks]
         parts = [
             (
                 entry,
                 entry.tokens.to(self._device)[tokens.positions - tokens.chunk.begin],
                 tokens.positions + sequences[tokens.sequence].position_mark,
             )
-            for entry, tokens in zip(prompts, [*replicated, *chunks], strict=True)
+            for entry, tokens in zip(prompts, computed, strict=True)
         ]
         short = (decode, tuple(replicated), tuple(sources))
         lengths = [length for _, length in runs]
@@ -115,11 +117,14 @@ class Preparation:
             positions.append(at)
             end += n
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.
-        dummy = self._integers([] if end else [0])
+        dummy = torch.zeros(int(not end), dtype=torch.int64, device=self._device)
+        keep = None
+        if not len(logits) == end > 0:
+            keep = torch.tensor(logits, dtype=torch.int64, device=self._device)
         return Pass(
             torch.cat([*ids, dummy]),
             torch.cat([*positions, dummy]),
-            None if len(logits) == end > 0 else self._integers(logits),
+            keep,
             rows,
             decode,
             replicated,
@@ -127,9 +132,6 @@ class Preparation:
             sources,
             tensor_parallel,
         )
-
-    def _integers(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def _decode(self, runs: Seq[tuple[Sequence, list[int]]]) -> DecodeBatch:
         """Next tokens of some sequences, none of which is in the midst of its prompt."""
@@ -221,7 +223,7 @@ class Preparation:
             owned,
             caches.pages.extents(sequence.table, stored, stored + len(owned)),
             caches.pages.spans(sequence.table, 0, stored),
-            self._windows(sequence, prefill, _WindowParts([], chunk, 0, True, exact)),
+            _WindowParts([], chunk, 0, True, exact).each(caches, sequence, prefill),
             None if caches.choice is None else self._reader(sequence, at, chunk.span),
         )
 
@@ -249,11 +251,9 @@ class Preparation:
             ]
             shards = tuple(Shard.of(of, chunk.end, self._device) for of in runs)
             spans = caches.pages.spans(sequence.table, 0, len(shards[rank].places))
-            queries = positions_of(
-                [of for r in range(size) for of in chunk.ranges(r)], self._device
-            )
-            of_rank = spans, shards[rank], shards
-            reader = BlockReader(slice(None), positions, queries, *of_rank)
+            every = [of for r in range(size) for of in chunk.ranges(r)]
+            queries = positions_of(every, self._device)
+            reader = BlockReader(slice(None), positions, queries, spans, shards[rank], shards)
         return ChunkTokens(
             entry.sequence,
             chunk,
@@ -262,7 +262,7 @@ class Preparation:
             pages,
             scratch,
             stored,
-            self._windows(sequence, prefill, windows),
+            windows.each(caches, sequence, prefill),
             reader,
         )
 
@@ -283,14 +283,6 @@ class Preparation:
             ]
         new = pool.extents(table, old, old + chunk.tokens(self._comm.rank))
         return ShardPart(new, pool.spans(table, 0, old), lengths, positions)
-
-    def _windows(
-        self, sequence: Sequence, prefill: ChunkedPrefill, parts: _WindowParts
-    ) -> tuple[WindowPart, ...]:
-        caches = self._caches.streaming
-        shared: Seq[SharedWindow | None] = prefill.shared or [None] * len(caches)
-        each = zip(caches, sequence.streaming, prefill.windows, shared, strict=True)
-        return tuple(parts.of(*of_one) for of_one in each)
 
 
 def _stored(
@@ -321,7 +313,15 @@ class _WindowParts:
     last: bool
     exact: bool
 
-    def of(
+    def each(
+        self, caches: Caches, sequence: Sequence, prefill: ChunkedPrefill
+    ) -> tuple[WindowPart, ...]:
+        shared: Seq[SharedWindow | None] = prefill.shared or [None] * len(caches.streaming)
+        slots = sequence.streaming
+        parts = zip(caches.streaming, slots, prefill.windows, shared, strict=True)
+        return tuple(self._of(*of_one) for of_one in parts)
+
+    def _of(
         self,
         cache: StreamingCache,
         slot: StreamingSlot,

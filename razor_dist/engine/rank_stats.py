@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from razor_dist.cache.caches import Caches
 from razor_dist.config.memory import resident_bytes
@@ -13,8 +12,7 @@ from razor_dist.engine.sequences import Sequences
 from razor_dist.parallel.comm import PURPOSES, Communicator
 
 
-@dataclass(frozen=True)
-class RankStats:
+class RankStats(NamedTuple):
     """Counters of one rank since its start, and what it holds now."""
 
     kv_bytes: int  # keys and values of sequences in use
@@ -44,16 +42,14 @@ class RankStats:
 
     @property
     def row(self) -> list[int]:
-        *numbers, sent, free = astuple(self)
-        return [*numbers, *sent, *free]
+        return [*self[:-2], *self.sent, *self.free]
 
     @classmethod
     def of(cls, row: list[int]) -> RankStats:
         """Inverse of `row`."""
-        first = len(fields(cls)) - 2
+        first = len(cls._fields) - 2
         end = first + len(PURPOSES)
-        numbers = dict(zip((f.name for f in fields(cls)), row[:first], strict=False))
-        return cls(**numbers, sent=tuple(row[first:end]), free=tuple(row[end:]))
+        return cls._make([*row[:first], tuple(row[first:end]), tuple(row[end:])])
 
 
 def counters_of(ranks: Sequence[RankStats]) -> dict[str, Any]:

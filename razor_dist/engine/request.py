@@ -14,10 +14,11 @@ from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
+from torch import Tensor
 
 from razor_dist.config.errors import RequestError
 from razor_dist.prefix.index import Namespace
-from razor_dist.protocol.messages import Progress, Tokens
+from razor_dist.protocol.messages import AboutRequest, Progress, PromptLogprobs, Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
@@ -206,6 +207,19 @@ class Prefill:
             seconds=now - self.began if begun else 0.0,
             nbytes=request.nbytes,
         )
+
+    def messages(
+        self, tokens: int, began: float, now: float, logprobs: Tensor | None
+    ) -> list[AboutRequest]:
+        """Report the last ``tokens`` tokens, prefilled in a step from ``began`` to ``now``."""
+        first = self.position == self.begin + tokens
+        if first:
+            self.began = began
+        if not self.request.reported:
+            return []
+        if logprobs is None:
+            return [self.progress(now)]
+        return [PromptLogprobs.of(self.request.id, first, logprobs.tolist()), self.progress(now)]
 
     def advance(self, tokens: int) -> None:
         self.position += tokens

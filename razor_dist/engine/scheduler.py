@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from razor_dist.cache.accounting import Ints
@@ -14,6 +15,7 @@ from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Phase, Prefill, Request
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
+from razor_dist.protocol.structured_outputs import Grammar
 
 
 class Computed(NamedTuple):
@@ -91,6 +93,11 @@ class Scheduler:
         """True if nothing is to be computed: what is there only waits to be continued."""
         return not (self.waiting or self.prefills or self.running)
 
+    @property
+    def compiling(self) -> list[Future[Grammar]]:
+        """The grammars that requests wait for."""
+        return [r.grammar for r in self.waiting if r.grammar and not r.grammar.done()]
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
@@ -127,11 +134,6 @@ class Scheduler:
         pinned = [request for request in requests if request.pinned and not request.released]
         return list(dict.fromkeys(r for one in pinned for r in (one, *one.prefixes)))
 
-    @property
-    def _pins(self) -> int:
-        """Pinned prefixes, and prompts that become some."""
-        return len(self.pinned) + sum(one.request.pinned for one in self.prefills.values())
-
     def _stays_beside(self, request: Request, taken: Ints) -> bool:
         """True if all that wait fit beside a pinned prefix that takes this of the caches."""
         held = [other for other in self._held() if other is not request]
@@ -156,6 +158,7 @@ class Scheduler:
     def _admit_one(self, plans: list[StepPlan]) -> Request | None:
         # One of a later priority may not go on for long: nothing waits for it.
         prefills = self.prefill_policy.first_class(list(self.prefills.values()))
+        pins = len(self.pinned) + sum(one.request.pinned for one in self.prefills.values())
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
@@ -163,7 +166,7 @@ class Scheduler:
                 break
             if request.prefix is not None and request.prefix.phase is not Phase.PREFILLED:
                 continue
-            if request.pinned and (index or self._pins >= self.cache.max_pinned):
+            if request.pinned and (index or pins >= self.cache.max_pinned):
                 break  # a waiting request may not fit beside it, and it stays until released
             opened = self.admission.open(request, prefills, plans)
             if opened is Wait.ROOM:

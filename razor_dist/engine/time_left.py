@@ -5,23 +5,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from razor_dist.engine.draws import Draws
 from razor_dist.engine.request import Phase, Request
 from razor_dist.engine.scheduler import Scheduler
 
+# Tokens of an answer, before any has ended.
+_ANSWER_TOKENS = 256
+
 
 def seconds_left(
-    requests: Iterable[Request],
-    scheduler: Scheduler,
-    tokens_of_answer: float,
-    tokens_of_step: float,
+    requests: Iterable[Request], scheduler: Scheduler, draws: Draws
 ) -> dict[str, float]:
     """Estimate for each answer, or prefix to be pinned, the seconds until it ends.
 
     It assumes that prompts are prefilled one after the other, that answers are computed together,
-    one in each slot, and that they get ``tokens_of_answer`` long, unless they may not, by
-    ``tokens_of_step`` in each step. Pinned prefixes that are prefilled are left out: only the
-    frontend ends them.
+    one in each slot, and that they get as long as those before, unless they may not, by as many
+    tokens in each step. Pinned prefixes that are prefilled are left out: only the frontend ends
+    them.
     """
+    tokens_of_answer = (_ANSWER_TOKENS + draws.tokens) / (1 + draws.answers)
+    tokens_of_step = (1 + draws.tokens) / (1 + draws.runs)  # more than 1 with drafts
     going = [r for r in requests if not (r.pinned and r.phase is Phase.PREFILLED)]
     prefilled, cost = 0.0, scheduler.prefill_policy.cost
     answers = sum(max(1, len(request.answers)) for request in going)
