@@ -66,9 +66,6 @@ class CacheAccounts:
     def __getitem__(self, key: int) -> Allocation:
         return self._held[key]
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._held
-
     def _table(
         self, pages: Seq[int] | Ints, places: Seq[int] = (), scratch: Ints | int = 0
     ) -> Ints:
