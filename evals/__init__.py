@@ -6,5 +6,6 @@
 - ``methods``: what is compared, as data; ``settings``, ``texts``, ``report``: what others share;
 - ``selection``: retrieval heads that choose blocks of keys, as a mask; ``watch``: where heads look;
 - ``one_rank``: the one door to the engine; ``serving``: servers as a user starts them;
+  ``process``: a function in a process of its own;
 - ``bench``: speed and memory; ``demo``: ``razor-dist demo``.
 """

@@ -105,6 +105,8 @@ def named_method(name: str, model: str) -> Method:
         retrieval = HeadMap.load(shipped_head_map(own["head_map"])).retrieval
     if not parts:
         return Method(name, own, retrieval)
+    if own.get("attention") == "streaming":
+        raise ConfigError(f"methods: {name}: {base} has no retrieval heads to choose blocks for")
     heads = retrieval or HeadMap.load(default_head_map(model)).retrieval
     selection = selection_of(f"1/{parts}", "slower", heads)
     shown = {**own, "retrieval_share": f"1/{parts}", "selector": "slower"}

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing import Pipe
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError
-from razor_dist.frontend.guard import child_environment, guarded
+from razor_dist.evals.baselines.model import serve
+from razor_dist.evals.process import Child
+from razor_dist.frontend.guard import child_environment
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.sampling_params import SamplingParams
-
-_WORKER = "razor_dist.evals.baselines.model"
-# Seconds that the process gets to end by itself.
-_GOODBYE = 5.0
 
 
 class PressLLM:
@@ -44,20 +39,11 @@ class PressLLM:
         self._eos = eos_token_ids(folder)
         self._ids = itertools.count()
         self._kept = 0
-        self._calling = threading.Lock()
-        self._connection, theirs = Pipe()
         threads = {"OMP_NUM_THREADS": str(config.threads_per_rank(1))}
-        self._process = subprocess.Popen(
-            guarded(_WORKER, str(theirs.fileno())),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=child_environment() | threads,
-            start_new_session=True,
-        )
-        theirs.close()
-        self.pids = [self._process.pid]
+        self._child = Child(serve, config, env=child_environment() | threads)
+        self.pids = [self._child.process.pid]
         try:
-            self._call(config)
+            self._answered()
         except BaseException:
             self.close()
             raise
@@ -72,13 +58,13 @@ class PressLLM:
     @contextmanager
     def prefill(self, ids: Sequence[int]) -> Iterator[int]:
         """Read a text until the ``with`` block ends; yields its length, for `generate`."""
-        self._kept = self._call(("read", (list(ids),)))
+        self._kept = self._call("read", list(ids))
         try:
             yield len(ids)
         finally:
             self._kept = 0
             if not self.failed:
-                self._call(("forget", ()))
+                self._call("forget")
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams, prefix: int | None = None
@@ -104,24 +90,15 @@ class PressLLM:
     @property
     def failed(self) -> bool:
         """True once the process is gone: every call will fail."""
-        return self._process.poll() is not None
+        return self._child.process.poll() is not None
 
     def close(self) -> None:
         """End the process; also from another thread, in the midst of a call."""
-        if self._calling.locked():
-            self._process.kill()  # which ends the other thread's call
-        else:
-            self._connection.close()  # at which it ends
-        try:
-            self._process.wait(_GOODBYE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._connection.close()
+        self._child.end()
 
     def _answer(self, ids: list[int], max_tokens: int) -> RequestOutput:
         began = time.perf_counter()
-        tokens: list[int] = self._call(("answer", (ids, max_tokens)))
+        tokens: list[int] = self._call("answer", ids, max_tokens)
         ended = tokens[-1] in self._eos
         said = tokens[:-1] if ended else tokens
         text = ""
@@ -138,20 +115,22 @@ class PressLLM:
             metrics=RequestMetrics(total_seconds=time.perf_counter() - began),
         )
 
-    def _call(self, message: Any) -> Any:
-        with self._calling:
-            try:
-                self._connection.send(message)
-                status, value = self._connection.recv()
-            except (EOFError, OSError) as error:
-                self._process.kill()
-                code = self._process.wait()
-                advice = ""
-                if self._eager:
-                    advice = "; the attention weights of a long text may need more memory than is"
-                raise EngineError(
-                    f"the process of the method {self._method} ended (code {code}){advice}"
-                ) from error
+    def _call(self, method: str, *arguments: Any) -> Any:
+        with suppress(OSError):  # of a process that has ended
+            self._child.connection.send((method, arguments))
+        return self._answered()
+
+    def _answered(self) -> Any:
+        try:
+            status, value = self._child.connection.recv()
+        except (EOFError, OSError) as error:
+            code = self._child.process.wait()
+            advice = ""
+            if self._eager:
+                advice = "; the attention weights of a long text may need more memory than is"
+            raise EngineError(
+                f"the process of the method {self._method} ended (code {code}){advice}"
+            ) from error
         if status == "failed":
             raise value
         return value

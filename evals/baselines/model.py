@@ -1,16 +1,13 @@
 """transformers' own model with a press of kvpress: reads a text, keeps a part of it, answers.
 
-``python -m razor_dist.evals.baselines.model DESCRIPTOR`` is the process that it lives in; the
-number is a socket's, over which come a `BaselineConfig` and then calls: a method's name and its
-arguments. Each is answered, the configuration too, with ``("done", result)`` or
-``("failed", error)``. The process ends when the other end is closed. Both ends are ours and of one
-release, so objects travel by pickle.
+`serve` is the process that it lives in (`razor_dist.evals.process`), to which come calls: a
+method's name and its arguments. Each is answered, and so is the start, with ``("done", result)``
+or ``("failed", error)``.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -177,9 +174,9 @@ class PressedModel:
         return torch.tensor([ids], device=self._device)
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, config: BaselineConfig) -> None:
     """Answer until the other end is closed."""
-    config = connection.recv()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(config.threads_per_rank(1))
     made: list[PressedModel] = []
     if not _answer(connection, lambda: made.append(PressedModel(config))):
@@ -205,8 +202,3 @@ def _answer(connection: Connection, call: Callable[..., Any], *arguments: Any) -
         connection.send(("done", result))
         return True
     return False
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    serve(Connection(int(sys.argv[1])))

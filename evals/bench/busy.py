@@ -24,8 +24,8 @@ from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.engine import STOCK, rank_name, stock_engine, timed_generate
 from razor_dist.evals.bench.measure import BenchRecord, Generate, Table, random_tokens
-from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import BusyBenchSettings, EngineBenchSettings
+from razor_dist.evals.process import call
 from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import resolve_model
@@ -48,7 +48,7 @@ def run(settings: BusyBenchSettings) -> BenchRecord:
     for size in (None, *settings.ranks):
         name = STOCK if size is None else rank_name("razor", size)
         log.info("%s ...", name)
-        rows = call(__name__, "measure", settings.values(), size, env=plain)
+        rows = call(measure, settings.values(), size, env=plain)
         if "failed" in rows:
             raise ConfigError(f"{name}: {rows['failed']}")
         found[name] = rows

@@ -117,7 +117,8 @@ def _fields(paragraphs: Sequence[str], starts: Sequence[int], count: int) -> dic
 
     ``starts`` are the tokens before each paragraph, of ``count``.
     """
-    first = next(i for i, start in enumerate(starts) if start >= count // 2)
+    behind = (i for i, start in enumerate(starts) if start >= count // 2)
+    first = next(behind, len(starts) - 1)  # the last one may be half of a short document
     ends = [*starts[1:], count]
     last = next((i for i, end in enumerate(ends) if end >= starts[first] + _PASSAGE_TOKENS), -1)
     passage = " ".join(" ".join(paragraphs[first : last + 1 or None]).split())

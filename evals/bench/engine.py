@@ -327,8 +327,9 @@ def ratios(
         one = parallel[rank_name("razor", first)]
         many = parallel[rank_name("razor", size)]
         pairs.append((f"razor, P={size} / P={first}", many, one, (first, size)))
-        shared = parallel[rank_name("razor", size, "tensor")]
-        pairs.append((f"razor, P={size}, tensor / P={first}", shared, one, (first, size, "tensor")))
+        if shared := parallel.get(rank_name("razor", size, "tensor")):  # one rank has no such mode
+            name = f"razor, P={size}, tensor / P={first}"
+            pairs.append((name, shared, one, (first, size, "tensor")))
     return [
         Ratio(f"{phase}, {name}", value, bar, None if bar is None else value <= bar)
         for name, a, b, key in pairs

@@ -10,27 +10,25 @@ sizes, and what needs CUDA says so.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from select import select
 from typing import Any
 
 import torch
 
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import GpuBenchSettings
-from razor_dist.frontend.guard import guarded
+from razor_dist.evals.one_rank import torch_device
+from razor_dist.evals.process import Child
 
 log = logging.getLogger(__name__)
 
@@ -81,17 +79,18 @@ class _Record:
     def add(self, event: Mapping[str, Any]) -> None:
         self.status = event.get("status", self.status)
         self.figures |= event.get("figures", {})
-        self.tables += [Table(**table) for table in event.get("tables", ())]
+        self.tables += event.get("tables", ())
 
 
 def run(
     settings: GpuBenchSettings, module: str = "razor_dist.evals.bench.gpu_parts"
 ) -> BenchRecord:
     """Run the parts of ``module``; ``gpu.json``, ``gpu.md`` and ``gpu.log`` grow on the way."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings.out.mkdir(parents=True, exist_ok=True)
+    device = torch_device(EngineConfig(device=settings.device), 0).type
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {settings.out}: {error.strerror}") from None
     said = settings.out / "gpu.log"
     said.write_text("")
     limits: dict[str, float] = {n: s for n, (_, s) in import_module(module).PARTS.items()}
@@ -123,70 +122,36 @@ def _record(settings: GpuBenchSettings, records: Mapping[str, _Record]) -> Bench
     return BenchRecord("gpu", settings, {"parts": parts}, tables)
 
 
-class _Worker:
-    """A process that works through parts, one after the other, and says what they say.
-
-    It ends with its children, which are in a session of their own.
-    """
+class _Worker(Child):
+    """A process that works through parts, one after the other, and says what they say."""
 
     def __init__(self, module: str, device: str, end: float, parts: list[str], said: Path) -> None:
-        self._pipe, other = os.pipe()
-        self._buffer, self._start = b"", _START_SECONDS
+        self._start = _START_SECONDS
         # On CPU Triton's kernels are interpreted, which they have to know as they are imported.
-        environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        own = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         with said.open("a") as output:
-            self._process = subprocess.Popen(
-                guarded(__name__, module, device, str(end), str(other), *parts),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=[other],
-                env=os.environ | environment,
-            )
-        os.close(other)
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._pipe)
+            super().__init__(work, module, device, end, parts, output=output, env=os.environ | own)
 
     def results(self, record: _Record, limit: float) -> Iterator[None]:
         """Fill in the next part's record; yield whenever there is more of it."""
         began, status = time.monotonic(), None
         limit, self._start = limit + self._start, 0.0
         while status is None:
-            event = self._event(began + limit)
+            event = {"status": f"failed: not done within {limit:.0f} s"}
+            try:
+                if self.connection.poll(max(0.0, began + limit - time.monotonic())):
+                    event = self.connection.recv()
+            except EOFError:
+                event = {"status": f"failed: ended with {self.process.wait()}"}
             record.seconds = time.monotonic() - began
-            if event is None:
-                if record.seconds >= limit:
-                    status = f"not done within {limit:.0f} s"
-                else:  # it has closed its end of the pipe
-                    status = f"ended with {self._process.wait()}"
-                event = {"status": f"failed: {status}"}
             status = event.get("status")
             record.add(event)
             yield
 
-    def _event(self, until: float) -> dict[str, Any] | None:
-        """Return the process's next event; None if it has ended, or sends none until then."""
-        while b"\n" not in self._buffer:
-            left = max(0.0, until - time.monotonic())
-            found = os.read(self._pipe, 1 << 16) if select([self._pipe], [], [], left)[0] else b""
-            if not found:
-                return None
-            self._buffer += found
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
-        return event
 
-
-def work(module: str, device: str, end: float, say: Callable[[Any], None], parts: list[str]) -> int:
-    """Run parts and ``say`` what comes of them, until one fails; return an exit code."""
+def work(connection: Connection, module: str, device: str, end: float, parts: list[str]) -> None:
+    """Run parts and send what comes of them, until one fails."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     for name in parts:
         print(f"--- {name}", flush=True)
@@ -194,7 +159,7 @@ def work(module: str, device: str, end: float, say: Callable[[Any], None], parts
         bench = Bench(where, min(end, time.monotonic() + seconds) - _GRACE_SECONDS)
         try:
             for figures, tables in part(bench):
-                say({"figures": figures, "tables": [asdict(table) for table in tables]})
+                connection.send({"figures": figures, "tables": tables})
             status = "done"
         except Skipped as reason:
             status = f"skipped: {reason}"
@@ -202,26 +167,9 @@ def work(module: str, device: str, end: float, say: Callable[[Any], None], parts
             traceback.print_exc()
             said = str(error).strip().partition("\n")[0]
             status = f"failed: {said[:200] or type(error).__name__}"
-        say({"status": status})
+        connection.send({"status": status})
         if status.startswith("failed"):
-            return 1
+            return
         gc.collect()
         if bench.cuda:
             torch.cuda.empty_cache()
-    return 0
-
-
-def main(module: str, device: str, end: str, pipe: str, *parts: str) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with os.fdopen(int(pipe), "w") as results:
-
-        def say(event: Any) -> None:
-            results.write(json.dumps(event, default=str) + "\n")
-            results.flush()
-
-        return work(module, device, float(end), say, list(parts))
-
-
-if __name__ == "__main__":
-    # By its own name, since parts know the classes of this module by that.
-    sys.exit(import_module("razor_dist.evals.bench.gpu").main(*sys.argv[1:]))

@@ -255,6 +255,6 @@ class BenchRecord:
         if figures is not None:
             figures.write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n")
         if page is not None:
-            page.write_text(self.page())
+            page.write_text(self.page(), encoding="utf-8")
         for file, content in self.others.items():
             file.write_bytes(content)

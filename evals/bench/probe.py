@@ -24,9 +24,9 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.bench.measure import BenchRecord, Table, cost_on, random_tokens
-from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
+from razor_dist.evals.process import call
 from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo.train import train
 from razor_dist.identify.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
@@ -52,7 +52,7 @@ def run(settings: ProbeBenchSettings) -> BenchRecord:
     costs, notes = {}, []
     for work, name in works.items():
         log.info("%s ...", name)
-        costs[work] = cost = call(__name__, "measure", work, settings.values())
+        costs[work] = cost = call(measure, work, settings.values())
         if "failed" in cost:
             rows.append([name, "failed", *[""] * 4])
             notes.append(f"{work} failed: {cost['failed']}")

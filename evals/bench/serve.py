@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -83,11 +84,14 @@ class LoadRequest:
             self.prompt_tokens = usage["prompt_tokens"]
             self.output_tokens = usage["completion_tokens"]
 
-    def fail(self, where: str, body: dict[str, Any]) -> None:
-        """Note the failure that an error object tells, in OpenAI's shape or near it."""
-        error = body.get("error", body)
-        code = error["code"] if isinstance(error.get("code"), str) else error.get("type", "")
-        self.failure, self.message = f"{where} {code}".strip(), error.get("message", "")
+    def fail(self, where: str, body: Any) -> None:
+        """Note the failure that an error tells: an object, OpenAI's or alike, or a text."""
+        error = (body.get("error") or body) if isinstance(body, dict) else body
+        if not isinstance(error, dict):
+            error = {"message": error}
+        code = error["code"] if isinstance(error.get("code"), str) else error.get("type")
+        self.failure = f"{where} {code or ''}".strip()
+        self.message = str(error.get("message") or error.get("detail") or "")
 
     async def send(self, client: httpx.AsyncClient, url: str, clock: Callable[[], float]) -> None:
         """Send it and take the stream; a failure is noted, and nothing is tried again."""
@@ -96,9 +100,12 @@ class LoadRequest:
         try:
             async with client.stream("POST", url, content=content) as response:
                 if response.status_code != 200:
-                    self.failure = str(response.status_code)
                     self.retry_after = response.headers.get("retry-after")
-                    self.fail(self.failure, json.loads(await response.aread()))
+                    content = await response.aread()
+                    body: Any = content.decode(errors="replace")
+                    with suppress(ValueError):
+                        body = json.loads(content)
+                    self.fail(str(response.status_code), body)
                     return
                 rest = b""
                 # Not by `aiter_lines`, to which U+2028 within an answer is the end of a line.
@@ -163,7 +170,7 @@ def _read(dataset: Path, settings: ServeBenchSettings) -> list[dict[str, Any]]:
             where = f"line {line.number} of {dataset}"
             raise ConfigError(f"{where} must be an object with prompt or messages") from None
         bodies.append(body | prompt)
-    if len(bodies) < (settings.num_prompts or 1):
+    if len(bodies) < (1 if settings.num_prompts is None else settings.num_prompts):
         raise ConfigError(f"{dataset} has {len(bodies)} requests; num_prompts asks for more")
     return bodies
 
@@ -183,8 +190,8 @@ def arrivals(settings: ServeBenchSettings, count: int) -> list[float]:
 
 async def run_load(requests: Sequence[LoadRequest], url: str, most: int | None) -> None:
     """Send each request when it arrives, or once fewer than ``most`` are in flight."""
-    gate, key = asyncio.Semaphore(most or len(requests)), os.environ.get("OPENAI_API_KEY", "none")
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    gate, headers = asyncio.Semaphore(most or len(requests)), _access()
+    headers["Content-Type"] = "application/json"
     # Each user has a connection of their own, and a million tokens take as long as they take.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None) as client:
@@ -237,9 +244,14 @@ def run(settings: ServeBenchSettings) -> BenchRecord:
     return BenchRecord("serve", settings, figures, [table], notes, files)
 
 
+def _access() -> dict[str, str]:
+    return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
+
+
 def _first_model(url: str) -> str:
     try:
-        return str(httpx.get(url).raise_for_status().json()["data"][0]["id"])
+        found = httpx.get(url, headers=_access()).raise_for_status().json()
+        return str(found["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ConfigError(f"cannot read a model from {url} ({error}); give --model") from None
 

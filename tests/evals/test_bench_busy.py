@@ -20,7 +20,7 @@ from tests.tiny_models import make_tiny
 
 
 def test_factors_are_compared_with_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(module: str, function: str, values: Any, size: int | None, **_: Any) -> Any:
+    def call(function: Any, values: Any, size: int | None, **_: Any) -> Any:
         slower = 3.0 if size is None else 4.5  # beside a busy process
         return {
             "100, 0": {"prefill": 2.0, "decode": 0.1, "cpu": 4.0},

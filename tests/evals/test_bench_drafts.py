@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from razor_dist.documents.corpus import reference_paragraphs
 from razor_dist.evals.bench import drafts
 from razor_dist.evals.bench.drafts import TASKS, Timed, compared, copied, prompts, run
 from razor_dist.evals.bench.settings import DraftsBenchSettings
@@ -42,6 +43,13 @@ def test_prompts_have_the_document_and_its_passage() -> None:
     assert "MODULE" in corrected and corrected.replace("MODULE", "module") in passage
     listed = tokenizer.decode(found["extract a list"]).split("assistant\n")[1]
     assert listed.startswith("- ") and listed[2:].split("\n")[0] in passage
+
+
+def test_a_document_of_one_paragraph_is_its_passage() -> None:
+    tokenizer = smollm2_tokenizer()
+    text = tokenizer.decode(dict(prompts(tokenizer, 1))["repeat a passage"])
+    paragraph = " ".join(reference_paragraphs()[0].split())
+    assert paragraph in text.partition("word for word:")[2]
 
 
 def test_only_rows_of_four_tokens_count_as_copied() -> None:

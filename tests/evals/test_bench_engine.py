@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,8 +93,24 @@ def test_ratios_and_their_bars() -> None:
         (1.0, 1.5, True),
         (1.5, 2.0, True),
     ]
+    # Of several ranks one may be compared with, which has no tensor mode.
+    found = ratios(single, parallel, (8, 1))
+    assert [r.value for r in found[4:]] == pytest.approx([0.5, 0.1])
     of_floors = {OWN["razor"]: Floor(prefill=10.0, decode=0.02)}
     assert of_floor(single, of_floors) == ("prefill, razor / its floor", 1.4, 1.1, False)
+
+
+def test_pages_are_utf_8_in_any_locale(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    code = (
+        "import sys; from pathlib import Path; from razor_dist.evals.bench.measure import *;"
+        "from razor_dist.evals.bench.settings import RanksBenchSettings as Settings;"
+        "settings = Settings(markdown=Path(sys.argv[1]));"
+        "BenchRecord('start', settings, {}, [Table('\\u2264', [['']])]).write()"
+    )
+    plain = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-X", "utf8=0", "-c", code, page], env=plain, check=True)
+    assert "≤" in page.read_text(encoding="utf-8")
 
 
 def test_ratios_to_peers() -> None:

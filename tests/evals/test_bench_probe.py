@@ -12,14 +12,14 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench import probe
 from razor_dist.evals.bench.probe import measure, run
-from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import ProbeBenchSettings
+from razor_dist.evals.process import call
 from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
 
 
 def in_process(work: str, values: dict[str, Any]) -> dict[str, Any]:
-    return call("razor_dist.evals.bench.probe", "measure", work, values)
+    return call(measure, work, values)
 
 
 @pytest.mark.parametrize("family", ["llama", "glm"])
@@ -28,7 +28,7 @@ def test_both_probes_find_the_same_scores(
 ) -> None:
     path = make_tiny(family, tmp_path)
     settings = ProbeBenchSettings(model=str(path), tokens=60, threads=1)
-    monkeypatch.setattr(probe, "call", lambda module, name, *arguments: measure(*arguments))
+    monkeypatch.setattr(probe, "call", lambda function, *arguments: function(*arguments))
     figures = run(settings).figures
     assert [cost["tokens"] for cost in figures["costs"].values()] == [240, 240]
     assert 0 <= figures["largest_difference_of_scores"] < 1e-4
@@ -62,7 +62,7 @@ def test_training_is_measured(tmp_path: Path) -> None:
 def test_the_command_says_and_writes_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made_up(module: str, function: str, work: str, values: dict[str, Any]) -> dict[str, Any]:
+    def made_up(function: Any, work: str, values: dict[str, Any]) -> dict[str, Any]:
         if work == "materialised":
             return {"failed": "out of memory"}
         cost = {"before_bytes": 100 << 20, "peak_bytes": 160 << 20, "tokens": 10_000}

@@ -163,6 +163,7 @@ def test_requests_are_read_from_a_dataset(tmp_path: Path) -> None:
     assert only.body["prompt"] == "One"
     with pytest.raises(ConfigError, match="has 2 requests; num_prompts asks for more"):
         make_requests(ServeBenchSettings(dataset=file, num_prompts=3), "m")
+    assert make_requests(ServeBenchSettings(dataset=file, num_prompts=0, long_prompts=1), "m")
     for wrong in ("[]", '"text"', "{", '{"text": "One"}'):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"line 1 of .* must be an object with prompt or"):
@@ -255,6 +256,9 @@ def test_refusals_are_counted_and_not_repeated(tmp_path: Path) -> None:
         (503, b'{"error": {"code": 503, "type": "unavailable_error"}}', "503 unavailable_error"),
         (400, b'{"object": "error", "message": "no", "type": "BadRequestError"}', "400 BadRequest"),
         (502, b"<html>", "502"),
+        (404, b'{"error": "no"}', "404"),
+        (404, b'{"detail": "no"}', "404"),
+        (200, event(error="no"), "in the stream"),
         (200, event(error={"message": "no", "code": "engine_error"}), "in the stream engine_error"),
         (200, text_event("x") + b"\n", "the stream ended early"),
         (200, b"data: {", "JSONDecodeError"),
@@ -264,6 +268,19 @@ def test_other_failures_have_a_name(status: int, body: bytes, failure: str, tmp_
     with stub(status, body) as url:
         figures, first, _ = measured(url, tmp_path)
     assert figures["failed"] == 2 and first["failure"].startswith(failure)
+    if b'"no"' in body:
+        assert first["message"] == "no"
+
+
+def test_the_models_name_is_asked_for_with_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_server("--api-key", "secret") as server:
+        settings = ServeBenchSettings(base_url=server.url(), num_prompts=1)
+        with pytest.raises(ConfigError, match="401 Unauthorized"):
+            run(settings)
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        assert run(settings).figures["classes"]["short"]["completed"] == 1
 
 
 def test_a_server_that_is_not_there_fails_every_request(tmp_path: Path) -> None:

@@ -318,6 +318,8 @@ def test_the_needle_model_finds_its_needle_by_chosen_blocks(tmp_path: Path) -> N
     config = NeedleGridConfig(
         model=folder, lengths=(3000,), depths=(30,), needles=1, preset="words", threads=1
     )
+    with pytest.raises(ConfigError, match="streaming-256 has no retrieval heads to choose"):
+        named_method("streaming-256/32", folder)
     [found] = [named_method("full/32", folder)]
     assert found.selection is not None and found.selection.share == 1 / 32
     lost = Method(

@@ -87,7 +87,7 @@ def test_a_process_that_ends_is_an_engine_that_failed(settings: dict[str, Any]) 
         with pytest.raises(ConfigError, match="leaves nothing"):
             llm._call("read", [])
         assert not llm.failed
-        llm._process.kill()
+        llm._child.process.kill()
         with pytest.raises(EngineError, match=r"method h2o ended \(code -9\); the attention"):
             llm.generate([{"prompt_token_ids": MORE}], params, prefix=prefix)
     assert llm.failed

@@ -1,0 +1,89 @@
+"""A function in a process of its own: its memory, crashes and time touch no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, Any, Self
+
+from razor_dist.frontend.guard import guarded
+
+
+class Child:
+    """A new process that calls ``function(connection, *arguments)``; it dies with this one.
+
+    ``connection`` is the other end of the child's. Function and arguments travel by pickle, the
+    former by its name. ``output`` takes all that is printed, by default this process's own.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *arguments: Any,
+        output: IO[str] | int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            guarded(__name__, str(theirs.fileno())),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+            start_new_session=True,
+            env=env,
+        )
+        theirs.close()
+        self.connection.send((function, arguments))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process with its children, also in the midst of another thread's call."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+
+def call(
+    function: Callable[..., dict[str, Any]],
+    *arguments: Any,
+    output: IO[str] | int = subprocess.DEVNULL,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Call a function in a `Child`; return its result, or ``{"failed": reason}``."""
+    with Child(_answer, function, *arguments, output=output, env=env) as child:
+        try:
+            found: dict[str, Any] = child.connection.recv()
+        except EOFError:
+            code = child.process.wait()
+            return {"failed": f"ended by signal {-code}" if code < 0 else f"exit code {code}"}
+        return found
+
+
+def _answer(connection: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        found = function(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        found = {"failed": str(error) or type(error).__name__}
+    connection.send(found)
+
+
+if __name__ == "__main__":
+    connection = Connection(int(sys.argv[1]))
+    function, arguments = connection.recv()
+    function(connection, *arguments)
