@@ -34,16 +34,17 @@ from razor_dist.engine.device import torch_device as torch_device
 from razor_dist.engine.device import torch_dtype as torch_dtype
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.evals.methods import FULL_METHOD, Method
-from razor_dist.evals.selection import SelectedHeads, SelectingContext
+from razor_dist.evals.selection import SelectedHeads
 from razor_dist.evals.settings import METHOD_SETTINGS
 from razor_dist.evals.texts import Prompter
-from razor_dist.evals.watch import Watch, WatchedContext
+from razor_dist.evals.watch import Watch
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
+from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
@@ -92,12 +93,8 @@ class Replay:
         """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
         positions = plain_positions(inputs["position_ids"][0])
         if self._layers is None:
-            if self.selected is not None:
-                context = inputs["attention_context"]
-                inputs["attention_context"] = SelectingContext(context, self.selected, positions)
-            if self.watch is not None:
-                context = inputs["attention_context"]
-                inputs["attention_context"] = WatchedContext(context, self.watch, positions)
+            if self.selected is not None or self.watch is not None:
+                inputs["attention_context"] = _Seen(self, inputs["attention_context"], positions)
             output = self.model(**inputs)
             if self.observer is not None:
                 keep = inputs["logits_to_keep"]
@@ -116,6 +113,27 @@ class Replay:
     def ring(self, comm: Communicator, chunk: Chunk, query: Query, *others: Any) -> Tensor:
         """`ring_attention`, left out in a replay."""
         return ring_attention(comm, chunk, query, *others) if self._layers is None else query.q
+
+
+class _Seen:
+    """An `AttentionContext` that a watch is shown; selected heads replace its own."""
+
+    def __init__(self, replay: Replay, inner: AttentionContext, positions: Tensor) -> None:
+        self._inner, self._positions = inner, positions
+        self._watch, self._selected = replay.watch, replay.selected
+
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        # Before the attention, which may turn queries and keys in place.
+        found = None
+        if self._watch is not None:
+            self._watch.look(layer, query, k, self._positions)
+        if self._selected is not None:
+            found = self._selected.attend(layer, query, k, v, self._positions)
+        out = self._inner.attend(layer, query, k, v)
+        if self._selected is not None and found is not None:
+            groups = out.unflatten(1, (query.q.shape[0], -1))
+            groups[:, self._selected.heads[layer]] = found.to(out.dtype)
+        return out
 
 
 class InProcess:

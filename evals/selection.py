@@ -28,7 +28,6 @@ from razor_dist.heads.decision import Flags
 from razor_dist.kernels.chosen import BLOCK, RECENT
 from razor_dist.kernels.fused import rotate
 from razor_dist.kernels.query import Query
-from razor_dist.models.bridge import AttentionContext
 
 _TILE = 16  # queries that a kernel would read the union of blocks for
 
@@ -166,15 +165,18 @@ class SelectedHeads:
         by_query, by_tile = self._read[:, positions.start : positions.stop] / heads
         return by_query, by_tile
 
-    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor, first: int) -> Tensor | None:
+    def attend(
+        self, layer: int, query: Query, k: Tensor, v: Tensor, positions: Tensor
+    ) -> Tensor | None:
         """Attention ``[T, heads, G, D]`` of a layer's selecting heads, if there are any.
 
-        The arguments are those of `AttentionContext.attend`, and the position of the first token.
+        The arguments are those of an attention context's ``attend``, and the tokens' positions.
         """
         heads = self.heads.get(layer)
         if heads is None:
             return None
-        span = slice(first, first + k.shape[1])
+        span = slice(int(positions[0]), int(positions[-1]) + 1)
+        assert span.stop - span.start == len(positions), "not one sequence's tokens"
         q, k = turned(query, k)
         if layer not in self._kv:
             self._kv[layer] = k.new_empty(2, len(heads), self._tokens, k.shape[-1])
@@ -196,20 +198,3 @@ class SelectedHeads:
         tiles = pad(read, (0, 0, 0, -count % _TILE)).unflatten(0, (-1, _TILE)).any(1)
         for which, found in enumerate((read, tiles.repeat_interleave(_TILE, 0)[:count])):
             self._read[which, span] += found.sum(-1).cpu() / before
-
-
-class SelectingContext:
-    """An `AttentionContext` of which some heads' results are replaced by those of selection."""
-
-    def __init__(self, inner: AttentionContext, selected: SelectedHeads, positions: Tensor) -> None:
-        self._inner, self._selected, self._first = inner, selected, int(positions[0])
-        assert int(positions[-1]) - self._first + 1 == len(positions), "not one sequence's tokens"
-
-    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        # Before the other heads' attention, which may turn queries and keys in place.
-        found = self._selected.attend(layer, query, k, v, self._first)
-        out = self._inner.attend(layer, query, k, v)
-        if found is not None:
-            groups = out.unflatten(1, (query.q.shape[0], -1))
-            groups[:, self._selected.heads[layer]] = found.to(out.dtype)
-        return out

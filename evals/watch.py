@@ -16,7 +16,6 @@ from torch import Tensor
 
 from razor_dist.evals.selection import turned
 from razor_dist.kernels.query import Query
-from razor_dist.models.bridge import AttentionContext
 
 # Of a layer and the positions of its queries: the first token after the sinks, ``[K]``, and the
 # first of the window, ``[K, T]``. Tokens between them are dropped.
@@ -67,15 +66,3 @@ class Watch:
         dropped = (weights * between.unsqueeze(1)).sum(-1)  # [K, G, T]
         both = torch.stack([on_places, dropped]).flatten(1, 2)
         self._found.setdefault(layer, []).append(both.permute(2, 0, 1).cpu())
-
-
-class WatchedContext:
-    """An `AttentionContext` that a watch is shown."""
-
-    def __init__(self, inner: AttentionContext, watch: Watch, positions: Tensor) -> None:
-        self._inner, self._watch, self._positions = inner, watch, positions
-
-    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        # Before the attention, which may turn queries and keys in place.
-        self._watch.look(layer, query, k, self._positions)
-        return self._inner.attend(layer, query, k, v)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from razor_dist import kernels
 from razor_dist.engine.graph import CudaRecorder
-from razor_dist.evals.bench.measure import Ceilings, Table, fastest
+from razor_dist.evals.bench.measure import Rates, Table, fastest
 from razor_dist.kernels.decode import Pages
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 
@@ -34,7 +34,7 @@ _PAGE = 64
 
 
 def measure_attention(
-    device: torch.device, ceilings: Ceilings, kv_heads: Sequence[int], queries: int, keys: int
+    device: torch.device, ceilings: Rates, kv_heads: Sequence[int], queries: int, keys: int
 ) -> tuple[dict[str, Any], list[Table]]:
     """Measure every path of `paths`: in bf16 and in a graph on CUDA, in float32 on CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -58,10 +58,11 @@ def measure_attention(
                 found |= {"bytes_per_second": read, "operations_per_second": multiplied}
                 cells = [f"{1e6 * seconds:,.1f}", f"{read / 1e9:,.1f}"]
                 cells += [f"{read / ceilings.bandwidth:.2f}", f"{multiplied / 1e12:,.3f}"]
-                cells += [f"{multiplied / ceilings.matmul:.2f}", f"{found['lse_error']:.1e}"]
+                cells += [f"{multiplied / ceilings.products:.2f}", f"{found['lse_error']:.1e}"]
             measured.append(found)
             rows.append([name, str(heads), *cells, found["status"]])
-    figures = {"queries": queries, "keys": keys, "ceilings": vars(ceilings), "paths": measured}
+    most = {"bandwidth": ceilings.bandwidth, "matmul": ceilings.products}
+    figures = {"queries": queries, "keys": keys, "ceilings": most, "paths": measured}
     title = f"T = {queries:,} over S = {keys:,}, G = {GROUP}, D = {HEAD_DIM}, {dtype}:"
     return figures, [Table(title, rows)]
 

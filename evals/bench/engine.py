@@ -22,10 +22,11 @@ from torch import Tensor
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.baselines.model import load_stock
-from razor_dist.evals.bench.floor import Floor, Rates, floor, measure_rates
+from razor_dist.evals.bench.floor import Floor, floor, measure_rates
 from razor_dist.evals.bench.measure import (
     BenchRecord,
     Generate,
+    Rates,
     Table,
     TimedRun,
     Timing,

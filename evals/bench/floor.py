@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from razor_dist import kernels
-from razor_dist.evals.bench.measure import SIZES, Timing, fastest, measure_ceilings
+from razor_dist.evals.bench.measure import SIZES, Rates, Timing, fastest, measure_ceilings
 from razor_dist.kernels.linear import use_int8_linear
 from razor_dist.models.shape import ModelShape
 from razor_dist.plan.compute import decode_reads, operations
@@ -22,19 +22,6 @@ from razor_dist.plan.deployment import Deployment
 
 # Queries, and as many keys, of the attention that is timed.
 _TOKENS = 2048
-
-
-class Rates(NamedTuple):
-    """Measured rates of a machine, per second; a multiplication and an addition count as two."""
-
-    bandwidth: float  # bytes read
-    products: float  # operations of a matrix product
-    attention: float  # operations of attention at prefill
-    int8_products: float = 0.0  # as `products`, by linear layers of 8 bits; 0 where not measured
-
-    def or_better(self, other: Rates) -> Rates:
-        """Return the better one of each, for a machine may be busy while it is measured."""
-        return Rates(*map(max, self, other))
 
 
 class Floor(NamedTuple):
@@ -78,7 +65,7 @@ def measure_rates(
         use_int8_linear(layers)
         x = torch.randn(side, side)
         eight = 2 * side**3 / fastest(lambda: layers(x), device, seconds)
-    return Rates(ceilings.bandwidth, ceilings.matmul, attention, eight)
+    return ceilings._replace(attention=attention, int8_products=eight)
 
 
 def floor(d: Deployment, rates: Rates, prompt: int, new_tokens: int) -> Floor:

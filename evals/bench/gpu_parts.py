@@ -27,8 +27,8 @@ from razor_dist.evals.bench.attention import GROUP, HEAD_DIM, measure_attention,
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench, Part, Skipped
 from razor_dist.evals.bench.measure import (
-    Ceilings,
     CeilingSizes,
+    Rates,
     Table,
     TimedRun,
     fastest,
@@ -139,7 +139,7 @@ def _nvidia_smi() -> str:
 
 
 @functools.cache
-def ceilings_of(device: torch.device) -> Ceilings:
+def ceilings_of(device: torch.device) -> Rates:
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     return measure_ceilings(device, dtype, (CUDA if cuda else CPU).ceilings)
@@ -165,14 +165,14 @@ def ceilings(bench: Bench) -> Iterator[PartResult]:
     figures = {
         "bytes_read_per_second": most.bandwidth,
         "bytes_copied_per_second": copied,
-        "matmul_operations_per_second": most.matmul,
+        "matmul_operations_per_second": most.products,
         "seconds_per_kernel": kernels,
     }
     rows = [
         ["", ""],
         ["read, GB/s", f"{most.bandwidth / 1e9:,.0f}"],
         ["read and written by a copy, GB/s", f"{copied / 1e9:,.0f}"],
-        ["matrix product, TFLOP/s", f"{most.matmul / 1e12:,.2f}"],
+        ["matrix product, TFLOP/s", f"{most.products / 1e12:,.2f}"],
         *([f"a kernel of one number, {how}, µs", f"{1e6 * s:.2f}"] for how, s in kernels.items()),
     ]
     yield figures, [Table("Ceilings:", rows)]

@@ -87,22 +87,23 @@ SIZES = {"cuda": CeilingSizes(2 << 30, 8192), "cpu": CeilingSizes(1 << 30, 2048)
 _WIDTH = 4096
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """The most that a device does in a second."""
+class Rates(NamedTuple):
+    """The most that a machine does in a second; a multiplication and an addition count as two."""
 
     bandwidth: float  # bytes read
-    matmul: float  # operations of a matrix product; a multiplication and an addition are two
+    products: float  # operations of a matrix product
+    attention: float = 0.0  # operations of attention at prefill; 0 where not measured
+    int8_products: float = 0.0  # as `products`, by linear layers of 8 bits; 0 where not measured
 
-    def or_better(self, other: Ceilings) -> Ceilings:
+    def or_better(self, other: Rates) -> Rates:
         """Return the better one of each, for a machine may be busy while it is measured."""
-        return Ceilings(max(self.bandwidth, other.bandwidth), max(self.matmul, other.matmul))
+        return Rates(*map(max, self, other))
 
 
 @torch.inference_mode()
 def measure_ceilings(
     device: torch.device, dtype: torch.dtype, sizes: CeilingSizes | None = None
-) -> Ceilings:
+) -> Rates:
     """Measure a device at ``sizes`` (by default `SIZES`), with torch's present number of threads.
 
     Bytes are those of a buffer that is summed or multiplied with a vector (the faster counts):
@@ -122,7 +123,7 @@ def measure_ceilings(
     # Random numbers: a GPU that multiplies zeros draws less power and keeps a higher clock.
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
     multiplying = best(lambda: a @ b, lambda: linear(a, b))
-    return Ceilings(buffer.nbytes / reading, 2 * side**3 / multiplying)
+    return Rates(buffer.nbytes / reading, 2 * side**3 / multiplying)
 
 
 def fastest(operation: Callable[[], object], device: torch.device, seconds: float) -> float:

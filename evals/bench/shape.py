@@ -4,7 +4,7 @@ For models whose weights are missing: time and memory depend on shapes alone. Bo
 on one rank, one after the other on the same weights, so that the peak memory of each is its own.
 Retrieval heads are made up, evenly spread; their share of the KV heads has to be given.
 
-Times are held against what the device was measured to do in the same run (`measure.Ceilings`), by
+Times are held against what the device was measured to do in the same run (`measure.Rates`), by
 the operations and bytes that the planner counts (`razor_dist.plan`).
 """
 
@@ -96,7 +96,7 @@ def run(settings: ShapeBenchSettings) -> BenchRecord:
     ceilings = ceilings.or_better(measure_ceilings(device, dtype))
     for one in measured:
         rate = one["operations"] / one["prefill_seconds"]
-        one["prefill_of_matmul_ceiling"] = rate / ceilings.matmul
+        one["prefill_of_matmul_ceiling"] = rate / ceilings.products
         rate = one["step_bytes"] / one["decode_seconds_per_token"]
         one["decode_of_bandwidth"] = rate / ceilings.bandwidth
     figures = {
@@ -106,7 +106,7 @@ def run(settings: ShapeBenchSettings) -> BenchRecord:
         "dtype": dtype_name(dtype),
         "ceilings": {
             "bytes_read_per_second": ceilings.bandwidth,
-            "matmul_operations_per_second": ceilings.matmul,
+            "matmul_operations_per_second": ceilings.products,
         },
         "lengths": lengths,
     }

@@ -19,9 +19,10 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.bench import floor as bench_floor
 from razor_dist.evals.bench import measure
 from razor_dist.evals.bench.engine import OWN, STOCK, of_floor, rank_name, ratios, run
-from razor_dist.evals.bench.floor import Floor, Rates, floor
+from razor_dist.evals.bench.floor import Floor, floor
 from razor_dist.evals.bench.measure import (
     CeilingSizes,
+    Rates,
     TimedRun,
     Timing,
     random_tokens,

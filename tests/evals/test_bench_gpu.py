@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench import attention, gpu, gpu_parts, measure
 from razor_dist.evals.bench.gpu import Bench
-from razor_dist.evals.bench.measure import Ceilings, CeilingSizes
+from razor_dist.evals.bench.measure import CeilingSizes, Rates
 from razor_dist.evals.bench.one_of_eight import RankAlone
 from razor_dist.evals.bench.settings import GpuBenchSettings
 from razor_dist.evals.bench.wheels import unpack_missing
@@ -44,7 +44,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1024), (16, 512)])
 def test_paths_agree_with_float64(queries: int, keys: int) -> None:
-    ceilings = Ceilings(1e9, 1e12)
+    ceilings = Rates(1e9, 1e12)
     figures, [table] = attention.measure_attention(CPU, ceilings, (1, 2), queries, keys)
     found = {(one["path"], one["kv_heads"]): one for one in figures["paths"]}
     for heads in (1, 2):

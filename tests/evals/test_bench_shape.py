@@ -22,7 +22,7 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.evals.bench import measure
 from razor_dist.evals.bench import shape as bench_shape
-from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, TimedRun, measure_ceilings
+from razor_dist.evals.bench.measure import CeilingSizes, Rates, TimedRun, measure_ceilings
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.shape import HEAD, engine_around, prompt_tokens, random_model, run
 from razor_dist.kernels import decode_torch, query
@@ -257,9 +257,9 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64))
     found = measure_ceilings(CPU, torch.bfloat16)
     # The matrix-vector product is the faster one here; 2**20 bytes are read.
-    assert found == Ceilings(bandwidth=2.0**20, matmul=2 * 64**3)
+    assert found == Rates(bandwidth=2.0**20, products=2 * 64**3)
     assert done == {"sum": 3, "matmul": 2}
-    assert found.or_better(Ceilings(1.0, 1e12)) == Ceilings(2.0**20, 1e12)
+    assert found.or_better(Rates(1.0, 1e12)) == Rates(2.0**20, 1e12)
 
 
 def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
