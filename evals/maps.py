@@ -31,7 +31,7 @@ from razor_dist.evals.needle.config import GridConfig, MapsConfig
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import run_here
 from razor_dist.evals.report import join, table
-from razor_dist.evals.settings import STREAMING_SETTINGS, WINDOW
+from razor_dist.evals.settings import WINDOW, streaming_settings
 from razor_dist.evals.texts import Prompter, repeat_passages
 from razor_dist.heads.decision import Scores, rounded
 from razor_dist.heads.head_map import HeadMap
@@ -192,8 +192,8 @@ def _name(name: str, percent: float, share: float) -> str:
 
 
 def _method(config: EngineConfig, name: str, prefill: str, plan: Plan) -> Method:
-    names = (*(each for each in STREAMING_SETTINGS if each not in WINDOW[:3]),)
-    shown = {"prefill": prefill} | {each: getattr(config, each) for each in names}
+    settings = streaming_settings(config, prefill)
+    shown = {each: value for each, value in settings.items() if each not in WINDOW[:3]}
     return Method(name, shown, plan.retrieval, plan.windows)
 
 

@@ -69,14 +69,14 @@ class Method:
 
     @property
     def is_full(self) -> bool:
-        changes = "kv_dtype" in self.settings or self.selection is not None
-        return self.settings.get("attention") == "full" and not changes
+        return self.shares_prefill and self.settings.get("attention") == "full"
 
     @property
     def shares_prefill(self) -> bool:
         """True where a document's keys and values are those of full attention."""
-        changes = "kv_dtype" in self.settings or self.selection is not None
-        return self.is_full or (self.settings.get("prefill") == "exact" and not changes)
+        if "kv_dtype" in self.settings or self.selection is not None:
+            return False
+        return self.settings.get("attention") == "full" or self.settings.get("prefill") == "exact"
 
     @property
     def fingerprint(self) -> str:

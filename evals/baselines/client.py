@@ -63,8 +63,6 @@ class PressLLM:
             yield len(ids)
         finally:
             self._kept = 0
-            if not self.failed:
-                self._call("forget")
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams, prefix: int | None = None

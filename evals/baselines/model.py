@@ -118,7 +118,7 @@ class PressedModel:
     @torch.inference_mode()
     def read(self, ids: list[int]) -> int:
         """Read a text in place of the one before, and compress; returns the cache's bytes."""
-        self.forget()
+        self._cache = None  # frees it
         kept = self._budget.tokens(len(ids))
         press = self._make_press(compression_ratio=compression_ratio(len(ids), kept))
         cache: Any = DynamicCache()
@@ -166,9 +166,6 @@ class PressedModel:
             for layer, (keys, values) in zip(self._cache.layers, before, strict=True):
                 layer.keys, layer.values = keys, values
         return generated
-
-    def forget(self) -> None:
-        self._cache, self._read = None, 0
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self._device)

@@ -19,7 +19,7 @@ import numpy as np
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.measure import BenchRecord, Table, random_tokens
 from razor_dist.evals.bench.peers import openvino_pipeline
-from razor_dist.evals.bench.settings import PEERS, BatchBenchSettings
+from razor_dist.evals.bench.settings import PEERS, PLAIN, BatchBenchSettings
 from razor_dist.llm.llm import LLM
 from razor_dist.models.smollm2 import gguf_file
 
@@ -43,8 +43,7 @@ def _razor(settings: BatchBenchSettings, **dtypes: str) -> Iterator[Answers]:
         max_num_seqs=max(settings.counts),
         max_model_len=longest,
         kv_tokens=max(settings.counts) * (longest + 256),  # some pages are not full
-        prefix_cache=False,  # what is measured is read
-        speculative_config=None,  # and each token takes a step
+        **PLAIN,
         **dtypes,
     ) as llm:
 

@@ -24,7 +24,7 @@ from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.engine import STOCK, rank_name, stock_engine, timed_generate
 from razor_dist.evals.bench.measure import BenchRecord, Generate, Table, random_tokens
-from razor_dist.evals.bench.settings import BusyBenchSettings, EngineBenchSettings
+from razor_dist.evals.bench.settings import PLAIN, BusyBenchSettings, EngineBenchSettings
 from razor_dist.evals.process import call
 from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
@@ -53,8 +53,8 @@ def run(settings: BusyBenchSettings) -> BenchRecord:
             raise ConfigError(f"{name}: {rows['failed']}")
         found[name] = rows
     table = [["", "tokens", "busy", "prefill, s", "factor", "decode, ms/token", "factor", "CPU s"]]
+    compared = [["factor / that of transformers", "ratio", "bar", ""]]
     ratios: dict[str, float] = {}
-    bars: dict[str, float] = {}
     few = [rank_name("razor", size) for size in (1, 2)]
     for name, rows in found.items():
         for tokens in settings.lengths:
@@ -71,14 +71,12 @@ def run(settings: BusyBenchSettings) -> BenchRecord:
                 )
                 if name != STOCK and busy:
                     stock = _factors(found[STOCK], tokens, busy)
+                    bar = _FEW_RANKS if name in few else _MORE_RANKS
                     for phase in _PHASES:
                         key = f"{phase}, {name}, {tokens:,} tokens, {busy} busy"
-                        ratios[key] = factors[phase] / stock[phase]
-                        bars[key] = _FEW_RANKS if name in few else _MORE_RANKS
-    compared = [["factor / that of transformers", "ratio", "bar", ""]]
-    for key, ratio in ratios.items():
-        bar = bars[key]
-        compared.append([key, f"{ratio:.2f}", f"≤ {bar:g}", "met" if ratio <= bar else "missed"])
+                        ratios[key] = ratio = factors[phase] / stock[phase]
+                        verdict = "met" if ratio <= bar else "missed"
+                        compared.append([key, f"{ratio:.2f}", f"≤ {bar:g}", verdict])
     figures = {"prompt": "random token ids", "seconds": found, "ratios": ratios}
     notes = [f"{usable_cores()} cores. A factor is the time over that with no busy process."]
     tables = [Table("", table), Table("", compared)]
@@ -118,10 +116,7 @@ def _engine(settings: BusyBenchSettings, size: int | None, stack: ExitStack) -> 
     if size is None:
         tokens = str(max(settings.lengths))
         return stock_engine(EngineBenchSettings(model=settings.model, tokens=tokens))
-    llm = stack.enter_context(
-        LLM(settings.model, world_size=size, prefix_cache=False, speculative_config=None)
-    )
-    return timed_generate(llm)
+    return timed_generate(stack.enter_context(LLM(settings.model, world_size=size, **PLAIN)))
 
 
 def _timed(generate: Generate, prompt: list[int], new_tokens: int) -> Row:

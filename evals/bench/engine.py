@@ -13,7 +13,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -169,10 +169,13 @@ class OwnEngine:
         return self.runner.graphs is not None and self.runner.graphs.enabled
 
     def __call__(self, prompt: list[int], new_tokens: int) -> TimedRun:
+        return self.timed(self.stream(prompt, new_tokens))
+
+    def timed(self, stream: Iterable[int]) -> TimedRun:
+        """Time tokens of a stream that has not begun."""
         synchronize(self.runner.device)
         begin = time.perf_counter()
-        timed = [(token, time.perf_counter()) for token in self.stream(prompt, new_tokens)]
-        tokens, stamps = zip(*timed, strict=True)
+        tokens, stamps = zip(*((token, time.perf_counter()) for token in stream), strict=True)
         return TimedRun.from_stamps(begin, stamps, tokens, steady=self._steady)
 
     def stream(self, prompt: list[int], new_tokens: int) -> Iterator[int]:
@@ -226,9 +229,7 @@ def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]
     """
     with ExitStack() as stack:
         llms = {
-            rank_name("razor", size, decode): stack.enter_context(
-                _llm(settings, "razor", size, decode)
-            )
+            rank_name("razor", size, decode): _llm(stack, settings, "razor", size, decode)
             for size in settings.ranks
             for decode in (_MODES if size > 1 else _MODES[:1])
         }
@@ -238,7 +239,8 @@ def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]
             timings[name].stats = _measure(llm, prompt)
     for size in settings.ranks:
         name = rank_name("full", size)
-        with _llm(settings, "full", size) as llm:
+        with ExitStack() as stack:
+            llm = _llm(stack, settings, "full", size)
             run = timed_generate(llm)(prompt, settings.new_tokens)
             log.info("%s, once: %s", name, run)
             timings[name] = Timing(name, [run], _measure(llm, prompt))
@@ -250,14 +252,8 @@ def rank_name(attention: str, world_size: int, decode: Decode = "replicated") ->
     return name if decode == "replicated" else f"{name}, {decode}"
 
 
-def _llm(
-    settings: EngineBenchSettings,
-    attention: str,
-    world_size: int,
-    decode: Decode = "replicated",
-) -> LLM:
-    config = settings.config(attention, world_size, decode)
-    return LLM(**config.model_dump(exclude_unset=True))
+def _llm(stack: ExitStack, settings: EngineBenchSettings, *about: Any) -> LLM:
+    return stack.enter_context(LLM(**settings.config(*about).model_dump(exclude_unset=True)))
 
 
 def timed_generate(llm: LLM) -> Generate:

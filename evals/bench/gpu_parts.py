@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,6 @@ from razor_dist.evals.bench.measure import (
     CeilingSizes,
     Rates,
     Table,
-    TimedRun,
     fastest,
     measure_ceilings,
     random_tokens,
@@ -255,12 +254,8 @@ def model_shape(bench: Bench) -> Iterator[PartResult]:
     engine = shape.engine_around(model, d)
     prompt = random_tokens(engine.vocab_size, settings.lengths[0], settings.seed)
     engine(prompt[: d.chunked_prefill_size], min(4, settings.new_tokens))  # loads and records
-    began, stamps = time.perf_counter(), []
     tokens = engine.stream(prompt, settings.new_tokens + 1)
-    for _ in range(settings.new_tokens):
-        next(tokens)
-        stamps.append(time.perf_counter())
-    run = TimedRun.from_stamps(began, stamps, range(settings.new_tokens), steady=True)
+    run = engine.timed(itertools.islice(tokens, settings.new_tokens))
     graphs = engine.runner.graphs
     figures = {
         "tokens": len(prompt),
@@ -357,16 +352,8 @@ def _run_tests(bench: Bench, files: Sequence[str]) -> Iterator[PartResult]:
         raise Skipped("needs pytest and hypothesis: make gpu-wheels")
     if not bench.cuda:
         raise Skipped("needs a CUDA device")
-    options = [
-        "-m",
-        "gpu",
-        "-q",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-    ]
-    command = [sys.executable, "-m", "pytest", *options, *files]
+    options = "-m gpu -q -rfE -p no:cacheprovider --continue-on-collection-errors"
+    command = [sys.executable, "-m", "pytest", *options.split(), *files]
     tests = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
     assert tests.stdout is not None
     lines = [""]

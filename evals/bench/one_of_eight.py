@@ -29,6 +29,7 @@ from razor_dist.engine.tape import Step, Tape
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import Table, fastest
+from razor_dist.evals.bench.settings import PLAIN
 from razor_dist.evals.bench.shape import random_model
 from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk, chunks
@@ -67,8 +68,7 @@ def deployment(bench: Bench, folder: str, context: int, sequences: int) -> Deplo
         max_num_seqs=sequences,
         window_min=min(4000, window),
         window_max=window,
-        prefix_cache=False,
-        speculative_config=None,
+        **PLAIN,
         max_step_ms=1e9,  # no prompt is cut
     )
     return Deployment.of(config, "cuda" if bench.cuda else "cpu", _KEPT)

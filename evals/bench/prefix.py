@@ -10,6 +10,7 @@ ten documents with room for two, beside the best that any eviction could do. ``c
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import time
@@ -56,15 +57,15 @@ class Asker:
         self.client, self.process, self._new_tokens = client, process, new_tokens
         self._model = client.get("/v1/models").json()["data"][0]["id"]
 
-    def ask(self, *texts: str) -> Answer:
-        """Continue a conversation: the user's and the model's messages by turns."""
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-        return ask(self.client, self._model, messages, self._new_tokens)
+    def ask(
+        self, *contents: str | Sequence[Part], new_tokens: int | None = None, **more: Any
+    ) -> Answer:
+        """Continue a conversation, the user's and the model's messages by turns.
 
-    def ask_parts(self, *parts: Part, new_tokens: int | None = None, **more: Any) -> Answer:
-        """Ask in one message of parts; ``more`` are fields of the request."""
-        messages = [{"role": "user", "content": parts}]
+        ``more`` are fields of the request.
+        """
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": next(roles), "content": content} for content in contents]
         return ask(self.client, self._model, messages, new_tokens or self._new_tokens, **more)
 
     def contexts(self) -> list[str]:
@@ -171,21 +172,18 @@ def by_handle(settings: PrefixBenchSettings) -> BenchRecord:
         text, first, *others = map(_part, (document, *(one for one, _ in questions[:3])))
         with asker(settings, *flags) as server:
             mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-            rows.append(("read and kept", server.ask_parts(text | mark, first)))
+            rows.append(("read and kept", server.ask([text | mark, first])))
             [context] = server.contexts()
             # Of questions that were not asked before, whose ends are not cached either.
-            rows.append(("by handle", server.ask_parts(others[0], context=context)))
-            rows.append(("text sent again", server.ask_parts(text, others[1])))
+            rows.append(("by handle", server.ask([others[0]], context=context)))
+            rows.append(("text sent again", server.ask([text, others[1]])))
             disk = server.on_disk()
             server.process.kill()
-        ways: list[tuple[str, tuple[Part, ...], dict[str, Any]]] = [
-            ("by handle", (), {"context": context}),
-            ("text", (text,), {}),
-        ]
-        for name, parts, more in ways:
+        handle: dict[str, Any] = {"context": context}
+        for name, parts, more in (("by handle", [], handle), ("text", [text], {})):
             with asker(settings, *flags) as server:
                 for number, question in enumerate(others, 2):
-                    answer = server.ask_parts(*parts, question, **more)
+                    answer = server.ask([*parts, question], **more)
                     rows.append((f"after a kill, {name}, question {number}", answer))
                 server.process.kill()
     said = [answer.text for _, answer in rows]
@@ -212,7 +210,7 @@ def pins(settings: PrefixBenchSettings) -> BenchRecord:
                 begin = 100 * (number * _PINS + request)
                 texts = [" ".join(words[at : at + 100]) for at in range(begin, begin + 400, 100)]
                 parts = [_part(f"{text} ") | mark for text in texts]
-                server.ask_parts(*parts, _part("Why?"), new_tokens=1)
+                server.ask([*parts, _part("Why?")], new_tokens=1)
             kept, during = server.contexts(), server.memory()
             if number < _ROUNDS - 1:
                 for one in kept:

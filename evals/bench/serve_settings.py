@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -66,7 +66,3 @@ class ServeBenchSettings(FileBenchSettings):
             raise ConfigError("give --request-rate or --arrival-window, not both")
         if self.num_prompts == self.long_prompts == 0:
             raise ConfigError("nothing to send; give --num-prompts or --long-prompts")
-
-    def values(self) -> dict[str, Any]:
-        """See `BenchSettings.values`; JSON has no infinity."""
-        return {k: "inf" if v == math.inf else v for k, v in super().values().items()}

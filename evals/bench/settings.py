@@ -6,6 +6,7 @@ Imported for ``--help``, so nothing here may wait for torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +26,8 @@ from razor_dist.files import check_writable
 
 # A passkey sample recalls ten passkeys of 32 words, as in DuoAttention's paper.
 RECALLED_TOKENS = 320
+# Of engines that are timed: what is measured is read, and each token takes a step.
+PLAIN = MappingProxyType({"prefix_cache": False, "speculative_config": None})
 # Fields that name files to write.
 _FILES = ("json", "markdown", "plot", "answers")
 
@@ -59,7 +62,9 @@ class BenchSettings:
 
     def values(self) -> dict[str, Any]:
         """Return the settings by name, without the files."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in _FILES}
+        given = dataclasses.asdict(self)
+        # JSON has no infinity.
+        return {k: "inf" if v == math.inf else v for k, v in given.items() if k not in _FILES}
 
     def command(self, bench: str) -> str:
         """Return the command line of these settings, defaults spelled out."""
@@ -173,8 +178,7 @@ class EngineBenchSettings(ModelBenchSettings):
             world_size=world_size,
             decode=decode,
             threads=max(1, self.threads // world_size),
-            prefix_cache=False,  # what is measured is read
-            speculative_config=None,  # and each token takes a step
+            **PLAIN,
             **dtypes,
         )
 
@@ -284,8 +288,7 @@ class ShapeBenchSettings(PromptBenchSettings):
             window_min=min(4000, window_max),
             window_ratio=5,
             window_max=window_max,
-            prefix_cache=False,
-            speculative_config=None,
+            **PLAIN,
         )
 
 

@@ -1,22 +1,15 @@
 """The bench of engines beside busy processes: its arithmetic, and a run on a tiny model."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.bench import busy
 from razor_dist.evals.bench.engine import STOCK
 from razor_dist.evals.bench.settings import BusyBenchSettings
-from razor_dist.heads.decision import spread
-from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.shape import ModelShape
-from razor_dist.plan.deployment import Deployment
-from tests.tiny_models import make_tiny
+from tests.evals.half_kept import make_half_kept
 
 
 def test_factors_are_compared_with_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,18 +30,9 @@ def test_factors_are_compared_with_those_of_transformers(monkeypatch: pytest.Mon
     assert "| prefill, razor, P=8, 100 tokens, 1 busy |  1.50 |   ≤ 2 |    met |" in page
 
 
-@pytest.mark.parametrize("busy", ["", "0", "1,1", "two"])
-def test_numbers_of_busy_processes_are_checked(busy: str) -> None:
-    with pytest.raises(ConfigError, match="busy is"):
-        BusyBenchSettings(busy=busy)
-
-
 @pytest.mark.slow
 def test_a_run_leaves_no_process(tmp_path: Path) -> None:
-    folder = make_tiny("llama", tmp_path / "tiny")
-    shape = ModelShape.from_config(Deployment.of(EngineConfig(model=str(folder)), "cpu").model)
-    heads = spread(0.5, shape.layers, shape.kv_heads)
-    replace(HeadMap.uniform("full", shape), retrieval=heads).save(folder / "head_map.json")
+    folder = make_half_kept(tmp_path / "tiny")
     settings = BusyBenchSettings(
         model=str(folder), tokens="200", new_tokens=4, busy="1", world_sizes="1,2"
     )

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,11 +31,12 @@ from razor_dist.evals.bench.peers import open_peers
 from razor_dist.evals.bench.settings import EngineBenchSettings, ProbeBenchSettings
 from razor_dist.evals.report import cpu_name
 from razor_dist.heads.decision import spread
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.plan.deployment import Deployment
-from tests.tiny_models import make_tiny
+from tests.evals.half_kept import make_half_kept
+
+WRONG_SIZES = ("", "0", "1,x", "8,8", "8, 8", "-1")
 
 
 def timing(name: str, *runs: tuple[float, float]) -> Timing:
@@ -193,10 +193,7 @@ def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # Between chunks, of which a busy machine makes more, a prompt holds more than at its end.
     monkeypatch.setattr("razor_dist.engine.prefill_policy._LONGER", 1000)
     monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64, seconds=0.01))
-    folder = make_tiny("llama", tmp_path / "tiny")
-    shape = ModelShape.from_config(Deployment.of(EngineConfig(model=str(folder)), "cpu").model)
-    heads = spread(0.5, shape.layers, shape.kv_heads)
-    replace(HeadMap.uniform("full", shape), retrieval=heads).save(folder / "head_map.json")
+    folder = make_half_kept(tmp_path / "tiny")
     settings = EngineBenchSettings(
         model=str(folder), tokens="300", new_tokens=4, repeats=1, world_sizes="none", int8=True,
         threads=torch.get_num_threads(), json=tmp_path / "x.json",
@@ -261,14 +258,6 @@ def test_the_cpus_name(tmp_path: Path) -> None:
     assert cpu_name(tmp_path / "none")
 
 
-@pytest.mark.parametrize("sizes", ["", "0", "1,x", "8,8", "8, 8", "-1"])
-def test_world_sizes_are_checked_before_anything_runs(
-    sizes: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "--world-sizes", sizes]) == 2
-    assert "world_sizes is" in capfd.readouterr().err
-
-
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys; from razor_dist.cli import main; main(['bench', '--help']);"
@@ -288,6 +277,8 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *((["--world-sizes", sizes], "world_sizes is") for sizes in WRONG_SIZES),
+        *((["busy", "--busy", sizes], "busy is") for sizes in WRONG_SIZES),
         (["--shape", "/nowhere"], "there is no such folder; give a local folder"),
         (["shape", "/nowhere"], "there is no such folder; give a local folder"),
         (["shape", "x", "--kept", "0"], "above 0 and at most 1"),
