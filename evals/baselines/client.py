@@ -75,15 +75,15 @@ class PressLLM:
         most = sampling_params.max_tokens
         assert most is not None
         assert sampling_params == SamplingParams(temperature=0, max_tokens=most), sampling_params
-        if prefix is None:
-            *text, last = prompts
-            began = time.perf_counter()
-            with self.prefill(text):
-                output = self._answer([last], most)
-            output.prompt_token_ids = [*text, last]
-            output.metrics.total_seconds = time.perf_counter() - began
-            return [output]
-        return [self._answer(list(prompt["prompt_token_ids"]), most) for prompt in prompts]
+        if prefix is not None:
+            return [self._answer(list(prompt["prompt_token_ids"]), most) for prompt in prompts]
+        *text, last = prompts
+        began = time.perf_counter()
+        with self.prefill(text):
+            output = self._answer([last], most)
+        output.prompt_token_ids = [*text, last]
+        output.metrics.total_seconds = time.perf_counter() - began
+        return [output]
 
     @property
     def failed(self) -> bool:
@@ -98,20 +98,14 @@ class PressLLM:
         began = time.perf_counter()
         tokens: list[int] = self._call("answer", ids, max_tokens)
         ended = tokens[-1] in self._eos
-        said = tokens[:-1] if ended else tokens
-        text = ""
+        said, text = tokens[:-1] if ended else tokens, ""
         if self._tokenizer is not None:
             text = str(self._tokenizer.decode(said, skip_special_tokens=True))
         reason = "stop" if ended else "length"
         answer = CompletionOutput(text=text, token_ids=tokens, finish_reason=reason)
-        return RequestOutput(
-            str(next(self._ids)),
-            None,
-            ids,
-            outputs=[answer],
-            finished=True,
-            metrics=RequestMetrics(total_seconds=time.perf_counter() - began),
-        )
+        metrics = RequestMetrics(total_seconds=time.perf_counter() - began)
+        name = str(next(self._ids))
+        return RequestOutput(name, None, ids, outputs=[answer], finished=True, metrics=metrics)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         with suppress(OSError):  # of a process that has ended
@@ -123,11 +117,10 @@ class PressLLM:
             status, value = self._child.connection.recv()
         except (EOFError, OSError) as error:
             code = self._child.process.wait()
-            advice = ""
-            if self._eager:
-                advice = "; the attention weights of a long text may need more memory than is"
+            advice = "; the attention weights of a long text may need more memory than is"
             raise EngineError(
-                f"the process of the method {self._method} ended (code {code}){advice}"
+                f"the process of the method {self._method} ended (code {code})"
+                + (advice if self._eager else "")
             ) from error
         if status == "failed":
             raise value

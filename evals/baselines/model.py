@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -176,26 +177,21 @@ def serve(connection: Connection, config: BaselineConfig) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(config.threads_per_rank(1))
     made: list[PressedModel] = []
-    if not _answer(connection, lambda: made.append(PressedModel(config))):
-        return
-    while True:
-        try:
+    _answer(connection, lambda: made.append(PressedModel(config)))
+    with suppress(EOFError):
+        while True:
             name, arguments = connection.recv()
-        except EOFError:
-            return
-        _answer(connection, getattr(made[0], name), *arguments)
+            _answer(connection, getattr(made[0], name), *arguments)
 
 
-def _answer(connection: Connection, call: Callable[..., Any], *arguments: Any) -> bool:
+def _answer(connection: Connection, call: Callable[..., Any], *arguments: Any) -> None:
+    answer: tuple[str, Any]
     try:
-        result = call(*arguments)
+        answer = "done", call(*arguments)
     except RazorError as error:
-        connection.send(("failed", error))
+        answer = "failed", error
     except Exception as error:
         log.exception("%s failed", getattr(call, "__name__", "loading"))
         # As text: an exception of another library may not survive the way.
-        connection.send(("failed", RuntimeError(f"{type(error).__name__}: {error}")))
-    else:
-        connection.send(("done", result))
-        return True
-    return False
+        answer = "failed", RuntimeError(f"{type(error).__name__}: {error}")
+    connection.send(answer)
