@@ -18,7 +18,7 @@ import numpy as np
 
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.measure import BenchRecord, Table, random_tokens
-from razor_dist.evals.bench.peers import openvino_pipeline
+from razor_dist.evals.bench.peers import openvino_greedy, openvino_pipeline
 from razor_dist.evals.bench.settings import PEERS, PLAIN, BatchBenchSettings
 from razor_dist.llm.llm import LLM
 from razor_dist.models.smollm2 import gguf_file
@@ -63,9 +63,7 @@ def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
     pipeline = openvino_pipeline(gguf_file(), settings.threads, max_num_seqs=most)
 
     def answer(prompts: list[list[int]], new_tokens: int) -> None:
-        config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = new_tokens, True, False
-        ids = np.array(prompts, dtype=np.int64)
+        config, ids = openvino_greedy(new_tokens), np.array(prompts, dtype=np.int64)
         tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
         found = pipeline.generate(genai.TokenizedInputs(*tensors), config).tokens
         assert [len(tokens) for tokens in found] == [new_tokens] * len(prompts)

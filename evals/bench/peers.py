@@ -45,6 +45,12 @@ def openvino_pipeline(gguf: Path, threads: int, **scheduling: Any) -> Any:
     return genai.LLMPipeline(str(gguf), "CPU", **settings)
 
 
+def openvino_greedy(new_tokens: int) -> Any:
+    import openvino_genai as genai
+
+    return genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
+
+
 def openvino(gguf: Path, context: int, threads: int) -> Generate:
     import openvino
     import openvino_genai as genai
@@ -64,8 +70,7 @@ def openvino(gguf: Path, context: int, threads: int) -> Generate:
             pass
 
     def generate(prompt: list[int], new_tokens: int) -> TimedRun:
-        config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = new_tokens, True, False
+        config = openvino_greedy(new_tokens)
         ids, streamer = openvino.Tensor(np.array([prompt], dtype=np.int64)), Stamps()
         begin = time.perf_counter()
         [tokens] = pipeline.generate(ids, config, streamer).tokens

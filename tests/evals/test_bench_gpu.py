@@ -11,12 +11,10 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,11 +173,6 @@ def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None
     assert not said.returncode, said.stderr
 
 
-def _counted(counts: Counter[str], name: str, call: Callable[..., Any], *given: Any) -> Any:
-    counts[name] += 1
-    return call(*given)
-
-
 def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,16 +195,16 @@ def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
         before = sent["tensor"]
         next(steps)
     assert rank.runner.decode == "tensor"
-    counted = Counter[str]()
+    comm, counted = rank.runner.comm, {}
     for name in ("_all_gather", "_sum", "_exchange"):
-        call = getattr(rank.runner.comm, name)
-        monkeypatch.setattr(rank.runner.comm, name, partial(_counted, counted, name, call))
+        counted[name] = Mock(wraps=getattr(comm, name))
+        monkeypatch.setattr(comm, name, counted[name])
     assert rank.runner.graphs is not None
     rank.runner.graphs.enabled = False
     with torch.inference_mode():
         next(steps)
-    assert counted.total() == collectives(rank.d, context)
-    assert counted["_sum"] == 2 * rank.d.shape.layers
+    assert sum(calls.call_count for calls in counted.values()) == collectives(rank.d, context)
+    assert counted["_sum"].call_count == 2 * rank.d.shape.layers
     # In two steps of two sequences: the hidden state and the logits, as the planner counts them.
     planned = traffic(rank.d, context).decode[0]["tensor"]
     assert sent["tensor"] - before == 2 * 2 * planned

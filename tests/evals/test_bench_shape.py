@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +112,13 @@ def test_a_decode_step_reads_what_is_counted(
     model = load_model(str(tiny("glm")), device=CPU, dtype=torch.float32)
     engine = engine_around(model, d)
     read: list[int] = []
-    attend = query.attend
 
-    def counted(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def counted(kernel: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
         read.append(k.nbytes + v.nbytes)
-        return attend(q, k, v, **options)
+        return kernel(q, k, v, *rest, **options)
 
-    compensate = query.compensate
-
-    def compensated(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
-        read.append(k.nbytes + v.nbytes)
-        return compensate(q, k, v, *rest, **options)
-
-    monkeypatch.setattr(query, "attend", counted)
-    monkeypatch.setattr(query, "compensate", compensated)
+    for name in ("attend", "compensate"):
+        monkeypatch.setattr(query, name, partial(counted, getattr(query, name)))
     tokens = engine.stream(prompt, 2)
     next(tokens)
     read.clear()
