@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from statistics import median
-from typing import Any
 
 import psutil
 
@@ -48,7 +47,7 @@ def run(settings: BusyBenchSettings) -> BenchRecord:
     for size in (None, *settings.ranks):
         name = STOCK if size is None else rank_name("razor", size)
         log.info("%s ...", name)
-        rows = call(measure, settings.values(), size, env=plain)
+        rows = call(measure, settings, size, env=plain)
         if "failed" in rows:
             raise ConfigError(f"{name}: {rows['failed']}")
         found[name] = rows
@@ -88,12 +87,11 @@ def _factors(rows: Mapping[str, Row], tokens: int, busy: int) -> Row:
     return {phase: slowed[phase] / quiet[phase] for phase in _PHASES}
 
 
-def measure(values: dict[str, Any], size: int | None) -> dict[str, Row]:
+def measure(settings: BusyBenchSettings, size: int | None) -> dict[str, Row]:
     """Time one engine; ``size`` is its number of ranks, None for transformers.
 
     Returns a `Row` of medians for each ``"TOKENS, BUSY"``.
     """
-    settings = BusyBenchSettings(**values)
     vocabulary = read_config(resolve_model(settings.model)).vocab_size
     found = {}
     with ExitStack() as stack:

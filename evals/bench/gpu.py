@@ -65,6 +65,7 @@ class Bench:
 
 # Yields figures and tables, as soon as they are there; later figures join the earlier ones.
 Part = Callable[[Bench], Iterator[tuple[dict[str, Any], list[Table]]]]
+Parts = Mapping[str, tuple[Part, float]]  # by name, with the most seconds that each may take
 
 
 @dataclass
@@ -86,22 +87,23 @@ def run(
     settings: GpuBenchSettings, module: str = "razor_dist.evals.bench.gpu_parts"
 ) -> BenchRecord:
     """Run the parts of ``module``; ``gpu.json``, ``gpu.md`` and ``gpu.log`` grow on the way."""
-    device = torch_device(EngineConfig(device=settings.device), 0).type
+    device = torch_device(EngineConfig(device=settings.device), 0)
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {settings.out}: {error.strerror}") from None
     said = settings.out / "gpu.log"
     said.write_text("")
-    limits: dict[str, float] = {n: s for n, (_, s) in import_module(module).PARTS.items()}
-    records = {name: _Record() for name in limits}
-    end, waiting = time.monotonic() + 60 * settings.minutes, list(limits)
+    waiting: dict[str, tuple[Part, float]] = dict(import_module(module).PARTS)
+    records = {name: _Record() for name in waiting}
+    end = time.monotonic() + 60 * settings.minutes
     while waiting and time.monotonic() < end:
-        with _Worker(module, device, end, waiting, said) as worker:
+        with _Worker(device, end, waiting, said) as worker:
             going_on = True
             while waiting and going_on and time.monotonic() < end:
-                name = waiting.pop(0)
-                limit = min(settings.patience * limits[name], end - time.monotonic())
+                name = next(iter(waiting))
+                _, seconds = waiting.pop(name)
+                limit = min(settings.patience * seconds, end - time.monotonic())
                 for _ in worker.results(records[name], limit):
                     _record(settings, records).write()
                 log.info("%s: %s", name, records[name].status)
@@ -125,12 +127,12 @@ def _record(settings: GpuBenchSettings, records: Mapping[str, _Record]) -> Bench
 class _Worker(Child):
     """A process that works through parts, one after the other, and says what they say."""
 
-    def __init__(self, module: str, device: str, end: float, parts: list[str], said: Path) -> None:
+    def __init__(self, device: torch.device, end: float, parts: Parts, said: Path) -> None:
         self._start = _START_SECONDS
         # On CPU Triton's kernels are interpreted, which they have to know as they are imported.
-        own = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        own = {"TRITON_INTERPRET": "1"} if device.type == "cpu" else {}
         with said.open("a") as output:
-            super().__init__(work, module, device, end, parts, output=output, env=os.environ | own)
+            super().__init__(work, device, end, parts, output=output, env=os.environ | own)
 
     def results(self, record: _Record, limit: float) -> Iterator[None]:
         """Fill in the next part's record; yield whenever there is more of it."""
@@ -149,14 +151,12 @@ class _Worker(Child):
             yield
 
 
-def work(connection: Connection, module: str, device: str, end: float, parts: list[str]) -> None:
+def work(connection: Connection, device: torch.device, end: float, parts: Parts) -> None:
     """Run parts and send what comes of them, until one fails."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    for name in parts:
+    for name, (part, seconds) in parts.items():
         print(f"--- {name}", flush=True)
-        part, seconds = import_module(module).PARTS[name]
-        bench = Bench(where, min(end, time.monotonic() + seconds) - _GRACE_SECONDS)
+        bench = Bench(device, min(end, time.monotonic() + seconds) - _GRACE_SECONDS)
         try:
             for figures, tables in part(bench):
                 connection.send({"figures": figures, "tables": tables})

@@ -25,7 +25,7 @@ from razor_dist.engine.sampler import Draw, sample
 from razor_dist.evals.bench import one_of_eight, shape
 from razor_dist.evals.bench.attention import GROUP, HEAD_DIM, measure_attention, recorded
 from razor_dist.evals.bench.engine import greedy
-from razor_dist.evals.bench.gpu import Bench, Part, Skipped
+from razor_dist.evals.bench.gpu import Bench, Parts, Skipped
 from razor_dist.evals.bench.measure import (
     CeilingSizes,
     Rates,
@@ -370,8 +370,7 @@ def _run_tests(bench: Bench, files: Sequence[str]) -> Iterator[PartResult]:
         raise RuntimeError(lines[-1])
 
 
-# The parts, and the most seconds that each may take.
-PARTS: dict[str, tuple[Part, float]] = {
+PARTS: Parts = {
     "versions": (versions, 30),
     "correct": (correct, 90),
     "ceilings": (ceilings, 30),

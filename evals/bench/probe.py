@@ -52,7 +52,7 @@ def run(settings: ProbeBenchSettings) -> BenchRecord:
     costs, notes = {}, []
     for work, name in works.items():
         log.info("%s ...", name)
-        costs[work] = cost = call(measure, work, settings.values())
+        costs[work] = cost = call(measure, work, settings)
         if "failed" in cost:
             rows.append([name, "failed", *[""] * 4])
             notes.append(f"{work} failed: {cost['failed']}")
@@ -95,13 +95,11 @@ class MaterialisedContext(ProbeContext):
         return out
 
 
-def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Do ``probe``, ``materialised`` or ``training`` with the values of `ProbeBenchSettings`.
+def measure(work: str, settings: ProbeBenchSettings) -> dict[str, Any]:
+    """Do ``probe``, ``materialised`` or ``training``.
 
     Returns the `Cost`, the model loaded and used once before; ``tokens``; a probe's ``scores``.
     """
-    settings = ProbeBenchSettings(**values)
-    refuse_alibi(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     config = EngineConfig(model=settings.source, device=settings.device, dtype=settings.dtype)

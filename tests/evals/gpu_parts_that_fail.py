@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from razor_dist.evals.bench.gpu import Bench, Part, Skipped
+from razor_dist.evals.bench.gpu import Bench, Parts, Skipped
 from razor_dist.evals.bench.measure import Table
 from razor_dist.evals.bench.sweep import sweep
 
@@ -42,7 +42,7 @@ def absent(bench: Bench) -> Iterator[PartResult]:
     raise Skipped("needs a CUDA device")
 
 
-PARTS: dict[str, tuple[Part, float]] = {
+PARTS: Parts = {
     "good": (good, 20),
     "raises": (raises, 20),
     "absent": (absent, 20),
