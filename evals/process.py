@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -19,13 +20,14 @@ from razor_dist.frontend.guard import guarded
 class Child:
     """A new process that calls ``function(connection, *arguments)``; it dies with this one.
 
-    ``connection`` is the other end of the child's. Function and arguments travel by pickle, the
-    former by its name. ``output`` takes all that is printed, by default this process's own.
+    ``connection`` is the other end of the child's. Function and arguments travel by pickle; a
+    function that is not imported here is given as ``module:name``. ``output`` takes all that is
+    printed, by default this process's own.
     """
 
     def __init__(
         self,
-        function: Callable[..., object],
+        function: Callable[..., object] | str,
         *arguments: Any,
         output: IO[str] | int | None = None,
         env: Mapping[str, str] | None = None,
@@ -86,4 +88,6 @@ def _answer(connection: Connection, function: Callable[..., Any], *arguments: An
 if __name__ == "__main__":
     connection = Connection(int(sys.argv[1]))
     function, arguments = connection.recv()
+    if isinstance(function, str):
+        function = pkgutil.resolve_name(function)
     function(connection, *arguments)

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError
-from razor_dist.evals.baselines.model import serve
 from razor_dist.evals.process import Child
 from razor_dist.frontend.guard import child_environment
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -20,6 +19,8 @@ from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.sampling_params import SamplingParams
+
+_SERVE = "razor_dist.evals.baselines.model:serve"
 
 
 class PressLLM:
@@ -40,7 +41,7 @@ class PressLLM:
         self._ids = itertools.count()
         self._kept = 0
         threads = {"OMP_NUM_THREADS": str(config.threads_per_rank(1))}
-        self._child = Child(serve, config, env=child_environment() | threads)
+        self._child = Child(_SERVE, config, env=child_environment() | threads)
         self.pids = [self._child.process.pid]
         try:
             self._answered()

@@ -27,7 +27,7 @@ from razor_dist.files import check_writable
 # A passkey sample recalls ten passkeys of 32 words, as in DuoAttention's paper.
 RECALLED_TOKENS = 320
 # Of engines that are timed: what is measured is read, and each token takes a step.
-PLAIN = MappingProxyType({"prefix_cache": False, "speculative_config": None})
+PLAIN: Mapping[str, Any] = MappingProxyType({"prefix_cache": False, "speculative_config": None})
 # Fields that name files to write.
 _FILES = ("json", "markdown", "plot", "answers")
 
