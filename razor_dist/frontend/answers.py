@@ -56,9 +56,8 @@ class Choice:
         if spans := trace.ended(last=last):
             piece = replace(piece, sentences=await asyncio.to_thread(trace.sentences, spans))
         if last:
-            sources, self.grounded = await asyncio.to_thread(trace.sources)
-            self.question_match = await asyncio.to_thread(trace.question_match, sources)
-            self.sources = sources
+            found = await asyncio.to_thread(trace.whole)
+            self.sources, self.grounded, self.question_match = found
         return piece
 
 
@@ -86,7 +85,7 @@ class LiveChoices:
     ) -> None:
         client.check_room(sum(prompt.params.n for prompt in prompts))
         self.choices: list[Choice] = []
-        self._report_progress = report_progress
+        self._client, self._report_progress = client, report_progress
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -115,18 +114,22 @@ class LiveChoices:
                 self._tasks.append(asyncio.create_task(pump))
                 self.choices.append(choice)
         self._unfinished = len(self.choices)
-        if pinned is not None and report_progress:
-            total = len(prompts[0].tokens)
-
-            def report(message: Progress) -> None:
-                self._events.put_nowait(ChoiceEvent(0, structs.replace(message, total=total)))
-
-            pinned.listen(report)
+        if pinned is not None:
+            pinned.listen(self._context_progress)
 
     @property
     def ids(self) -> list[str]:
         """The engine's names for the answers."""
         return [stream.request_id for stream in self._streams]
+
+    def _context_progress(self, message: Progress) -> None:
+        """Note what is read of a context for these prompts."""
+        for choice, id_ in zip(self.choices, self.ids, strict=True):
+            if choice.answer == 0:
+                self._client.observer.reading(id_)
+        if self._report_progress:
+            whole = structs.replace(message, total=len(self.choices[0].prompt))
+            self._events.put_nowait(ChoiceEvent(0, whole))
 
     async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
         """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``."""

@@ -74,7 +74,7 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Append one token and return the text that is now certain."""
         if self.skips(token):
-            return ""
+            return self._end_of_bytes()
         self._ids.append(token)
         if token in self._texts.bytes:
             # Nothing of a run of byte tokens is certain until it has ended: it is decoded as a
@@ -90,6 +90,18 @@ class Detokenizer:
         self.length += len(piece)
         if len(self._ids) >= _TRIM_AT:
             self._trim()
+        return piece
+
+    def _end_of_bytes(self) -> str:
+        """Return the characters of a run of byte tokens that ends here, if they are whole."""
+        if not self._ids or self._ids[-1] not in self._texts.bytes:
+            return ""
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT):
+            return ""
+        piece = text[self._sent :]
+        self._ids, self._text, self._sent = [], "", 0
+        self.length += len(piece)
         return piece
 
     def skips(self, token: int) -> bool:

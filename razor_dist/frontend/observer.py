@@ -14,6 +14,9 @@ class Observer:
     def submitted(self, ids: Sequence[str], prompt_tokens: int, params: SamplingParams) -> None:
         """Note a prompt and the ids of its answers."""
 
+    def reading(self, request_id: str) -> None:
+        """Note that a context is read that an answer's prompt continues."""
+
     def received(self, message: AboutRequest) -> None:
         """Note a message about an answer."""
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,13 +159,13 @@ class Trace:
 
         Both are shares of what was looked up: attention to anything but what is no source.
         """
-        return self._sum(self.tokens, self._places(self.tokens))
+        return self._sum(self.tokens)
 
-    def question_match(self, sources: Sequence[Source]) -> float | None:
-        """Return `PromptText.question_match` of the heaviest of the answer's sources."""
-        if self.text is None or not sources:
-            return None
-        return self.text.question_match(sources[0])
+    def whole(self) -> tuple[list[Source], float | None, float | None]:
+        """Return `sources`, and `PromptText.question_match` of the heaviest."""
+        sources, grounded = self.sources()
+        asked = self.text is not None and sources
+        return sources, grounded, self.text.question_match(sources[0]) if asked else None
 
     def ended(self, *, last: bool = False) -> list[tuple[int, int]]:
         """Return the sentences of the answer that have ended since: all, if nothing follows."""
@@ -187,12 +188,13 @@ class Trace:
                 for pairs, first, stop in zip(self.tokens, self._begins, ends, strict=True)
                 if max(first, begin) < min(stop, end)
             ]
-            found.append(AnswerSentence(begin, end, *self._sum(tokens, self._places(tokens))))
+            found.append(AnswerSentence(begin, end, *self._sum(tokens)))
         return found
 
     def _sum(
-        self, tokens: Sequence[Sequence[tuple[int, float]]], places: Mapping[int, Place]
+        self, tokens: Sequence[Sequence[tuple[int, float]]]
     ) -> tuple[list[Source], float | None]:
+        places = self._places(tokens)
         found: defaultdict[Place, float] = defaultdict(float)
         looked_up = grounded = 0.0
         for pairs in filter(None, tokens):
@@ -218,10 +220,10 @@ class Trace:
         mine = sorted(at for at in places if SINKS <= at < len(self.prompt))
         if self.text is not None:
             return places | {at: self.text.passage(at) for at in mine}
-        begins = [at for n, at in enumerate(mine) if not n or at - mine[n - 1] > _NEAR]
-        for begin, following in zip(begins, [*begins[1:], len(self.prompt)], strict=True):
-            run = [at for at in mine if begin <= at < following]
-            places |= dict.fromkeys(run, (-1, begin, run[-1] + 1))
+        cuts = [n for n, at in enumerate(mine) if not n or at - mine[n - 1] > _NEAR]
+        for first, following in pairwise([*cuts, len(mine)]):
+            run = mine[first:following]
+            places |= dict.fromkeys(run, (-1, run[0], run[-1] + 1))
         return places
 
     def _source(self, place: Place, weight: float) -> Source:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.passages import Part, PromptText, conversation_parts, question_begin
-from razor_dist.protocol.messages import Tokens, as_tokens
+from razor_dist.protocol.messages import Tokens, as_tokens, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # Tokens before a border that must come out again when their text is tokenised.
@@ -67,7 +67,9 @@ class PromptEncoder:
     def _encode(
         self, text: str, param: str, *, special_tokens: bool
     ) -> tuple[list[int], npt.NDArray[np.int32]]:
-        encoded = self._need("text prompts", param)(text, add_special_tokens=special_tokens)
+        tokenizer = self._need("text prompts", param)
+        check_text(text, param)
+        encoded = tokenizer(text, add_special_tokens=special_tokens)
         if not encoded.encodings:
             raise RequestError(
                 "return_sources needs a tokenizer that knows where tokens are in a text, which "
@@ -89,6 +91,7 @@ class PromptEncoder:
     def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return a text's tokens, without ``special_tokens`` if it continues another."""
         tokenizer = self._need("text prompts", "prompt")
+        check_text(text, "prompt")
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
 

@@ -19,7 +19,7 @@ from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import OnProgress, PromptBar, UseTqdm
-from razor_dist.protocol.messages import Progress
+from razor_dist.protocol.messages import Progress, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -135,6 +135,7 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: 
                 f"cache_salt must be a string that is not empty, got {salt!r:.80}",
                 param="cache_salt",
             )
+        check_text(salt or "", "cache_salt")
         [(key, prompt)] = given.items()
         if isinstance(prompt, str) != (key == "prompt"):
             raise RequestError(f"{key} cannot hold {prompt!r:.80}", param=key)
@@ -145,11 +146,13 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: 
         if prefix is None:
             return Encoded(prompt, encoder.text(prompt), salt)
         return Encoded(prompt, encoder.continuation(prefix.border, prompt), salt)
-    if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
+    # Bytes are integers, too.
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not is_list or not all(isinstance(t, int) for t in prompt):
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"
         )
-    return Encoded(None, [int(token) for token in cast("Sequence[int]", prompt)], salt)
+    return Encoded(None, [int(token) for token in prompt], salt)
 
 
 def encode_chat(

@@ -279,6 +279,15 @@ def as_tokens(
     return found.astype(np.int32, copy=False)
 
 
+def check_text(text: str, param: str) -> None:
+    """Raise `RequestError` for half a character, which neither messages nor tokenizers can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        problem = f"{param} holds a lone surrogate (\\ud800 to \\udfff)"
+        raise RequestError(problem, param) from None
+
+
 def pack(ids: Sequence[int] | Tokens) -> bytes:
     """Ids of tokens as bytes, for a message between processes."""
     return np.asarray(ids, _WIRE).tobytes()

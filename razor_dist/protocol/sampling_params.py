@@ -12,6 +12,7 @@ from typing import Any
 from razor_dist.config.errors import ModelError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.models.smollm2 import NAME as EMBEDDED
+from razor_dist.protocol.messages import check_text
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 
@@ -148,6 +149,7 @@ class SamplingParams:
         self._check_min_tokens()
         if any(not s for s in self.stop):
             raise RequestError("stop must not contain an empty string", param="stop")
+        check_text("".join(self.stop), "stop")
         longest = max(map(len, self.stop), default=0)
         if len(self.stop) > MAX_STOPS or longest > MAX_STOP_LENGTH:
             raise RequestError(

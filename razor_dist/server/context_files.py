@@ -28,6 +28,8 @@ _ID = re.compile(r"ctx_[0-9a-f]{32}")
 _INT_BYTES = 4
 # Seconds for which an expired file stays: a server that uses it renews it as it expires.
 _GRACE = 60.0
+# Seconds after its last use in which any context has expired, also one that cannot be read.
+_LONGEST = 604_800
 
 # What reading a damaged file raises.
 _DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, OverflowError)
@@ -134,14 +136,16 @@ def _sweep(folder: Path, unused_since: float = 0.0) -> tuple[list[Stored], int]:
     """As `sweep`, of one folder; return what is left, without texts, and how many were removed."""
     left, removed, now = list[Stored](), 0, time.time()
     for path in folder.glob("ctx_*.context"):
-        with contextlib.suppress(OSError, *_DAMAGED):
-            with path.open("rb") as file:
+        with contextlib.suppress(OSError):
+            stored, used = None, path.stat().st_mtime
+            with contextlib.suppress(*_DAMAGED), path.open("rb") as file:
                 stored = _begin(file)
-            if stored.expires + _GRACE >= now and stored.used >= unused_since:
-                left.append(stored)
-            else:
+            expires = used + _LONGEST if stored is None else stored.expires
+            if expires + _GRACE < now or used < unused_since:
                 path.unlink()
                 removed += 1
+            elif stored is not None:
+                left.append(stored)
     return left, removed
 
 

@@ -74,7 +74,7 @@ class Answer:
     is_first: bool  # of those to its prompt
     prompt_tokens: int
     admitted: float | None = None
-    read: int = 0  # tokens of the prompt
+    read: int | None = None  # tokens of the prompt
     cached: int = 0  # of these
     first_token: float | None = None
     last_token: float = 0.0
@@ -152,6 +152,10 @@ class Metrics(Observer):
         for id_ in ids:
             self._answers[id_] = Answer(record, params, now, id_ == ids[0], prompt_tokens)
 
+    def reading(self, request_id: str) -> None:
+        if answer := self._answers.get(request_id):
+            self._admit(answer, time.monotonic())
+
     def received(self, message: AboutRequest) -> None:
         answer, now = self._answers.get(message.id), time.monotonic()
         if answer is None:
@@ -170,11 +174,15 @@ class Metrics(Observer):
         self._prefixes.pop(request_id, None)
         self._end(request_id, reason, time.monotonic())
 
-    def _progress(self, answer: Answer, message: Progress, now: float) -> None:
+    def _admit(self, answer: Answer, now: float) -> None:
         if answer.admitted is None:
             answer.admitted = now
-            answer.read = answer.cached = message.cached
             self._queue.observe(now - answer.submitted)
+
+    def _progress(self, answer: Answer, message: Progress, now: float) -> None:
+        self._admit(answer, now)
+        if answer.read is None:
+            answer.read = answer.cached = message.cached
             self._cache_queries.inc(message.total)
             self._cache_hits.inc(message.cached)
         self._prompt_tokens.inc(message.processed - answer.read)

@@ -305,6 +305,7 @@ def test_what_is_no_distribution_has_no_token(logits: list[float], temperature: 
         ("stop", 5, "stop must hold strings, got 5"),
         ("stop", ["a", 5], "stop must hold strings"),
         ("stop", b"ab", "stop must hold strings"),
+        ("stop", ["a", "\ud83d"], "stop holds a lone surrogate"),
         ("stop_token_ids", 5, "stop_token_ids must hold token ids, got 5"),
         ("stop_token_ids", [1.0], "stop_token_ids must hold token ids"),
         ("stop_token_ids", [True], "stop_token_ids must hold token ids"),

@@ -12,17 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend import managed_engine
+from razor_dist.frontend.answers import LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
+from razor_dist.frontend.pins import Pin, Pinned
+from razor_dist.frontend.prompts import Checked
 from razor_dist.frontend.ranks import RankGroup
 from razor_dist.frontend.stream import RequestStream
-from razor_dist.protocol.messages import Alive, EngineInfo, Ready, Token, encode
+from razor_dist.protocol.messages import Alive, EngineInfo, Progress, Ready, Token, encode
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.server.metrics import Metrics
 from tests import fake_engine
 
 fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
@@ -130,6 +135,31 @@ def test_the_queue_is_bounded() -> None:
             assert raised.value.code == "queue_full"
             first.close()
             assert await tokens(client, "c", [5]) == [5, fake_engine.EOS]
+
+    asyncio.run(main())
+
+
+def test_a_request_does_not_wait_while_its_context_is_read() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            client = engine.client
+            await client.ready()
+            metrics = client.observer = Metrics("tiny")
+            context = np.array([fake_engine.SLOW_PREFILL, 5, 6, 7], np.int32)
+            pin = Pin(client, context)
+            prompt = Checked(np.append(context, np.int32(fake_engine.HANG)), MANY)
+            pinned = Pinned([pin], [pin], pin.close)
+            choices = LiveChoices(client, None, [prompt], report_progress=True, pinned=pinned)
+            event = await anext(choices.events())
+            assert event is not None and isinstance(event.what, Progress)
+            assert (event.index, event.what.processed, event.what.total) == (0, 0, 5)
+            assert not pin.is_whole
+            told = {
+                name: metrics.registry.get_sample_value(f"razor:{name}", {"model_name": "tiny"})
+                for name in ("num_requests_waiting", "request_queue_time_seconds_count")
+            }
+            assert told == {"num_requests_waiting": 0, "request_queue_time_seconds_count": 1}
+            choices.close()
 
     asyncio.run(main())
 

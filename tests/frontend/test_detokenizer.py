@@ -84,8 +84,19 @@ def test_the_cost_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def continued(ids: list[int]) -> str:
-    """Return the text that the tokens add."""
-    return str(SENTENCES.decode([TIME, *ids], skip_special_tokens=True))[len("time") :]
+    """Return the text that the tokens add; a special token ends bytes that are characters."""
+    parts: list[list[int]] = [[]]
+    for token in ids:
+        in_bytes = bool(parts[-1]) and parts[-1][-1] in SENTENCE_BYTES
+        if token not in SENTENCES.all_special_ids:
+            parts[-1].append(token)
+        elif in_bytes and not decoded(parts[-1]).endswith(REPLACEMENT):
+            parts.append([])
+    return "".join(map(decoded, parts))
+
+
+def decoded(ids: list[int]) -> str:
+    return str(SENTENCES.decode([TIME, *ids]))[len("time") :]
 
 
 @settings(max_examples=400, deadline=None)
@@ -100,6 +111,8 @@ def continued(ids: list[int]) -> str:
     )
 )
 @example([0xE4 + 3, 0xB8 + 3, 0x96 + 3, 0xFF + 3, TIME])
+@example([0xE4 + 3, 0xB8 + 3, 2, 0x96 + 3])
+@example([0xE4 + 3, 0xB8 + 3, 0x96 + 3, 2, 0xFF + 3])
 @example([0x41 + 3] * 40 + [A] * 20)
 def test_pieces_of_byte_fallback_join_to_the_decoded_whole(ids: list[int]) -> None:
     assert "".join(pieces(ids, SENTENCES)) == continued(ids)
@@ -120,6 +133,13 @@ def test_a_continuation_keeps_its_first_space() -> None:
     assert pieces([TIME, A], SENTENCES) == [" time", " a", ""]
     assert decode_one(SENTENCES, TIME) == " time"
     assert decode_one(SENTENCES, 2) == "</s>"
+
+
+def test_characters_in_bytes_come_before_a_special_token() -> None:
+    """It may begin a tool call."""
+    assert pieces([*(byte + 3 for byte in "世".encode()), 2, A], SENTENCES) == [
+        *("", "", "", "世", " a", "")
+    ]
 
 
 def offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

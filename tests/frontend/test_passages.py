@@ -131,7 +131,7 @@ def test_what_is_no_source_is_left_out() -> None:
     assert [source.weight for source in sources] == [pytest.approx(0.5), pytest.approx(0.5)]
     assert grounded == pytest.approx(0.5)
     assert all(text[s.start : s.end] == s.text for s in sources)
-    assert trace_of(text, []).sources() == ([], None)
+    assert trace_of(text, []).whole() == ([], None, None)
 
 
 def test_token_ids_are_cut_into_runs() -> None:
@@ -140,6 +140,8 @@ def test_token_ids_are_cut_into_runs() -> None:
     sources, _ = trace.sources()
     assert [(s.start, s.end) for s in sources] == [(30, 41), (80, 81)]
     assert all(source.text is None for source in sources)
+    trace.tokens = [[(0, 0.9), (120, 0.1)]]  # nothing but the first tokens and the answer
+    assert trace.whole() == ([], 0.0, None)
 
 
 def test_every_token_may_come_from_another_passage() -> None:
@@ -218,9 +220,6 @@ def test_the_passage_with_the_questions_words_matches_it_best() -> None:
 def test_a_question_without_words_of_the_text_matches_nothing() -> None:
     text, [source] = asked("Pourquoi?", "Some words. ")
     assert text.question_match(source) is None
-    trace = Trace(np.zeros(1, np.int32), text, None, 1)
-    assert trace.question_match([]) is None and trace.question_match([source]) is None
-    assert Trace(np.zeros(1, np.int32), None, None, 1).question_match([source]) is None
 
 
 def test_letters_that_grow_move_nothing() -> None:

@@ -206,6 +206,9 @@ def test_a_chat_cut_behind_its_document_has_the_tokens_of_the_whole() -> None:
         ({"prompt_token_ids": "a"}, "prompt_token_ids cannot hold 'a'"),
         ({}, "has one key"),
         (["a", 3], "a text or a list of token ids, not 3"),
+        (b"a", "a text or a list of token ids, not b'a'"),
+        ("a\ud83d", "prompt holds a lone surrogate"),
+        ({"prompt": "a", "cache_salt": "\udcff"}, "cache_salt holds a lone surrogate"),
         (123, "prompts must be a text, a list of token ids, a mapping, .*, not 123"),
     ],
 )

@@ -323,6 +323,9 @@ def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
     }
     path.write_bytes(changed[damage])
     assert files.read(id_) is None
+    past = time.time() - 8 * 86_400  # longer than any context lives
+    os.utime(path, (past, past))
+    assert files.all() == [] and not path.exists()
 
 
 @pytest.mark.parametrize("stored", [True, False])
