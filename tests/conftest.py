@@ -34,6 +34,12 @@ def _threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """``ranks(P)``: a pool of P rank processes, the same one each time."""

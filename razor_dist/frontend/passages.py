@@ -164,8 +164,10 @@ class Trace:
     def whole(self) -> tuple[list[Source], float | None, float | None]:
         """Return `sources`, and `PromptText.question_match` of the heaviest."""
         sources, grounded = self.sources()
-        asked = self.text is not None and sources
-        return sources, grounded, self.text.question_match(sources[0]) if asked else None
+        match = None
+        if self.text is not None and sources:
+            match = self.text.question_match(sources[0])
+        return sources, grounded, match
 
     def ended(self, *, last: bool = False) -> list[tuple[int, int]]:
         """Return the sentences of the answer that have ended since: all, if nothing follows."""

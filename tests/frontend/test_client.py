@@ -30,6 +30,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.metrics import Metrics
 from tests import fake_engine
 
+pytestmark = pytest.mark.anyio
 fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
 
 MANY = SamplingParams(max_tokens=100)
@@ -73,272 +74,224 @@ async def tokens(client: EngineClient, request_id: str, prompt: list[int]) -> li
         return [m.token async for m in stream if isinstance(m, Token)]
 
 
-def test_requests_are_answered_side_by_side() -> None:
-    async def main() -> None:
-        async with running() as engine:
-            client = engine.client
-            info = await client.ready()
-            assert (info.max_model_len, info.world_size) == (512, 2)
-            got = await asyncio.gather(
-                *(tokens(client, str(n), list(range(10, 10 + n))) for n in range(1, 9))
-            )
-            assert got == [[*reversed(range(10, 10 + n)), fake_engine.EOS] for n in range(1, 9)]
-            assert client.unfinished == 0
-
-    asyncio.run(main())
+async def test_requests_are_answered_side_by_side() -> None:
+    async with running() as engine:
+        client = engine.client
+        info = await client.ready()
+        assert (info.max_model_len, info.world_size) == (512, 2)
+        got = await asyncio.gather(
+            *(tokens(client, str(n), list(range(10, 10 + n))) for n in range(1, 9))
+        )
+        assert got == [[*reversed(range(10, 10 + n)), fake_engine.EOS] for n in range(1, 9)]
+        assert client.unfinished == 0
 
 
-def test_each_rank_gets_its_environment() -> None:
-    async def main() -> None:
-        async with running(world_size=3) as engine:
-            await engine.client.ready()
-            env = (await engine.client.stats())["env"]
-            assert env["RANK"] == env["LOCAL_RANK"] == "0"
-            assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
-            assert env["RAZOR_RENDEZVOUS"].startswith("file:///")
-            assert env["GLOO_SOCKET_IFNAME"] == "lo"
-            assert env["OMP_NUM_THREADS"] == str(EngineConfig(world_size=3).threads_per_rank(3))
-
-    asyncio.run(main())
+async def test_each_rank_gets_its_environment() -> None:
+    async with running(world_size=3) as engine:
+        await engine.client.ready()
+        env = (await engine.client.stats())["env"]
+        assert env["RANK"] == env["LOCAL_RANK"] == "0"
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
+        assert env["RAZOR_RENDEZVOUS"].startswith("file:///")
+        assert env["GLOO_SOCKET_IFNAME"] == "lo"
+        assert env["OMP_NUM_THREADS"] == str(EngineConfig(world_size=3).threads_per_rank(3))
 
 
-def test_a_stream_that_is_closed_early_is_aborted() -> None:
-    async def main() -> None:
-        async with running() as engine:
-            client = engine.client
-            await client.ready()
-            with submit(client, "a", [fake_engine.HANG]):
-                assert (await client.stats())["running"] == 1
-            stats = await client.stats()
-            assert (stats["running"], stats["aborted"], client.unfinished) == (0, 1, 0)
-            task = asyncio.create_task(tokens(client, "b", [fake_engine.HANG]))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            assert (await client.stats())["aborted"] == 2
-            await tokens(client, "c", [5])
-            assert (await client.stats())["aborted"] == 2
-
-    asyncio.run(main())
+async def test_a_stream_that_is_closed_early_is_aborted() -> None:
+    async with running() as engine:
+        client = engine.client
+        await client.ready()
+        with submit(client, "a", [fake_engine.HANG]):
+            assert (await client.stats())["running"] == 1
+        stats = await client.stats()
+        assert (stats["running"], stats["aborted"], client.unfinished) == (0, 1, 0)
+        task = asyncio.create_task(tokens(client, "b", [fake_engine.HANG]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert (await client.stats())["aborted"] == 2
+        await tokens(client, "c", [5])
+        assert (await client.stats())["aborted"] == 2
 
 
-def test_the_queue_is_bounded() -> None:
-    async def main() -> None:
-        async with running(max_queue=2) as engine:
-            client = engine.client
-            await client.ready()
-            first = submit(client, "a", [fake_engine.HANG])
-            submit(client, "b", [fake_engine.HANG])
-            with pytest.raises(RequestError, match="2 requests are unfinished") as raised:
-                submit(client, "c", [5])
-            assert raised.value.code == "queue_full"
-            first.close()
-            assert await tokens(client, "c", [5]) == [5, fake_engine.EOS]
-
-    asyncio.run(main())
+async def test_the_queue_is_bounded() -> None:
+    async with running(max_queue=2) as engine:
+        client = engine.client
+        await client.ready()
+        first = submit(client, "a", [fake_engine.HANG])
+        submit(client, "b", [fake_engine.HANG])
+        with pytest.raises(RequestError, match="2 requests are unfinished") as raised:
+            submit(client, "c", [5])
+        assert raised.value.code == "queue_full"
+        first.close()
+        assert await tokens(client, "c", [5]) == [5, fake_engine.EOS]
 
 
-def test_a_request_does_not_wait_while_its_context_is_read() -> None:
-    async def main() -> None:
-        async with running() as engine:
-            client = engine.client
-            await client.ready()
-            metrics = client.observer = Metrics("tiny")
-            context = np.array([fake_engine.SLOW_PREFILL, 5, 6, 7], np.int32)
-            pin = Pin(client, context)
-            prompt = Checked(np.append(context, np.int32(fake_engine.HANG)), MANY)
-            pinned = Pinned([pin], [pin], pin.close)
-            choices = LiveChoices(client, None, [prompt], report_progress=True, pinned=pinned)
-            event = await anext(choices.events())
-            assert event is not None and isinstance(event.what, Progress)
-            assert (event.index, event.what.processed, event.what.total) == (0, 0, 5)
-            assert not pin.is_whole
-            told = {
-                name: metrics.registry.get_sample_value(f"razor:{name}", {"model_name": "tiny"})
-                for name in ("num_requests_waiting", "request_queue_time_seconds_count")
-            }
-            assert told == {"num_requests_waiting": 0, "request_queue_time_seconds_count": 1}
-            choices.close()
-
-    asyncio.run(main())
+async def test_a_request_does_not_wait_while_its_context_is_read() -> None:
+    async with running() as engine:
+        client = engine.client
+        await client.ready()
+        metrics = client.observer = Metrics("tiny")
+        context = np.array([fake_engine.SLOW_PREFILL, 5, 6, 7], np.int32)
+        pin = Pin(client, context)
+        prompt = Checked(np.append(context, np.int32(fake_engine.HANG)), MANY)
+        pinned = Pinned([pin], [pin], pin.close)
+        choices = LiveChoices(client, None, [prompt], report_progress=True, pinned=pinned)
+        event = await anext(choices.events())
+        assert event is not None and isinstance(event.what, Progress)
+        assert (event.index, event.what.processed, event.what.total) == (0, 0, 5)
+        assert not pin.is_whole
+        told = {
+            name: metrics.registry.get_sample_value(f"razor:{name}", {"model_name": "tiny"})
+            for name in ("num_requests_waiting", "request_queue_time_seconds_count")
+        }
+        assert told == {"num_requests_waiting": 0, "request_queue_time_seconds_count": 1}
+        choices.close()
 
 
-def test_a_refusal_names_its_field() -> None:
-    async def main() -> None:
-        async with running() as engine:
-            await engine.client.ready()
-            with pytest.raises(RequestError, match="more pages") as raised:
-                await tokens(engine.client, "a", [fake_engine.REFUSE])
-            assert raised.value.code == "context_length_exceeded"
-            assert raised.value.param == "messages"
-
-    asyncio.run(main())
+async def test_a_refusal_names_its_field() -> None:
+    async with running() as engine:
+        await engine.client.ready()
+        with pytest.raises(RequestError, match="more pages") as raised:
+            await tokens(engine.client, "a", [fake_engine.REFUSE])
+        assert raised.value.code == "context_length_exceeded"
+        assert raised.value.param == "messages"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) -> None:
-    async def main() -> None:
-        async with running(world_size=3) as engine:
-            client = engine.client
+async def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) -> None:
+    async with running(world_size=3) as engine:
+        client = engine.client
+        await client.ready()
+        before = engine.pids
+        work = [asyncio.create_task(tokens(client, str(n), [49002])) for n in range(3)]
+        await asyncio.sleep(0.05)
+        os.kill(before[rank], signal.SIGKILL)
+        async with asyncio.timeout(1):
+            done = await asyncio.gather(*work, return_exceptions=True)
+        assert all(isinstance(error, EngineError) for error in done)
+        assert client.status.state == "restarting"
+        with pytest.raises(EngineError, match="restarting"):
+            submit(client, "x", [5])
+        async with asyncio.timeout(10):
             await client.ready()
-            before = engine.pids
-            work = [asyncio.create_task(tokens(client, str(n), [49002])) for n in range(3)]
-            await asyncio.sleep(0.05)
-            os.kill(before[rank], signal.SIGKILL)
-            async with asyncio.timeout(1):
-                done = await asyncio.gather(*work, return_exceptions=True)
-            assert all(isinstance(error, EngineError) for error in done)
-            assert client.status.state == "restarting"
-            with pytest.raises(EngineError, match="restarting"):
-                submit(client, "x", [5])
-            async with asyncio.timeout(10):
-                await client.ready()
-            assert not set(before) & set(engine.pids)
-            assert await tokens(client, "x", [5]) == [5, fake_engine.EOS]
-
-    asyncio.run(main())
+        assert not set(before) & set(engine.pids)
+        assert await tokens(client, "x", [5]) == [5, fake_engine.EOS]
 
 
-def test_a_stopped_rank_is_killed_with_the_others() -> None:
-    async def main() -> None:
-        async with running(world_size=3) as engine:
+async def test_a_stopped_rank_is_killed_with_the_others() -> None:
+    async with running(world_size=3) as engine:
+        await engine.client.ready()
+        before = engine.pids
+        os.kill(before[0], signal.SIGSTOP)
+        os.kill(before[1], signal.SIGKILL)
+        while engine.client.status.state == "ready":
+            await engine.client.wait_change()
+        async with asyncio.timeout(10):
             await engine.client.ready()
-            before = engine.pids
-            os.kill(before[0], signal.SIGSTOP)
-            os.kill(before[1], signal.SIGKILL)
-            while engine.client.status.state == "ready":
-                await engine.client.wait_change()
-            async with asyncio.timeout(10):
-                await engine.client.ready()
-            assert not any(exists(pid) for pid in before)
-
-    asyncio.run(main())
+        assert not any(exists(pid) for pid in before)
 
 
-def test_silence_before_and_after_the_connection(
+async def test_silence_before_and_after_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(managed_engine, "patience", lambda _: 0.2)
-
-    async def main() -> None:
-        client = EngineClient(tmp_path / "engine")
-        await client.rank0.listen()
-        assert await silence(client, 0.01) == "rank 0 did not connect within 0.2 s"
-        _, writer = await asyncio.open_unix_connection(client.rank0.path)
-        writer.write(encode(Alive(7, {})))
-        while client.rank0_pid != 7:
-            await asyncio.sleep(0.01)
-        assert await silence(client, 0.3) == "rank 0 gave no sign of life for 0.3 s"
-        client.lost("it was silent")
-        assert client.rank0_pid is None  # it may be another process by the time of a next silence
-        writer.close()
-        await client.close()
-
-    asyncio.run(main())
+    client = EngineClient(tmp_path / "engine")
+    await client.rank0.listen()
+    assert await silence(client, 0.01) == "rank 0 did not connect within 0.2 s"
+    _, writer = await asyncio.open_unix_connection(client.rank0.path)
+    writer.write(encode(Alive(7, {})))
+    while client.rank0_pid != 7:
+        await asyncio.sleep(0.01)
+    assert await silence(client, 0.3) == "rank 0 gave no sign of life for 0.3 s"
+    client.lost("it was silent")
+    assert client.rank0_pid is None  # it may be another process by the time of a next silence
+    writer.close()
+    await client.close()
 
 
-def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
+async def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(managed_engine, "patience", lambda _: 5.0)
-
-    async def main() -> None:
-        async with running("connects-late", heartbeat_timeout=4.0) as engine:
-            while not engine.pids:
-                await asyncio.sleep(0)
-            stopped = engine.pids[0]
-            os.kill(stopped, signal.SIGSTOP)
-            while engine.client.status.state == "loading":
-                await engine.client.wait_change()
-            assert engine.client.status == Status("restarting", "rank 0 did not connect within 5 s")
-            async with asyncio.timeout(30):
-                await engine.client.ready()
-            assert not exists(stopped)
-
-    asyncio.run(main())
-
-
-def test_what_rank_0_refuses_is_the_reason_and_not_tried_again() -> None:
-    async def main() -> None:
-        async with running("bad-head-map", world_size=3) as engine:
-            with pytest.raises(EngineError, match="failed: the head map belongs to another model"):
-                await engine.client.ready()
-            pids = engine.pids
-            await asyncio.sleep(1.0)
-            assert engine.pids == pids
-            assert engine.client.status.state == "failed"
-
-    asyncio.run(main())
-
-
-def test_failing_starts_are_bounded() -> None:
-    async def main() -> None:
-        async with running("crash-at-start") as engine:
-            with pytest.raises(EngineError, match="3 starts failed in a row"):
-                await engine.client.ready()
-
-    asyncio.run(main())
-
-
-def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:
-    async def main() -> None:
-        client = EngineClient(tmp_path / "engine")
-        await client.rank0.listen()
-        _, writer = await asyncio.open_unix_connection(client.rank0.path)
-        writer.write(encode(Ready(EngineInfo(8, 9))))
-        await client.ready()
-        stream = submit(client, "a", [1])
-        writer.write(encode({"unexpected": 1}))
-        with pytest.raises(EngineError, match="cannot be handled"):
-            await anext(stream)
-        assert client.status.state == "restarting"
-        writer.close()
-        await client.close()
-
-    asyncio.run(main())
-
-
-def test_a_kept_prompt_that_ended_tells_how(tmp_path: Path) -> None:
-    ready = encode(Ready(EngineInfo(8, 9)))
-
-    async def main() -> None:
-        client = EngineClient(tmp_path / "engine")
-        await client.rank0.listen()
-        _, writer = await asyncio.open_unix_connection(client.rank0.path)
-        writer.write(ready)
-        await client.ready()
-        released, lost = (submit(client, name, [1], pin=True) for name in "ab")
-        released.close()
-        assert released.ended and released.closed
-        with pytest.raises(RequestError, match="the prefix was released") as error:
-            submit(client, "c", [1], prefix=released)
-        assert error.value.param == "prefix"
-        client.lost("it died")
-        writer.close()
-        _, writer = await asyncio.open_unix_connection(client.rank0.path)
-        writer.write(ready)
-        await client.ready()
-        lost.close()  # too late to matter
-        assert lost.ended and not lost.closed
-        with pytest.raises(EngineError, match="lost with its engine"):
-            submit(client, "c", [1], prefix=lost)
-        assert client.unfinished == 0
-        writer.close()
-        await client.close()
-
-    asyncio.run(main())
-
-
-def test_the_socket_is_the_users_alone() -> None:
-    async def main() -> None:
-        async with running() as engine:
+    async with running("connects-late", heartbeat_timeout=4.0) as engine:
+        while not engine.pids:
+            await asyncio.sleep(0)
+        stopped = engine.pids[0]
+        os.kill(stopped, signal.SIGSTOP)
+        while engine.client.status.state == "loading":
+            await engine.client.wait_change()
+        assert engine.client.status == Status("restarting", "rank 0 did not connect within 5 s")
+        async with asyncio.timeout(30):
             await engine.client.ready()
-            assert engine.client.rank0.path.stat().st_mode & 0o777 == 0o600
-            assert engine.client.rank0.path.parent.stat().st_mode & 0o777 == 0o700
-        assert not engine.client.rank0.path.parent.exists()
+        assert not exists(stopped)
 
-    asyncio.run(main())
+
+async def test_what_rank_0_refuses_is_the_reason_and_not_tried_again() -> None:
+    async with running("bad-head-map", world_size=3) as engine:
+        with pytest.raises(EngineError, match="failed: the head map belongs to another model"):
+            await engine.client.ready()
+        pids = engine.pids
+        await asyncio.sleep(1.0)
+        assert engine.pids == pids
+        assert engine.client.status.state == "failed"
+
+
+async def test_failing_starts_are_bounded() -> None:
+    async with running("crash-at-start") as engine:
+        with pytest.raises(EngineError, match="3 starts failed in a row"):
+            await engine.client.ready()
+
+
+async def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:
+    client = EngineClient(tmp_path / "engine")
+    await client.rank0.listen()
+    _, writer = await asyncio.open_unix_connection(client.rank0.path)
+    writer.write(encode(Ready(EngineInfo(8, 9))))
+    await client.ready()
+    stream = submit(client, "a", [1])
+    writer.write(encode({"unexpected": 1}))
+    with pytest.raises(EngineError, match="cannot be handled"):
+        await anext(stream)
+    assert client.status.state == "restarting"
+    writer.close()
+    await client.close()
+
+
+async def test_a_kept_prompt_that_ended_tells_how(tmp_path: Path) -> None:
+    ready = encode(Ready(EngineInfo(8, 9)))
+    client = EngineClient(tmp_path / "engine")
+    await client.rank0.listen()
+    _, writer = await asyncio.open_unix_connection(client.rank0.path)
+    writer.write(ready)
+    await client.ready()
+    released, lost = (submit(client, name, [1], pin=True) for name in "ab")
+    released.close()
+    assert released.ended and released.closed
+    with pytest.raises(RequestError, match="the prefix was released") as error:
+        submit(client, "c", [1], prefix=released)
+    assert error.value.param == "prefix"
+    client.lost("it died")
+    writer.close()
+    _, writer = await asyncio.open_unix_connection(client.rank0.path)
+    writer.write(ready)
+    await client.ready()
+    lost.close()  # too late to matter
+    assert lost.ended and not lost.closed
+    with pytest.raises(EngineError, match="lost with its engine"):
+        submit(client, "c", [1], prefix=lost)
+    assert client.unfinished == 0
+    writer.close()
+    await client.close()
+
+
+async def test_the_socket_is_the_users_alone() -> None:
+    async with running() as engine:
+        await engine.client.ready()
+        assert engine.client.rank0.path.stat().st_mode & 0o777 == 0o600
+        assert engine.client.rank0.path.parent.stat().st_mode & 0o777 == 0o700
+    assert not engine.client.rank0.path.parent.exists()
 
 
 def test_a_socket_path_that_is_too_long_is_told(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.fake_llm import FakeAsyncLLM, FakeLLM
 from tests.hostile_grammars import doubling_terminals
 from tests.server.process import wait_until
 
+pytestmark = pytest.mark.anyio
 EOS = fake_engine.EOS
 
 
@@ -73,18 +74,15 @@ def test_a_closed_llm_says_so() -> None:
     gc.collect()
 
 
-def test_an_asynchronous_engine_that_was_closed_says_so() -> None:
-    async def main() -> None:
-        engine = FakeAsyncLLM()
-        endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
-        begun, left = engine.generate(*endless), engine.generate(*endless)
-        assert await anext(begun) and await anext(left)
-        engine.close()
-        await left.aclose()
-        with pytest.raises(EngineError, match="the LLM was closed"):
-            await anext(begun)
-
-    asyncio.run(main())
+async def test_an_asynchronous_engine_that_was_closed_says_so() -> None:
+    engine = FakeAsyncLLM()
+    endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
+    begun, left = engine.generate(*endless), engine.generate(*endless)
+    assert await anext(begun) and await anext(left)
+    engine.close()
+    await left.aclose()
+    with pytest.raises(EngineError, match="the LLM was closed"):
+        await anext(begun)
 
 
 def test_a_stream_that_the_engines_own_thread_collects_as_garbage_is_aborted() -> None:
@@ -159,25 +157,22 @@ def test_closing_fails_what_is_being_compiled() -> None:
                 future.result(60)
 
 
-def test_closing_fails_what_is_being_compiled_for_tasks() -> None:
-    async def main() -> None:
-        engine = FakeAsyncLLM()
-        grammars = slow_grammars(engine.llm)
+async def test_closing_fails_what_is_being_compiled_for_tasks() -> None:
+    engine = FakeAsyncLLM()
+    grammars = slow_grammars(engine.llm)
 
-        async def answer(params: SamplingParams) -> None:
-            async for _ in engine.generate([5], params):
-                pass
+    async def answer(params: SamplingParams) -> None:
+        async for _ in engine.generate([5], params):
+            pass
 
-        await answer(GOOD)
-        tasks = [asyncio.create_task(answer(params)) for params in SLOW]
-        while not grammars.waiting:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(engine.close)
-        for task in tasks:
-            with pytest.raises(EngineError, match="the LLM was closed"):
-                await asyncio.wait_for(task, 60)
-
-    asyncio.run(main())
+    await answer(GOOD)
+    tasks = [asyncio.create_task(answer(params)) for params in SLOW]
+    while not grammars.waiting:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(engine.close)
+    for task in tasks:
+        with pytest.raises(EngineError, match="the LLM was closed"):
+            await asyncio.wait_for(task, 60)
 
 
 def test_nobody_waits_for_a_loop_that_has_ended() -> None:
