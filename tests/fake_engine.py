@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.protocol.messages import (
-    HEADER_SIZE,
     Abort,
     Add,
     Alive,
@@ -33,9 +32,9 @@ from razor_dist.protocol.messages import (
     ToFrontend,
     Token,
     answer_ids,
-    body_length,
     decode_to_engine,
     encode,
+    read_frame,
     unpack,
 )
 from razor_dist.protocol.repetition import RepetitionDetectionParams, RepetitionDetector
@@ -87,10 +86,9 @@ class FakeEngine:
         self.send(Ready(self.info()))
         while True:
             try:
-                header = await reader.readexactly(HEADER_SIZE)
+                message = decode_to_engine(await read_frame(reader))
             except asyncio.IncompleteReadError:
                 return
-            message = decode_to_engine(await reader.readexactly(body_length(header)))
             if isinstance(message, Shutdown):
                 return
             self.handle(message)

@@ -19,7 +19,13 @@ import psutil
 
 from razor_dist.config.errors import ProcessKilledError
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
-from razor_dist.protocol.messages import HEADER_SIZE, Fields, body_length, decode_fields
+from razor_dist.protocol.messages import (
+    HEADER_SIZE,
+    Fields,
+    body_length,
+    decode_fields,
+    read_frame,
+)
 
 T = TypeVar("T")
 
@@ -63,7 +69,8 @@ class Turns:
 
     def release(self) -> None:
         """Pass the turn on: the key that had it is the last to have it again."""
-        self._push_back(self._holder)
+        if self._holder in self._waiting:
+            self._waiting[self._holder] = self._waiting.pop(self._holder)
         while self._waiting:
             key = next(iter(self._waiting))
             turn = self._waiting[key].popleft()
@@ -86,10 +93,6 @@ class Turns:
     def __len__(self) -> int:
         """Return how many wait."""
         return sum(map(len, self._waiting.values()))
-
-    def _push_back(self, key: Hashable) -> None:
-        if key in self._waiting:
-            self._waiting[key] = self._waiting.pop(key)
 
 
 class ChildProcess:
@@ -221,8 +224,7 @@ async def exchange(process: Process, *parts: bytes | bytearray) -> Fields:
             for begin in range(0, len(part), _PIECE):
                 process.stdin.write(view[begin : begin + _PIECE])
                 await process.stdin.drain()
-        header = await process.stdout.readexactly(HEADER_SIZE)
-        return decode_fields(await process.stdout.readexactly(body_length(header)))
+        return decode_fields(await read_frame(process.stdout))
     except (asyncio.IncompleteReadError, ConnectionError):
         raise ProcessDiedError(await _exit_code(process)) from None
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from razor_dist.config.errors import EngineError
 from razor_dist.protocol.messages import (
-    HEADER_SIZE,
     Shutdown,
     ToEngine,
     ToFrontend,
-    body_length,
     decode_to_frontend,
     encode,
+    read_frame,
 )
 
 log = logging.getLogger(__name__)
@@ -99,8 +98,7 @@ class RankConnection:
         self._opened()
         try:
             while True:
-                header = await reader.readexactly(HEADER_SIZE)
-                message = decode_to_frontend(await reader.readexactly(body_length(header)))
+                message = decode_to_frontend(await read_frame(reader))
                 if self._writer is not writer:
                     return  # a rank that was given up already
                 self.received += 1

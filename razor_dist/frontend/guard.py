@@ -37,16 +37,12 @@ _WITHHELD = re.compile(
 
 def guarded(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module in a process that dies with this one."""
-    return _command(os.getpid(), module, *arguments)
+    return [sys.executable, "-P", __file__, str(os.getpid()), module, *arguments]
 
 
 def independent(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module in a process that outlives this one."""
-    return _command(0, module, *arguments)
-
-
-def _command(parent: int, module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-P", __file__, str(parent), module, *arguments]
+    return [sys.executable, "-P", __file__, "0", module, *arguments]
 
 
 def child_environment() -> dict[str, str]:

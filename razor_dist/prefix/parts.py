@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors.torch
@@ -83,8 +82,8 @@ class PartWriter:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "prefix-writer")
+        self._parts: list[Future[None]] = []
         self._errors: list[Exception] = []
 
     def begin(self) -> None:
@@ -99,7 +98,8 @@ class PartWriter:
     @property
     def pending(self) -> int:
         """Parts that have not been handed on yet."""
-        return self._queue.unfinished_tasks
+        self._parts = [part for part in self._parts if not part.done()]
+        return len(self._parts)
 
     @property
     def busy(self) -> bool:
@@ -119,13 +119,4 @@ class PartWriter:
             except Exception as error:
                 errors.append(error)
 
-        if self._thread is None:
-            # A daemon: what is not whole when the process ends is nothing.
-            self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
-            self._thread.start()
-        self._queue.put(write)
-
-    def _run(self) -> None:
-        while True:
-            self._queue.get()()
-            self._queue.task_done()
+        self._parts.append(self._thread.submit(write))

@@ -7,7 +7,8 @@ followed by one message, whose key ``t`` names its type.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from asyncio import StreamReader
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -208,9 +209,10 @@ def _plain(number: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
-_fields: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_frontend: Callable[[bytes], ToFrontend] = msgspec.msgpack.Decoder(ToFrontend).decode
+# A question to a child process, or its answer.
+decode_fields: Callable[[bytes], Fields] = msgspec.msgpack.Decoder(Fields).decode
 
 
 class FrontendUnreachableError(EngineError):
@@ -227,18 +229,9 @@ def body_length(header: bytes) -> int:
     return int(_HEADER.unpack(header)[0])
 
 
-def decode_to_engine(body: bytes) -> ToEngine:
-    return _to_engine.decode(body)
-
-
-def decode_to_frontend(body: bytes) -> ToFrontend:
-    return _to_frontend.decode(body)
-
-
-def decode_fields(body: bytes) -> Fields:
-    """A mapping from or for a child process."""
-    fields: Fields = _fields.decode(body)
-    return fields
+async def read_frame(reader: StreamReader) -> bytes:
+    """Return the body of the next frame of a stream."""
+    return await reader.readexactly(body_length(await reader.readexactly(HEADER_SIZE)))
 
 
 def failure(error: RazorError) -> Fields:

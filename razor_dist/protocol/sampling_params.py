@@ -26,10 +26,6 @@ MAX_N = 128
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1000, 1024
 # Integers travel to rank 0 in msgpack and to the generators as int64.
 _INT64 = 2**63
-_NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
 
 
 @dataclass(frozen=True)
@@ -200,21 +196,15 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if not _is_number(value):
+        for field in fields_of(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type == "float" and not _is_number(value):
                 raise RequestError(f"{name} must be a number, got {value!r:.80}", param=name)
-        self._check_bias()
-        for name in ("ignore_eos", "skip_special_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
+            if field.type == "bool" and not isinstance(value, bool):
                 raise RequestError(f"{name} must be True or False, got {value!r:.80}", param=name)
-        for name in ("n", "min_tokens", "top_k", "return_sources", "priority"):
-            _check_int(name, getattr(self, name))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
+            if field.type == "int" or (field.type == "int | None" and value is not None):
                 _check_int(name, value)
+        self._check_bias()
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token)
 
