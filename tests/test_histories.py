@@ -39,7 +39,7 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all
-from tests.prefix.test_answers import ids
+from tests.prefix.engines import ids
 from tests.prefix.test_tiers import TO_8_BITS
 from tests.ranks import RankPool
 from tests.test_invariance import split_of

@@ -33,7 +33,7 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.test_core import evict_all, prompt
-from tests.prefix.test_answers import SETTINGS
+from tests.prefix.engines import SETTINGS
 from tests.ranks import RankPool
 from tests.test_histories import same
 from tests.test_invariance import POLICY, split_of, tokens_of

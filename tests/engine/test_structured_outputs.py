@@ -44,7 +44,7 @@ from razor_dist.protocol.structured_outputs import (
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
 from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all, make_core, prompt, run, tokens
-from tests.prefix.test_answers import SETTINGS
+from tests.prefix.engines import SETTINGS
 from tests.ranks import RankPool
 from tests.schemas import answers, random_schema, validate
 from tests.test_invariance import split_of

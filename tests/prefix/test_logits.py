@@ -7,7 +7,6 @@ here; what rank 0 looks up, admits and evicts is in tests/prefix/test_answers.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +23,8 @@ from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
-from tests.ranks import RankPool
+from tests.prefix.engines import Ranks, Tiny
 from tests.test_invariance import TOLERANCE, split_of, tokens_of
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 
 GROWING = StreamingPolicy(window_min=8, window_ratio=4, window_max=30, sinks=3, block=4)
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
-from tests.prefix.test_answers import GREEDY, ids
-from tests.prefix.test_tiers import DAMAGE, TO_8_BITS, engine_of, spoil
-from tests.ranks import RankPool
+from tests.prefix.engines import GREEDY, Ranks, Tiny, engine_of, ids
+from tests.prefix.test_tiers import DAMAGE, TO_8_BITS, spoil
 from tests.test_invariance import split_of
 
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 # Of each token: itself, its log-probability, and the weights of its sources by position.
 Answer = list[tuple[int, float, dict[int, float]]]
 
@@ -52,7 +48,6 @@ def begin(comm: Communicator, number: int, path: str, given: dict[str, Any]) -> 
     ]
     settings = SMALL | {"part_bytes": 2000, "source_heads": heads[:2]} | given
     engine = engine_of(comm, path, settings)
-    engine.core.max_step = 0.0  # one part a step
     ENGINES[number] = engine, {}
     logging.getLogger("razor_dist.prefix.transfer").addFilter(note)  # once, whatever is added
 

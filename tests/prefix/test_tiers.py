@@ -23,11 +23,7 @@ from torch import Tensor
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build
-from razor_dist.engine.build import RankEngine, make_engine
-from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
-from razor_dist.heads.decision import HeadRoles
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import cut_chunks, held_positions
 from razor_dist.prefix import tiers, transfer
@@ -42,24 +38,21 @@ from razor_dist.prefix.store import (
 )
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
-from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all
-from tests.prefix.test_answers import (
+from tests.prefix.engines import (
     GREEDY,
-    SETTINGS,
     Answers,
     Ask,
+    Ranks,
+    Tiny,
+    Told,
     alone,
     assert_alike,
+    engine_of,
     ids,
-    step,
+    serve,
+    serve_all,
 )
-from tests.ranks import RankPool
-from tests.test_invariance import split_of
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
-Told = dict[str, int]
 
 # Of 8 bits a number between two steps, 1/127 of its row's largest, becomes either, by what ranks
 # and machines round otherwise: two engines' logprobs then differ by up to 1.1e-2, and theirs from
@@ -72,55 +65,8 @@ def lives(
     comm: Communicator, path: str, changed: dict[str, Any], *each: tuple[Ask, ...]
 ) -> list[tuple[Answers, Told, dict[str, Any]]]:
     """Engines one after another, each with requests; their answers, cached tokens and counters."""
-    found = [life(comm, path, changed, asks) for asks in each]
-    return [one for one in found if one is not None]
-
-
-def engine_of(comm: Communicator, path: str, given: dict[str, Any]) -> RankEngine:
-    # Small, so that nodes are cut into many.
-    build.PART_BYTES = transfer.PART_BYTES = given.get("part_bytes", 16 << 20)
-    changed = {key: given[key] for key in given.keys() - {"part_bytes", "source_heads"}}
-    config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
-    model, _ = model_and_shape(path)
-    asked = given.get("source_heads", ())
-    roles = HeadRoles(split_of(Path(path)), sources=asked)
-    return make_engine(model, config, roles, comm, eos_token_ids=())
-
-
-def life(
-    comm: Communicator, path: str, given: dict[str, Any], asks: tuple[Ask, ...]
-) -> tuple[Answers, Told, dict[str, Any]] | None:
-    engine = engine_of(comm, path, given)
-    if comm.rank:
-        follow(engine)
-        return None
-    core = engine.core
-    if "part_bytes" in given:
-        core.max_step = 0.0  # one part a step
-    answers, cached = serve_all(core, asks)
-    stats = core.stats()["prefix_cache"]
-    room = core.scheduler.room
-    assert room.prefix_cache is not None and room.tiers is not None
-    evict_all(core)
-    assert (room.accounts.free == room.accounts.sizes).all()
-    pages = engine.runner.caches.pages
-    assert pages.free_pages == pages.num_pages and not engine.runner.sequences
-    core.stop()
-    return answers, cached, stats
-
-
-def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
-    """Answer requests; all that they leave is saved before the next that waits."""
-    answers: Answers = {}
-    cached: Told = {}
-    for ask in asks:
-        about: dict[str, Any] = {"cache_salt": ask.salt, "cache_prompt": ask.cache_prompt}
-        core.add(ask.name, list(ask.ids), ask.params, **about)
-        while ask.wait and core.has_work:
-            step(core, answers, cached)
-    while core.has_work:
-        step(core, answers, cached)
-    return answers, cached
+    found = [serve(comm, path, changed, asks) for asks in each]
+    return [(answers, cached, stats.get("prefix_cache", {})) for answers, cached, stats in found]
 
 
 def ranges(store: Path) -> list[tuple[int, int]]:

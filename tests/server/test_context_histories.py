@@ -34,8 +34,7 @@ from razor_dist.protocol.messages import Add, Ready, ToEngine, ToFrontend
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.contexts import Contexts
 from tests.engine.test_core import evict_all, run, tokens
-from tests.prefix.test_answers import ids
-from tests.prefix.test_tiers import engine_of
+from tests.prefix.engines import engine_of, ids
 
 COUNT = int(os.environ.get("HISTORIES", "25"))
 MOST = 60_000  # bytes that a key may have pinned: two texts or three

@@ -20,7 +20,7 @@ from razor_dist.commands.prefill import page_text
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.prefix.store import check_node, folders, node_folders
-from tests.prefix.test_answers import ids
+from tests.prefix.engines import ids
 from tests.server.process import ServerProcess, alive, wait_until
 
 
