@@ -24,7 +24,7 @@ from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
 from razor_dist.prefix.manifest import Manifest, Tokens
 from razor_dist.prefix.parts import BadPartError
-from razor_dist.prefix.store import PrefixStore, Stamp
+from razor_dist.prefix.store import PrefixStore, Stamp, read_node, remove_node
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Nodes:
             if name in self._on_disk or self._unreadable.get(name) == stamp:
                 continue
             try:
-                manifest, own = self._store.read(name)
+                manifest, own = read_node(self._store.folder / name)
                 if len(manifest.tails) != len(self._accounts.cache.arenas):
                     raise BadPartError("its windows are others")
                 fresh[name] = manifest, own
@@ -275,7 +275,7 @@ class Nodes:
             self.leave(node, tier)
             if tier == "disk":
                 assert self._store is not None
-                self._store.remove(node.manifest.node)
+                remove_node(self._store.folder / node.manifest.node)
         return True
 
     def _worth(self, node: Node, tier: Tier) -> float:

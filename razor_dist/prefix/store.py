@@ -121,10 +121,6 @@ class PrefixStore:
                 found[node.name] = _stamp(node.stat())
         return found
 
-    def read(self, node: str) -> tuple[Manifest, Tokens]:
-        """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
-        return read_node(self.folder / node)
-
     def draft(self, node: str) -> Path:
         """Make the folder into which the ranks write a node."""
         path = self.folder / f"{node}.{secrets.token_hex(4)}{_NEW}"
@@ -144,7 +140,7 @@ class PrefixStore:
         sync_folder(draft)
         path = self.folder / manifest.node
         if path.exists():  # that could not be read, or it would not have been written again
-            self.remove(manifest.node)
+            remove_node(path)
         stamp = _stamp(draft.stat())  # before another process can put its own in this place
         draft.rename(path)
         sync_folder(self.folder)
@@ -165,9 +161,6 @@ class PrefixStore:
             return (self.folder / node / _MANIFEST).stat().st_mtime
         except OSError:
             return 0.0
-
-    def remove(self, node: str) -> None:
-        remove_node(self.folder / node)
 
 
 class WriterLock:
