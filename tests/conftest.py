@@ -36,7 +36,7 @@ def _threads() -> None:
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """The event loop of tests that are coroutines."""
+    """The event loop of tests that are coroutines, which anyio runs (Starlette brings it)."""
     return "asyncio"
 
 
