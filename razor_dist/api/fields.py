@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeGuard
@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
     PrivateAttr,
@@ -28,9 +29,8 @@ from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")
-# Fields of messages, with the values that ask for nothing: a client may put answers, with all that
-# they bring, back into its history.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"tool_calls": ([],)}
+# What OpenAI's client adds to the answers that its `parse` and `stream` return.
+_ADDED = frozenset({"index", "parsed", "parsed_arguments"})
 
 
 class Strict(BaseModel):
@@ -38,6 +38,39 @@ class Strict(BaseModel):
 
     def check(self) -> None:
         """Refuse combinations that make no sense by a `RequestError` that names the field."""
+
+
+class Returned(Strict):
+    """An object that may be from an answer: servers and clients add fields, which ask for nothing.
+
+    So nulls are dropped, whatever their names, and what OpenAI's client adds.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_additions(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: field
+            for name, field in value.items()
+            # Of a message without content the error tells if it has the field.
+            if name == "content" or (field is not None and name not in _ADDED)
+        }
+
+
+def kinds(field: str, *values: str, default: str | None = None) -> Discriminator:
+    """Tell the kinds of an object apart; tags begin with a mark, as some are names of fields."""
+
+    def tag(value: object) -> str | None:
+        kind = value.get(field) if isinstance(value, dict) else None
+        kind = default if kind is None else kind
+        return f"@{kind}" if kind in values else None
+
+    message = f"must be an object whose {field} is one of {', '.join(values)}"
+    return Discriminator(tag, custom_error_type="kind", custom_error_message=message)
 
 
 class CacheControl(Strict):
@@ -55,7 +88,7 @@ CONTENT = (
 )
 
 
-class TextPart(Strict):
+class TextPart(Returned):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
@@ -66,9 +99,7 @@ class _Parts(Strict):
 
 
 def _is_text_part(part: object) -> bool:
-    if not isinstance(part, dict) or set(part) - {"cache_control"} != {"type", "text"}:
-        return False
-    return part["type"] == "text" and isinstance(part["text"], str)
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def _content(value: object) -> str | None:
@@ -77,12 +108,12 @@ def _content(value: object) -> str | None:
     raise ValueError(CONTENT)
 
 
-class CalledFunction(Strict):
+class CalledFunction(Returned):
     name: str
     arguments: str
 
 
-class CalledTool(Strict):
+class CalledTool(Returned):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -96,7 +127,7 @@ class CalledTool(Strict):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ChatMessage(Strict):
+class ChatMessage(Returned):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, PlainValidator(_content), WithJsonSchema({})] = None
     name: str | None = None  # of who speaks, for templates that show it
@@ -129,20 +160,10 @@ class ChatMessage(Strict):
         ]
         return found
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, message: object) -> object:
-        """Drop what asks for nothing, whatever its name: servers add fields to their answers."""
-        if not isinstance(message, dict):
-            return message
-        return {
-            name: value
-            for name, value in message.items()
-            if name == "content" or (value is not None and value not in _NEUTRAL.get(name, ()))
-        }
-
     @model_validator(mode="after")
     def _is_of_its_role(self) -> ChatMessage:
+        if self.tool_calls == []:  # as an answer without any
+            self.tool_calls = None
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError("may have tool_calls only if its role is assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -214,8 +235,12 @@ class Hints(Strict):
     )
 
 
+# OpenAI's names have 64 characters at most, Anthropic's 128.
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+
+
 class ToolFunction(Strict):
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -227,7 +252,7 @@ class Tool(Strict):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return self.function.parameters or {"type": "object"}
+        return {"type": "object"} | (self.function.parameters or {})
 
 
 class ChosenFunction(Strict):
@@ -268,15 +293,22 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 @contextmanager
-def naming(field: str) -> Iterator[None]:
-    """Let errors of structured outputs name the field that asks for them."""
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name fields as ``names`` calls them: another endpoint, or another field's."""
     try:
         yield
     except RequestError as error:
-        if error.param != STRUCTURED:
+        field, bracket, rest = (error.param or "").partition("[")
+        if field not in names:
             raise
-        problem = str(error).replace(STRUCTURED, field, 1)
-        raise RequestError(problem, field, error.code) from None
+        # At the beginning of the message, or quoted.
+        problem = re.sub(rf"(^|'){field}\b", rf"\g<1>{names[field]}", str(error))
+        raise RequestError(problem, names[field] + bracket + rest, error.code) from None
+
+
+def naming(field: str) -> AbstractContextManager[None]:
+    """Let errors of structured outputs name the field that asks for them."""
+    return renamed({STRUCTURED: field})
 
 
 def structured(value: object) -> StructuredOutputsParams | None:

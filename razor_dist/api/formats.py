@@ -125,6 +125,32 @@ class Format(ABC):
         return self._request.tools and ToolParser(self._request.tools, self._tokenizer)
 
 
+class EventFormat(Format):
+    """An endpoint with one answer, text and then calls of tools; a stream's events have names."""
+
+    def _start(self) -> None:
+        self._parser_of_calls = self._parser()
+        # The answer so far.
+        self._text = ""
+        self._calls: list[Json] = []
+        self._finish: str | None = None
+
+    def frame(self, chunk: Json) -> str:
+        return f"event: {chunk['type']}\n{super().frame(chunk)}"
+
+    @property
+    def end(self) -> str:
+        return ""
+
+    def _read(self, piece: TextPiece) -> str:
+        """Add a piece; return its text that belongs to no call."""
+        text, self._finish = piece.text, piece.finish_reason
+        if self._parser_of_calls:
+            text, self._calls, self._finish = self._parser_of_calls.read([piece], self._finish)
+        self._text += text
+        return text
+
+
 class ChoicesFormat(Format):
     """An endpoint whose answers are ``choices``."""
 
@@ -261,7 +287,7 @@ class CompletionFormat(ChoicesFormat):
             pieces = self._with_prompt(self._choices[index], pieces)
             self._lengths[index] = pieces[-1].offset - piece.offset
         elif self._request.echo:
-            pieces = [replace(piece, offset=self._lengths[index] + piece.offset)]
+            pieces = [_moved(piece, self._lengths[index])]
         choice = self._choice(index, pieces)
         silent = not choice["text"] and not piece.finish_reason
         silent = silent and choice["logprobs"] is None and not piece.sentences
@@ -276,7 +302,7 @@ class CompletionFormat(ChoicesFormat):
         if self._request.prompt_only:
             return [*prompt[:-1], replace(prompt[-1], finish_reason="length")]
         length = sum(len(piece.text) for piece in prompt)
-        return prompt + [replace(piece, offset=length + piece.offset) for piece in pieces]
+        return prompt + [_moved(piece, length) for piece in pieces]
 
     def usage(self, completion: int | None = None) -> Json:
         return super().usage(0 if self._request.prompt_only else completion)
@@ -295,6 +321,12 @@ class CompletionFormat(ChoicesFormat):
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
+
+
+def _moved(piece: TextPiece, by: int) -> TextPiece:
+    """Return a piece of an answer that stands behind ``by`` characters."""
+    own = [replace(s, start=s.start + by, end=s.end + by) for s in piece.sentences]
+    return replace(piece, offset=piece.offset + by, sentences=own)
 
 
 def _text(pieces: Sequence[TextPiece]) -> str:

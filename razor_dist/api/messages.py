@@ -8,11 +8,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.conversation import APART, CitedDocument, Conversation, Mark, Turn
-from razor_dist.api.fields import CacheControl, Int, Strict, TemplateArguments, ToolFunction
+from razor_dist.api.fields import (
+    CacheControl,
+    Int,
+    Returned,
+    Strict,
+    TemplateArguments,
+    ToolFunction,
+    ToolName,
+    kinds,
+)
 from razor_dist.api.schema import MAX_MESSAGES, ChatBody, GenerateBody
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
@@ -37,28 +46,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
 
 
-def _by(field: str, *values: str) -> Discriminator:
-    """Tell the kinds of an object apart; tags begin with a mark, as some are names of fields."""
-
-    def tag(value: object) -> str | None:
-        kind = value.get(field) if isinstance(value, dict) else None
-        return f"@{kind}" if kind in values else None
-
-    known = ", ".join(values)
-    message = f"must be an object whose {field} is one of {known}"
-    return Discriminator(tag, custom_error_type="kind", custom_error_message=message)
-
-
-class _Block(Strict):
+class _Block(Returned):
     cache_control: CacheControl | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, block: object) -> object:
-        """Drop nulls, whatever their names: clients put answers back with all that they know."""
-        if not isinstance(block, dict):
-            return block
-        return {name: value for name, value in block.items() if value is not None}
 
 
 class TextBlock(_Block):
@@ -131,7 +120,7 @@ class DocumentBlock(_Block):
         Annotated[TextSource, Tag("@text")]
         | Annotated[ContentSource, Tag("@content")]
         | Annotated[PdfSource, Tag("@base64")],
-        _by("type", "text", "content", "base64"),
+        kinds("type", "text", "content", "base64"),
     ]
     title: str | None = None
     context: str | None = None  # about the document; it is not cited
@@ -173,11 +162,11 @@ UserBlock = Annotated[
     Annotated[TextBlock, Tag("@text")]
     | Annotated[DocumentBlock, Tag("@document")]
     | Annotated[ToolResultBlock, Tag("@tool_result")],
-    _by("type", "text", "document", "tool_result"),
+    kinds("type", "text", "document", "tool_result"),
 ]
 AssistantBlock = Annotated[
     Annotated[TextBlock, Tag("@text")] | Annotated[ToolUseBlock, Tag("@tool_use")],
-    _by("type", "text", "tool_use"),
+    kinds("type", "text", "tool_use"),
 ]
 
 
@@ -198,13 +187,13 @@ class AssistantMessage(Strict):
 
 Message = Annotated[
     Annotated[UserMessage, Tag("@user")] | Annotated[AssistantMessage, Tag("@assistant")],
-    _by("role", "user", "assistant"),
+    kinds("role", "user", "assistant"),
 ]
 
 
 class CustomTool(_Block):
     type: Literal["custom"] = "custom"
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     input_schema: Json
     strict: bool | None = None

@@ -10,17 +10,21 @@ from typing import Any
 
 from razor_dist.api.conversation import CitedDocument
 from razor_dist.api.errors import MESSAGES, Failure
-from razor_dist.api.formats import Format
+from razor_dist.api.formats import EventFormat
 from razor_dist.api.logprobs import Json
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import cited
 
 # Anthropic has no name for "repetition", which stays as it is.
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str | None, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 
 
-class MessagesFormat(Format):
+class MessagesFormat(EventFormat):
     """Text in one block, or with citations a block for each sentence; then a block for each call.
 
     A sentence's block ends where the next sentence begins, so that the blocks' texts are the whole
@@ -30,16 +34,14 @@ class MessagesFormat(Format):
     prefix = "msg"
 
     def _start(self) -> None:
+        super()._start()
         documents = (self._request.described or {}).get("documents", ())
         self._documents = [CitedDocument(*document) for document in documents]
-        self._calls_parser = self._parser()
-        # So far: the answer's text, how much of it is in blocks, the sentences whose blocks have
-        # not ended, the blocks that have, and whether one has begun.
-        self._text, self._sent = "", 0
+        # So far: how much of the text is in blocks, the sentences whose blocks have not ended, the
+        # blocks that have, and whether one has begun.
+        self._sent = 0
         self._sentences: deque[AnswerSentence] = deque()
         self._blocks, self._open = 0, False
-        self._calls: list[Json] = []
-        self._finish: str | None = None
         self._stop: str | None = None
 
     def whole(self) -> Json:
@@ -55,9 +57,6 @@ class MessagesFormat(Format):
                 _add(content[-1], event["delta"])
         return self._message(content)
 
-    def frame(self, chunk: Json) -> str:
-        return f"event: {chunk['type']}\n{super().frame(chunk)}"
-
     @property
     def heartbeat(self) -> str:
         return self.frame({"type": "ping"})
@@ -66,12 +65,9 @@ class MessagesFormat(Format):
         return [{"type": "message_start", "message": self._message([])}]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        text, self._finish = piece.text, piece.finish_reason
+        self._read(piece)
         if isinstance(piece.stop_reason, str):
             self._stop = piece.stop_reason
-        if parser := self._calls_parser:
-            text, self._calls, self._finish = parser.read([piece], self._finish)
-        self._text += text
         self._sentences += piece.sentences
         return self._advance()
 
@@ -83,10 +79,6 @@ class MessagesFormat(Format):
 
     def failure(self, failure: Failure) -> Json:
         return failure.body(MESSAGES)
-
-    @property
-    def end(self) -> str:
-        return ""
 
     def usage(self, completion: int | None = None) -> Json:
         usage = super().usage(completion)
@@ -100,14 +92,16 @@ class MessagesFormat(Format):
         }
 
     def _message(self, content: list[Json]) -> Json:
-        reason = "tool_use" if self._calls else self._finish and _STOP_REASONS.get(self._finish)
+        reason = "tool_calls" if self._calls and self._finish == "stop" else self._finish
         return {
             "id": self._head["id"],
             "type": "message",
             "role": "assistant",
             "model": self._head["model"],
             "content": content,
-            "stop_reason": "stop_sequence" if self._stop is not None else reason or self._finish,
+            "stop_reason": _STOP_REASONS.get(reason, reason)
+            if self._stop is None
+            else "stop_sequence",
             "stop_sequence": self._stop,
             "usage": self.usage(),
             **self._contexts,

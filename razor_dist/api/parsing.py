@@ -1,33 +1,35 @@
-"""Bodies of requests: their JSON, checked by themselves, before anything is tokenised.
+"""Bodies of requests to what the engine gets: token ids, and how the answers are shaped.
 
-`parse` checks a body, `render` (`razor_dist.api.rendering`) makes of it what the engine gets.
-`parse_request` does both: all work that grows with the body, in a thread for short bodies and in
-another process for long ones (`razor_dist.server.parsing_process`).
+A body is checked by itself before anything is tokenised. All of this is work that grows with the
+body: in a thread for short bodies, in another process for long ones
+(`razor_dist.server.parsing_process`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from razor_dist.api.annotations import titles
 from razor_dist.api.completions import CompletionBody
 from razor_dist.api.contexts import KeptContext
-from razor_dist.api.fields import Strict
+from razor_dist.api.fields import Strict, renamed
 from razor_dist.api.messages import NEUTRAL as NEUTRAL_MESSAGES
 from razor_dist.api.messages import CountTokensBody, MessagesBody
-from razor_dist.api.rendering import CheckedBody, render
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.responses import NEUTRAL as NEUTRAL_RESPONSES
-from razor_dist.api.responses import ResponsesBody, renamed
+from razor_dist.api.responses import ResponsesBody
 from razor_dist.api.schema import ChatBody
+from razor_dist.api.strict_json import parse_json
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
+from razor_dist.api.tools import knows_tools
 from razor_dist.api.validate import NEUTRAL, validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
+from razor_dist.protocol.sampling_params import SamplingParams
 
 # Each endpoint's body, and what of unsupported fields asks for nothing there.
 BODIES: dict[Endpoint, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
@@ -39,7 +41,6 @@ BODIES: dict[Endpoint, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
     "tokenize": (TokenizeBody, {}),
     "detokenize": (DetokenizeBody, {}),
 }
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_request(
@@ -67,92 +68,103 @@ def parse_value(
     kept: KeptContext | None = None,
 ) -> ParsedRequest:
     """Read a body whose JSON was parsed; raises as `parse_request` does."""
-    try:
-        return render(parse(endpoint, value, limits, files, kept), encoder, limits)
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-
-
-def parse(
-    endpoint: Endpoint,
-    value: object,
-    limits: Limits,
-    files: Sequence[Document] = (),
-    kept: KeptContext | None = None,
-) -> CheckedBody:
-    """Check a body as far as that can be done without a tokenizer."""
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
-    if endpoint == "detokenize":
-        DetokenizeBody.check_length(value, limits.max_model_len)
-    cls, neutral = BODIES[endpoint]
-    body: Any = validated(cls, value, neutral, ignored)
-    if isinstance(body, TokenizeBody | DetokenizeBody):
-        if body.model is not None:
-            limits.check_model(body.model)
-        return CheckedBody(body, None, ignored or ())
-    response = body if isinstance(body, ResponsesBody | CountTokensBody) else None
-    with renamed({} if response is None else response.names):
-        if isinstance(response, CountTokensBody):
-            limits.check_model(response.model)
-            unread = [] if files else response.files()
-            if unread or (response.context and kept is None):
-                return CheckedBody(body, None, ignored or (), unread=unread, kept=response.context)
-            body = response.as_chat(files, kept)
-        elif body.context and kept is None:
-            return CheckedBody(body, None, ignored or (), kept=body.context)
-        elif response is not None:
-            body = response.as_chat()
-        if kept is not None:
-            body.go_on_with(kept)
-        params = body.sampling(limits.defaults)
-        limits.check_model(body.model)
-    return CheckedBody(body, params, ignored or (), response)
-
-
-def parse_json(body: bytes | bytearray) -> object:
-    """Parse JSON; `RequestError` for bad UTF-8, a lone surrogate, a key twice, NaN or infinity."""
     try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}"
-        ) from None
-    try:
-        value: object = json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            object_pairs_hook=_object,
-        )
-        if _SURROGATE.search(body):
-            # JSON can spell half a character, which no tokenizer and no response can hold.
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise RequestError("the body holds a lone surrogate (\\ud800 to \\udfff)") from None
+        if endpoint == "detokenize":
+            DetokenizeBody.check_length(value, limits.max_model_len)
+        cls, neutral = BODIES[endpoint]
+        body: Any = validated(cls, value, neutral, ignored)
+        parsed = _parsed(body, encoder, limits, files, kept)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    return value
+    return replace(parsed, ignored=[*(ignored or ()), *parsed.ignored])
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
+def _parsed(
+    body: Any,
+    encoder: PromptEncoder,
+    limits: Limits,
+    files: Sequence[Document],
+    kept: KeptContext | None,
+) -> ParsedRequest:
+    if body.model is not None:
+        limits.check_model(body.model)
+    if isinstance(body, TokenizeBody | DetokenizeBody):
+        return _answered(body.answer(encoder, limits))
+    unread = body.files() if isinstance(body, CountTokensBody) and not files else []
+    if unread or (body.context and kept is None):
+        return ParsedRequest([], unread=unread, context=body.context)
+    if isinstance(body, ChatBody | CompletionBody):
+        return _rendered(body, None, encoder, limits, kept)
+    with renamed(body.names):
+        chat = body.as_chat(files, kept) if isinstance(body, CountTokensBody) else body.as_chat()
+        return _rendered(chat, body, encoder, limits, kept)
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):  # which no answer could repeat
-        raise ValueError(f"the number {text:.80} is out of range")
-    return value
+def _answered(answer: Mapping[str, Any]) -> ParsedRequest:
+    """Return a request that asks for nothing of the engine."""
+    text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+    return ParsedRequest([], answer=text.encode())
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {name!r:.80} is given twice")
-            seen.add(name)
-    return found
+def _rendered(
+    body: ChatBody | CompletionBody,
+    asked: ResponsesBody | CountTokensBody | None,
+    encoder: PromptEncoder,
+    limits: Limits,
+    kept: KeptContext | None,
+) -> ParsedRequest:
+    """Tokenise a body, which stands for the one that was ``asked``."""
+    if kept is not None:
+        body.go_on_with(kept)
+    params = body.sampling(limits.defaults)
+    ignored: list[str] = []
+    if limits.unknown_fields == "warn" and isinstance(body, ChatBody):
+        # Open WebUI sends its own tools with every question, whatever the model.
+        offered = body.used_tools and body.forced_tool is None
+        if offered and not knows_tools(encoder.tokenizer):
+            body, ignored = body.model_copy(update={"tools": None}), ["tools"]
+    tools = body.tool_use(encoder.tokenizer)
+    if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
+        [(ids, _)] = body.encoded(encoder, ends=False)
+        return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)
+    prompts = _prompts(body, params, encoder, limits)
+    names = {} if asked is None else asked.names
+    return ParsedRequest(
+        prompts,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        return_progress=bool(body.return_progress),
+        timeout=body.timeout,
+        echo=body.echoes,
+        prompt_only=body.echoes and body.max_tokens == 0,
+        tools=tools,
+        described=None if asked is None else asked.described(prompts[0].params),
+        return_sources=bool(body.return_sources),
+        titles=titles(prompts[0].text) if body.annotates else None,
+        cache_salt=body.cache_salt,
+        cache_prompt=body.cache_prompt is not False,
+        ignored=ignored,
+        contexts=body.contexts(encoder) if limits.pins else (),
+        constrained_by=names.get(body.constrained_by, body.constrained_by),
+    )
+
+
+def _prompts(
+    body: ChatBody | CompletionBody, params: SamplingParams, encoder: PromptEncoder, limits: Limits
+) -> list[Checked]:
+    limits.check_count(body.prompt_count, body.n)
+    bounds = PromptLimits(
+        limits.max_model_len,
+        limits.vocab_size,
+        has_tokenizer=encoder.tokenizer is not None,
+        default_max_tokens=limits.default_max_tokens,
+    )
+    last = body.truncate_prompt_tokens
+    if last == -1:  # as many as fit
+        last = max(1, limits.max_model_len - (params.max_tokens or 1))
+    return [
+        bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)
+        for ids, text in body.encoded(encoder, ends=params.return_sources > 0, keeps=limits.pins)
+    ]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag
 
 from razor_dist.api.errors import shortened
 from razor_dist.api.fields import (
     Int,
     ReasoningEffort,
+    Returned,
     Strict,
     TemplateArguments,
     ToolFunction,
     Verbosity,
+    kinds,
 )
 from razor_dist.api.schema import ChatBody, SharedFields
 from razor_dist.api.validate import validated
@@ -30,7 +31,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([],),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
-    **dict.fromkeys(("max_tool_calls", "stream_options", "context_management"), ()),
+    **dict.fromkeys(("max_tool_calls", "context_management"), ()),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
 }
@@ -44,24 +46,12 @@ _MOST_REPEATED = 64 * 1024
 _NAME = 64
 
 
-class _Item(Strict):
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, item: object) -> object:
-        """Drop nulls, whatever their names: clients put answers back with all that they know."""
-        if not isinstance(item, dict):
-            return item
-        return {name: value for name, value in item.items() if value is not None}
-
-
-class _Answered(_Item):
-    """An item that may have come from an answer."""
-
+class _Item(Returned):
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class TextPart(_Item):
+class TextPart(Returned):
     type: Literal["input_text", "output_text"]
     text: str
     # As in the answers that this server gives.
@@ -73,7 +63,7 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-class InputMessage(_Answered):
+class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[list[TextPart], BeforeValidator(_parts)]
@@ -82,7 +72,7 @@ class InputMessage(_Answered):
         messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
 
 
-class FunctionCall(_Answered):
+class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -96,7 +86,7 @@ class FunctionCall(_Answered):
         messages[-1].setdefault("tool_calls", []).append(call)
 
 
-class FunctionCallOutput(_Answered):
+class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Annotated[list[TextPart], BeforeValidator(_parts)]
@@ -106,23 +96,11 @@ class FunctionCallOutput(_Answered):
         messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
 
 
-def _kind(item: object) -> str | None:
-    kind = item.get("type") if isinstance(item, dict) else None
-    if kind is None:
-        return "message"
-    return kind if isinstance(kind, str) and kind in ITEMS else None
-
-
-ITEMS = ("message", "function_call", "function_call_output")
 Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="item",
-        custom_error_message="must be an item whose type is one of " + ", ".join(ITEMS),
-    ),
+    Annotated[InputMessage, Tag("@message")]
+    | Annotated[FunctionCall, Tag("@function_call")]
+    | Annotated[FunctionCallOutput, Tag("@function_call_output")],
+    kinds("type", "message", "function_call", "function_call_output", default="message"),
 ]
 
 
@@ -252,16 +230,3 @@ class ResponsesBody(SharedFields):
 
 def _is_long(value: object) -> bool:
     return len(json.dumps(value)) > _MOST_REPEATED
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors of a chat name its fields as ``names`` calls them: those of another endpoint."""
-    try:
-        yield
-    except RequestError as error:
-        field, bracket, rest = (error.param or "").partition("[")
-        if field not in names:
-            raise
-        message = str(error).replace(field, names[field])
-        raise RequestError(message, names[field] + bracket + rest, error.code) from None

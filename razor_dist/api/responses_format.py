@@ -8,37 +8,30 @@ from typing import Any
 
 from razor_dist.api.annotations import citations
 from razor_dist.api.errors import Failure
-from razor_dist.api.formats import ChatFormat, CompletionFormat, Format
+from razor_dist.api.formats import ChatFormat, CompletionFormat, EventFormat, Format
 from razor_dist.api.logprobs import Json
 from razor_dist.api.messages_format import MessagesFormat
 from razor_dist.api.request import Endpoint
 from razor_dist.frontend.assembler import TextPiece
 
 
-class ResponsesFormat(Format):
+class ResponsesFormat(EventFormat):
     """A message, calls of tools or both; streams have typed events, numbered and named."""
 
     prefix = "resp"
 
     def _start(self) -> None:
+        super()._start()
         self._item = f"msg_{uuid.uuid4().hex}"
         self._numbers = itertools.count()
         self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        self._calls_parser = self._parser()
-        # Of a stream, so far.
-        self._text = ""
-        self._calls: list[Json] = []
-        self._annotations: list[Json] = []
-        self._finish: str | None = None
+        self._annotations: list[Json] = []  # so far
 
     def whole(self) -> Json:
         [choice] = self._choices
         for piece in choice.pieces:
             self._read(piece)
         return self._response(self._items())
-
-    def frame(self, chunk: Json) -> str:
-        return f"event: {chunk['type']}\n{super().frame(chunk)}"
 
     def opening(self) -> list[Json]:
         begun = self._response([])
@@ -74,16 +67,8 @@ class ResponsesFormat(Format):
         message, param = failure.message, failure.param
         return self._event("error", code=failure.code, message=message, param=param)
 
-    @property
-    def end(self) -> str:
-        return ""
-
     def _read(self, piece: TextPiece) -> str:
-        """Add a piece; return its text that belongs to the message."""
-        text, self._finish = piece.text, piece.finish_reason
-        if parser := self._calls_parser:
-            text, self._calls, self._finish = parser.read([piece], self._finish)
-        self._text += text
+        text = super()._read(piece)
         if self._request.titles is not None:
             found = citations(piece.sentences, self._request.titles, len(self._text))
             self._annotations += [{"type": "url_citation", **citation} for citation in found]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.strict_json import STRICT_JSON, check_characters
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import StopMatcher
@@ -57,11 +58,7 @@ class _Format:
     unless: tuple[str, ...] = ()
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(**STRICT_JSON)
 _BLANKS = re.compile(r"\s*")
 _HERMES, _HERMES_END = "<tool_call>", re.compile(r"\s*</tool_call>")
 # Since version 11 of its tokenizer, Mistral's calls are a name and the arguments.
@@ -73,9 +70,11 @@ def _value(text: str, at: int) -> tuple[Any, int] | None:
     blanks = _BLANKS.match(text, at)
     assert blanks is not None
     try:
-        return _DECODER.raw_decode(text, blanks.end())
+        value, end = _DECODER.raw_decode(text, blanks.end())
+        check_characters(text[at:end], value)
     except (ValueError, RecursionError):
         return None
+    return value, end
 
 
 def _values(text: str, separators: str) -> list[Any]:
@@ -96,7 +95,7 @@ def _values(text: str, separators: str) -> list[Any]:
 def _call(name: object, arguments: object) -> ToolCall | None:
     """Return the call, if the arguments are an object, or a string that holds one."""
     # Some models write a string.
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     values = _values(text, " \n")
     if not isinstance(name, str) or len(values) != 1 or not isinstance(values[0], Mapping):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,9 +14,6 @@ from razor_dist.config.validation import nearest
 
 Body = TypeVar("Body", bound=Strict)
 
-# Kinds of items in the input of /v1/responses, which pydantic names like fields; those of other
-# objects begin with an @.
-_TAGS = ("message", "function_call", "function_call_output")
 # Unsupported fields, with the values that ask for nothing besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -91,8 +89,8 @@ def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
 
 
 def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:
-    names = (part for part in place if part not in _TAGS and not str(part).startswith("@"))
-    field, *rest = names
+    # Parts with a mark are kinds of an object (`razor_dist.api.fields.kinds`).
+    field, *rest = (part for part in place if not str(part).startswith("@"))
     index = "[{}]" if numbers else "[]"
     return f"{field}" + "".join(index.format(p) if isinstance(p, int) else f".{p}" for p in rest)
 
@@ -116,5 +114,7 @@ def _request_error(error: ValidationError) -> RequestError:
         case "value_error":
             message = f"{where} {problem['ctx']['error']}"
         case _:
-            message = f"{where} {problem['msg'].replace('Input should be', 'must be')}"
+            # "Input should be a valid string", "String should have …", and so on.
+            said = problem["msg"].partition(" or instance of ")[0]
+            message = f"{where} " + re.sub(r"^[A-Z]\w+ should", "must", said)
     return RequestError(message, param=where)

@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.fields import naming
-from razor_dist.api.parsing import parse_json, parse_value
+from razor_dist.api.parsing import parse_value
 from razor_dist.api.request import Endpoint, Limits
 from razor_dist.api.responses_format import FORMATS
+from razor_dist.api.strict_json import parse_json
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines

@@ -358,3 +358,20 @@ def test_a_sentence_is_told_with_its_sources_once_it_has_ended(
     assert [chunk for chunk in chunks if "sources" in chunk] == chunks[-1:]
     assert chunks[-1]["finish_reason"] == "stop" and chunks[-1]["grounded"] == 0.5
     assert chunks[-1]["question_match"] == whole["question_match"] == 0.25
+
+
+def test_sentences_are_in_characters_of_a_text_that_begins_with_its_prompt() -> None:
+    told = [AnswerSentence(0, 4, [], None), AnswerSentence(5, 9, [], None)]
+    pieces = [
+        TextPiece(5, "One."),
+        TextPiece(6, " Two.", None, "stop", offset=4, sentences=told),
+    ]
+    choice = Choice(np.array(TOKENIZER.encode("Hello world. ")), 0, pieces, sources=[])
+
+    form = CompletionFormat(ParsedRequest([], echo=True), "m", [choice], TOKENIZER)
+    chunks = [chunk["choices"][0] for piece in pieces for chunk in form.piece(0, piece)]
+    for choices in (form.whole()["choices"], chunks):
+        text = "".join(found["text"] for found in choices)
+        spans = [(s["start"], s["end"]) for s in choices[-1]["sentences"]]
+        assert text.startswith("Hello world. ")
+        assert [text[start:end] for start, end in spans] == ["One.", "Two."]

@@ -42,6 +42,11 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
             "messages[0].content",
             "must be a string or a list of",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "tone": 1}]}]},
+            "messages[0].content[0].tone",
+            "unsupported field 'messages[0].content[0].tone'",
+        ),
         ({"messages": [HELLO[0] | {"name": 7}]}, "messages[0].name", "must be a valid string"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]},

@@ -274,6 +274,7 @@ def test_unknown_fields_may_be_ignored(warning: ServerProcess) -> None:
     url = warning.url()
     odd = {"keep_alive": 5, "think": False, "store": True, "best_of": 3, "audio": None}
     nested = [{"role": "assistant", "content": "a", "reasoning_content": "hm"}, *MESSAGES]
+    nested.append({"role": "user", "content": [{"type": "text", "text": "a", "tone": 1}]})
     for _ in range(2):
         for route in ROUTES:
             body = {"model": "smollm2", **GIVEN[route], **odd}
@@ -284,7 +285,8 @@ def test_unknown_fields_may_be_ignored(warning: ServerProcess) -> None:
     assert httpx.post(f"{url}/tokenize", json={"prompt": "a", "odd": 1}).status_code == 200
     long = {"model": "smollm2", "prompt": "a", "filler": "x" * 300_000}  # another process reads it
     assert httpx.post(f"{url}/v1/completions", json=long, timeout=60).status_code == 200
-    for name in ("keep_alive", "think", "store", "best_of", "messages[].reasoning_content", "odd"):
+    names = ["keep_alive", "think", "store", "best_of", "odd"]
+    for name in (*names, "messages[].reasoning_content", "messages[].content[].tone"):
         assert warning.log.count(f"unsupported field {name!r}, which is ignored") == 1
     assert "unsupported field 'filler'" in warning.log
     assert "'audio'" not in warning.log

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from razor_dist.api.parsing import parse_json
+from razor_dist.api.strict_json import parse_json
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.grammar_process import MOST_WAITING
 from razor_dist.models.registry import resolve_model

@@ -109,7 +109,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 3}, "temperature must be"),
     ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "unsupported field 'thinking'"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"messages": []}, "messages List should have at least 1 item"),
+    ({"messages": []}, "messages must have at least 1 item"),
     ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\] must be an object whose"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\].content\[0"),
     (
@@ -233,7 +233,8 @@ def test_turns_of_one_side_become_one_message() -> None:
 
 
 def test_tools_are_those_of_a_chat() -> None:
-    tools = [{"name": name, "input_schema": PARAMETERS} for name in NAMES]
+    names = [*NAMES, "mcp__" + "x" * 123]  # as long as Anthropic's may be
+    tools = [{"name": name, "input_schema": PARAMETERS} for name in names]
     call = {"type": "tool_use", "id": "c1", "name": NAMES[0], "input": json.loads(PARIS)}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "no rain", "is_error": True}
     messages = [
@@ -243,13 +244,13 @@ def test_tools_are_those_of_a_chat() -> None:
     ]
     asked = {"model": "m", "max_tokens": 9, "messages": messages, "tools": tools}
     found = parse_value("messages", asked, encoder(HERMES), LIMITS)
-    assert found.tools == ToolUse("hermes", NAMES)
+    assert found.tools == ToolUse("hermes", names)
     text = prompt_of(found)
     assert "assistant: I look.<tool_call>Paris</tool_call>tool: Error: no rainuser: And" in text
     for choice, use in (
-        ({"type": "any"}, ToolUse("required", NAMES)),
+        ({"type": "any"}, ToolUse("required", names)),
         ({"type": "tool", "name": NAMES[1]}, ToolUse("named", NAMES[1:])),
-        ({"type": "auto", "disable_parallel_tool_use": True}, ToolUse("hermes", NAMES, False)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolUse("hermes", names, False)),
         ({"type": "none"}, None),
     ):
         body = asked | {"tool_choice": choice}

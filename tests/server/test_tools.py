@@ -19,11 +19,12 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
+from pydantic import BaseModel
 
 from razor_dist.api.formats import ChatFormat
 from razor_dist.api.parsing import parse_value
 from razor_dist.api.request import Limits, ParsedRequest
-from razor_dist.api.responses_format import ResponsesFormat
+from razor_dist.api.responses_format import FORMATS, ResponsesFormat
 from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
@@ -43,6 +44,7 @@ PARAMETERS = {
 }
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": PARAMETERS}} for n in NAMES]
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome; {1}"}'
+KOELN = '{"city": "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln"}'
 TAGGED = '{"city": "a <tool_call> b"}'
 
 # Format, answer, its text and its calls.
@@ -98,7 +100,7 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama", '{"name": "get_time"}', '{"name": "get_time"}', []),
     *(
         ("hermes", answer, answer, [])
-        for value in ("null", '{"city": NaN}')
+        for value in ("null", '{"city": NaN}', '{"city": 1e999}', r'{"city": "\ud800"}')
         for answer in [f'<tool_call>{{"name": "get_time", "arguments": {value}}}']
     ),
     ("llama", '{"name": "Ada"}', '{"name": "Ada"}', []),
@@ -116,6 +118,13 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("required", '[{"name": "get_t', '[{"name": "get_t', []),
     ("named", PARIS, "", [("get_weather", PARIS)]),
+    *(("named", answer, answer, []) for answer in ('{"city": 1e999}', r'{"city": "\ud83d"}')),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_time", "arguments": {KOELN}}}</tool_call>',
+        "",
+        [("get_time", KOELN)],
+    ),
 ]
 
 
@@ -234,6 +243,9 @@ def test_a_forced_choice_is_a_grammar() -> None:
     assert structured is not None and structured.json == PARAMETERS
     assert request.tools == ToolUse("named", ["get_time"])
     assert request.constrained_by == "tools"  # which errors name
+    bare = TOOLS[1] | {"function": {"name": "get_time", "parameters": {"properties": {}}}}
+    [prompt] = parse_chat(HERMES, tools=[bare], tool_choice=named).prompts
+    assert prompt.params.structured_outputs.json == {"type": "object", "properties": {}}
     request = parse_chat(HERMES, tool_choice="required")
     assert request.constrained_by == "tools"
     schema: dict[str, Any] = {}
@@ -255,6 +267,11 @@ def test_a_second_call_that_is_cut_stays_text() -> None:
     rest, [found], finish = parser.end("length")
     assert (said + rest, finish) == ('<tool_call>{"name": "get_', "length")
     assert found["function"] == {"name": "get_time", "arguments": PARIS}
+    piece = TextPiece(5, call + "<tool_call>{", finish_reason="length")
+    asked = ParsedRequest([], tools=ToolUse("hermes", NAMES))
+    answer = FORMATS["messages"](asked, "m", [Choice(np.array([1]), 0, [piece])], None).whole()
+    assert [block["type"] for block in answer["content"]] == ["text", "tool_use"]
+    assert answer["stop_reason"] == "max_tokens"
 
 
 def test_each_tools_references_begin_at_its_own_schema() -> None:
@@ -450,3 +467,59 @@ def test_a_response_has_openais_shape(form: str, answer: str) -> None:
         assert len(response.output) == len(calls) + bool(text)
     done = [chunk["item"] for chunk in chunks if chunk["type"] == "response.output_item.done"]
     assert done == chunks[-1]["response"]["output"]
+
+
+class City(BaseModel):
+    """Arguments of a tool, and the format of an answer."""
+
+    city: str
+
+
+def serving(answer: str) -> openai.OpenAI:
+    """OpenAI's client of a model with Hermes' tools, whose answers are all the same."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        endpoint = "chat" if "messages" in body else "responses"
+        try:
+            parsed = parse_value(endpoint, body, encoder(HERMES), LIMITS)
+        except RequestError as error:
+            return httpx.Response(400, json={"error": {"message": str(error)}})
+        pieces = [TextPiece(5, answer, finish_reason="stop")]
+        choice = Choice(parsed.prompts[0].tokens, 0, pieces)
+        form = FORMATS[endpoint](parsed, "m", [choice], smollm2_tokenizer())
+        if not body.get("stream"):
+            return httpx.Response(200, json=form.whole())
+        chunks = [*form.opening(), *form.piece(0, pieces[0]), *form.closing(False)]
+        text = "".join(map(form.frame, chunks)) + form.end
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, text=text)
+
+    http = httpx.Client(transport=httpx.MockTransport(respond))
+    return openai.OpenAI(base_url="http://m/v1", api_key="none", max_retries=0, http_client=http)
+
+
+@pytest.mark.parametrize("dumped", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_the_clients_helpers_return_can_be_put_back(streamed: bool, dumped: bool) -> None:
+    """They add the parsed arguments and texts, and each call's index."""
+    user: Any = {"role": "user", "content": "Paris?"}
+    tool: Any = openai.pydantic_function_tool(City, name="get_time")
+    flat = {"type": "function", **tool["function"]}
+    for answer in (f'<tool_call>{{"name": "get_time", "arguments": {PARIS}}}</tool_call>', PARIS):
+        client = serving(answer)
+        chat: Any = {"model": "m", "messages": [user]}
+        chat |= {"response_format": City} if answer == PARIS else {"tools": [tool]}
+        response: Any = {"model": "m", "input": [user]}
+        response |= {"text_format": City} if answer == PARIS else {"tools": [flat]}
+        if streamed:
+            with client.chat.completions.stream(**chat) as chunks:
+                message: Any = chunks.get_final_completion().choices[0].message
+            with client.responses.stream(**response) as events:
+                items: Any = events.get_final_response().output
+        else:
+            message = client.chat.completions.parse(**chat).choices[0].message
+            items = client.responses.parse(**response).output
+        if dumped:
+            message, *items = (m.model_dump(warnings=False) for m in (message, *items))
+        client.chat.completions.create(model="m", messages=[user, message, user])
+        client.responses.create(model="m", input=[user, *items, user])
