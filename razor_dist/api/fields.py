@@ -129,7 +129,9 @@ class CalledTool(Returned):
 
 class ChatMessage(Returned):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, PlainValidator(_content), WithJsonSchema({})] = None
+    content: Annotated[
+        str | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)
+    ] = None
     name: str | None = None  # of who speaks, for templates that show it
     tool_calls: list[CalledTool] | None = None  # an assistant's
     tool_call_id: str | None = None  # a tool's

@@ -78,7 +78,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
     schemas: Json = dict(ANSWERS)
     for cls, neutral in BODIES.values():
         schemas |= _body(cls, neutral, limits, knows_tools)
-    schemas |= {"ChatMessage": _CHAT_MESSAGE, "ResponseFormat": _RESPONSE_FORMAT}
+    for name, rules in RULES.items():
+        schemas[name] |= {"allOf": rules}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -100,7 +101,6 @@ def _body(
     cls: type[Strict], neutral: Mapping[str, tuple[Any, ...]], limits: Limits, knows_tools: bool
 ) -> Json:
     """Return a body's schema and those that it refers to, by name."""
-    name = cls.__name__
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = schema.pop("$defs", {})
     properties: Json = schema["properties"]
@@ -117,13 +117,6 @@ def _body(
         own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
         own["logprobs"] = or_null({"type": "integer", **_bounds("logprobs")})
         own["max_tokens"] = or_null({"type": "integer", **_bounds("max_tokens", low=0)})
-    if cls is ResponsesBody:
-        kinds = ("InputMessage", "FunctionCall", "FunctionCallOutput")
-        items = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
-        own["input"] = {"anyOf": [TEXT, some({"anyOf": items})]}
-        parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
-        found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
-        found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
     if cls is MessagesBody:
         own["max_tokens"] = {"type": "integer", **_bounds("max_tokens")}
     if issubclass(cls, CountTokensBody) and not knows_tools:
@@ -133,8 +126,7 @@ def _body(
         choices = [None, "none"] + (["auto"] if cls is ResponsesBody else [])
         own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
     properties |= {field: value for field, value in own.items() if field in properties}
-    rules = RULES.get(name)
-    return {**found, name: schema | ({"allOf": rules} if rules else {})}
+    return {**found, cls.__name__: schema}
 
 
 def _token(limits: Limits) -> Json:
@@ -188,72 +180,6 @@ _NO_TOOL: Json = {
     "properties": {"type": {"enum": ["auto", "none"]}},
     "required": ["type"],
     "additionalProperties": False,
-}
-_CACHE_CONTROL: Json = {"$ref": "#/components/schemas/CacheControl"}
-_CONTENT: Json = {
-    "anyOf": [
-        TEXT,
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    **{"type": {"const": "text"}, "text": TEXT},
-                    "cache_control": or_null(_CACHE_CONTROL),
-                },
-                "required": ["type", "text"],
-                "additionalProperties": False,
-            },
-        },
-    ]
-}
-
-
-def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
-    nothing: Json = {"enum": [None, []]}
-    own: Json = {"role": {"enum": roles}, "content": _CONTENT}
-    own["annotations"] = {"type": ["array", "null"]}
-    own["name"] = or_null(TEXT)
-    own["cache_control"] = or_null(_CACHE_CONTROL)
-    return {
-        "type": "object",
-        "properties": own | {"tool_calls": nothing, "tool_call_id": NULL} | properties,
-        "required": ["role", *required],
-        # Of any other name null is taken: clients put whole answers back into their history.
-        "additionalProperties": NULL,
-    }
-
-
-_CALLS: Json = {
-    "type": "array",
-    "items": {"$ref": "#/components/schemas/CalledTool"},
-    "minItems": 1,
-}
-_CHAT_MESSAGE: Json = {
-    "anyOf": [
-        _message(["system", "developer", "user", "assistant"], ["content"]),
-        _message(["assistant"], ["tool_calls"], tool_calls=_CALLS, content=or_null(_CONTENT)),
-        _message(["tool"], ["content", "tool_call_id"], tool_call_id=TEXT),
-    ]
-}
-_RESPONSE_FORMAT: Json = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": NULL},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {"$ref": "#/components/schemas/JsonSchema"},
-            },
-            "required": ["type", "json_schema"],
-            "additionalProperties": False,
-        },
-    ]
 }
 
 
@@ -315,11 +241,25 @@ _REQUEST_ID: Json = {
     "schema": TEXT,
     "description": "Up to 128 of A-Z, a-z, 0-9 and ._:=/+- are returned; otherwise one is made.",
 }
-_ERRORS: Json = {
-    "401": _error("No known API key."),
-    "403": _error("Another host, or a foreign origin."),
-    "503": _error("The engine is not ready; see Retry-After."),
+_PROBLEMS = {
+    400: "A field is wrong, by its name in `param`.",
+    401: "No known API key.",
+    403: "Another host, or a foreign origin.",
+    404: _NO_MODEL,
+    408: "The request took longer than it may.",
+    413: "The body is too large.",
+    415: "The body is not said to be JSON.",
+    422: "The file cannot be read; the message says why.",
+    429: "The queue is full, or a limit of the key is reached; see Retry-After.",
+    500: "The engine failed.",
+    503: "The engine is not ready; see Retry-After.",
 }
+
+
+def _responses(ok: Json, *problems: int) -> Json:
+    """The responses of a route: the answer, and errors, some of which every route has."""
+    errors = {str(code): _error(_PROBLEMS[code]) for code in (401, 403, 503, *problems)}
+    return {"200": ok, **errors}
 
 
 # With ``stream: true``; ``data`` is a chunk in JSON, or "[DONE]".
@@ -335,27 +275,18 @@ def _post(body: type[Strict], answer: str, summary: str, streams: bool = False) 
     if streams:
         ok["content"]["text/event-stream"] = {"schema": _EVENT}
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    errors = {
-        "400": _error("A field is wrong, by its name in `param`."),
-        "404": _error(_NO_MODEL),
-        "408": _error("The request took longer than it may."),
-        "413": _error("The body is too large."),
-        "415": _error("The body is not said to be JSON."),
-        "429": _error("The queue is full, or a limit of the key is reached; see Retry-After."),
-        "500": _error("The engine failed."),
-    }
     operation = {
         "summary": summary,
         "parameters": [_REQUEST_ID],
         "requestBody": {"required": True, "content": content},
-        "responses": {"200": ok, **errors, **_ERRORS},
+        "responses": _responses(ok, 400, 404, 408, 413, 415, 429, 500),
     }
     return {"post": operation}
 
 
 def _get(summary: str, answer: str, name: str | None = None, missing: str = _NO_MODEL) -> Json:
     parameters = [_REQUEST_ID]
-    responses = {"200": _answer(answer, "The answer."), **_ERRORS}
+    responses = _responses(_answer(answer, "The answer."))
     if name is not None:
         schema = {"type": "string", "enum": [name]}
         parameters.append({"name": "name", "in": "path", "required": True, "schema": schema})
@@ -374,19 +305,12 @@ def _context() -> Json:
 
 def _document_text() -> Json:
     file = {"application/octet-stream": {"schema": TEXT | {"format": "binary"}}}
-    codes = ("413", "415", "429")
-    errors = {code: _post(TokenizeBody, "", "")["post"]["responses"][code] for code in codes}
+    text = {"description": "The text.", "content": {"text/plain": {"schema": TEXT}}}
     operation = {
         "summary": "Return the text of a file: text, HTML, PDF, EPUB or docx.",
         "parameters": [_REQUEST_ID, {"name": "name", "in": "query", "schema": TEXT}],
         "requestBody": {"required": True, "content": file},
-        "responses": {
-            "200": {"description": "The text.", "content": {"text/plain": {"schema": TEXT}}},
-            "408": _error("The file came too slowly."),
-            "422": _error("The file cannot be read; the message says why."),
-            **errors,
-            **_ERRORS,
-        },
+        "responses": _responses(text, 408, 413, 415, 422, 429),
     }
     return {"post": operation}
 

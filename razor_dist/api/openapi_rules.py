@@ -24,7 +24,42 @@ _ONE_FORMAT = {
     },
     "then": {"properties": {"response_format": {"anyOf": [NULL, _TEXT_FORMAT]}}},
 }
+_GIVEN: Json = {"not": NULL}
+_NO_CALLS: Json = {"enum": [None, []]}
+
+
+def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
+    return {"properties": {"role": {"enum": roles}, **properties}, "required": required}
+
+
+_SPEAKERS = ["system", "developer", "user", "assistant"]
+_SAYS: Json = {"content": _GIVEN, "tool_calls": _NO_CALLS}
+_CALLS: Json = {"tool_calls": {"type": "array", "minItems": 1}}
+# By the schema's name.
 RULES: dict[str, list[Json]] = {
+    "ChatMessage": [
+        {
+            "anyOf": [
+                _message(_SPEAKERS, ["content"], tool_call_id=NULL, **_SAYS),
+                _message(["assistant"], ["tool_calls"], tool_call_id=NULL, **_CALLS),
+                _message(["tool"], ["content", "tool_call_id"], tool_call_id=TEXT, **_SAYS),
+            ]
+        }
+    ],
+    "ResponseFormat": [
+        {
+            "anyOf": [
+                {"properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": NULL}},
+                {
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "json_schema": {"type": "object"},
+                    },
+                    "required": ["json_schema"],
+                },
+            ]
+        }
+    ],
     "ChatBody": [
         _STREAMED,
         _ONE_FORMAT,

@@ -51,7 +51,7 @@ class _Item(Returned):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class TextPart(Returned):
+class InputText(Returned):
     type: Literal["input_text", "output_text"]
     text: str
     # As in the answers that this server gives.
@@ -63,10 +63,15 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
+Parts = Annotated[
+    list[InputText], BeforeValidator(_parts, json_schema_input_type=str | list[InputText])
+]
+
+
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts)]
+    content: Parts
 
     def add_to(self, messages: list[Json]) -> None:
         messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
@@ -89,7 +94,7 @@ class FunctionCall(_Item):
 class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[list[TextPart], BeforeValidator(_parts)]
+    output: Parts
 
     def add_to(self, messages: list[Json]) -> None:
         text = "".join(part.text for part in self.output)
@@ -108,16 +113,15 @@ def _messages(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class _OfFunction(Strict):
+class FunctionTool(ToolFunction):
     type: Literal["function"]
 
-
-class FunctionTool(ToolFunction, _OfFunction):  # pydantic looks at the last base's fields first
     def for_chat(self) -> Json:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
-class ChosenFunctionTool(_OfFunction):
+class ChosenFunctionTool(Strict):
+    type: Literal["function"]
     name: str
 
     def for_chat(self) -> Json:
@@ -154,7 +158,13 @@ class Reasoning(Strict):
 
 class ResponsesBody(SharedFields):
     names: ClassVar[Mapping[str, str]] = NAMES
-    input: Annotated[list[Item], BeforeValidator(_messages)]
+    input: Annotated[
+        list[Item],
+        BeforeValidator(
+            _messages,
+            json_schema_input_type=str | Annotated[list[Item], Field(min_length=1)],
+        ),
+    ]
     instructions: str | None = None
     max_output_tokens: Int | None = None
     text: TextSettings | None = None
