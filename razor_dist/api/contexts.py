@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from razor_dist.api.conversation import APART, CitedDocument, Mark, Segment
-from razor_dist.api.fields import ChatMessage
+from razor_dist.api.fields import ChatMessage, TextPart
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, KeptText, keep
 from razor_dist.frontend.prompts import PromptEncoder
@@ -53,14 +53,9 @@ class KeptContext(msgspec.Struct, frozen=True):
         last, rest = kept[-1], list(messages)
         same = rest and (rest[0].role, rest[0].tool_call_id) == (last.role, last.tool_call_id)
         if self.goes_on and same:
-            before = (last.content or "") + (APART if self.apart else "")
-            joined = {
-                "content": before + (rest[0].content or ""),
-                "name": rest[0].name or last.name,
-            }
-            first = rest[0].model_copy(update=joined)
-            first._marks = [(len(before) + at, control) for at, control in rest[0].marks]
-            kept[-1], rest[:1] = first, []
+            before = TextPart(type="text", text=last.text + (APART if self.apart else ""))
+            joined = {"content": [before, *rest[0].parts], "name": rest[0].name or last.name}
+            kept[-1], rest[:1] = rest[0].model_copy(update=joined), []
         return kept + rest
 
 

@@ -17,8 +17,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    PlainValidator,
-    PrivateAttr,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -94,18 +93,21 @@ class TextPart(Returned):
     cache_control: CacheControl | None = None
 
 
-class _Parts(Strict):
-    content: list[TextPart]
+def _kind_of_content(value: object) -> str | None:
+    if value is None:
+        return "@none"
+    if isinstance(value, list):
+        texts = all(isinstance(part, dict) and part.get("type") == "text" for part in value)
+        return "@parts" if texts else None
+    return "@text" if isinstance(value, str) else None
 
 
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text"
-
-
-def _content(value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise ValueError(CONTENT)
+Content = Annotated[
+    Annotated[str, Tag("@text")]
+    | Annotated[list[TextPart], Tag("@parts")]
+    | Annotated[None, Tag("@none")],
+    Discriminator(_kind_of_content, custom_error_type="content", custom_error_message=CONTENT),
+]
 
 
 class CalledFunction(Returned):
@@ -129,38 +131,29 @@ class CalledTool(Returned):
 
 class ChatMessage(Returned):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)
-    ] = None
+    content: Content = None
     name: str | None = None  # of who speaks, for templates that show it
     tool_calls: list[CalledTool] | None = None  # an assistant's
     tool_call_id: str | None = None  # a tool's
     annotations: list[Any] | None = None  # of an answer that is put back; they are not read
     cache_control: CacheControl | None = None
-    # Of parts of the content, each with where it ends, in characters.
-    _marks: list[tuple[int, CacheControl]] = PrivateAttr(default_factory=list)
+
+    @property
+    def parts(self) -> list[TextPart]:
+        if isinstance(self.content, str):
+            return [TextPart(type="text", text=self.content)]
+        return self.content or []
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
 
     @property
     def marks(self) -> list[tuple[int, CacheControl]]:
-        return self._marks
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _with_marks(cls, message: Any, validate: Any) -> ChatMessage:
-        """Join the parts of the content, if it has text parts, and note the marks of these."""
-        given = message.get("content") if isinstance(message, dict) else None
-        parts: list[TextPart] = []
-        if isinstance(given, list) and all(map(_is_text_part, given)):
-            parts = _Parts(content=given).content
-            message = {**message, "content": "".join(part.text for part in parts)}
-        found: ChatMessage = validate(message)
-        ends = accumulate(len(part.text) for part in parts)
-        found._marks = [
-            (end, part.cache_control)
-            for end, part in zip(ends, parts, strict=True)
-            if part.cache_control is not None
-        ]
-        return found
+        """The marks of parts of the content, each with where it ends, in characters."""
+        ends = accumulate(len(part.text) for part in self.parts)
+        marks = zip(ends, (part.cache_control for part in self.parts), strict=True)
+        return [(end, control) for end, control in marks if control is not None]
 
     @model_validator(mode="after")
     def _is_of_its_role(self) -> ChatMessage:
@@ -174,12 +167,14 @@ class ChatMessage(Returned):
 
     def for_context(self) -> dict[str, Any]:
         """Return the message as another request's may be."""
-        return self.model_dump(exclude_none=True, exclude={"cache_control", "annotations"})
+        apart = {"content", "cache_control", "annotations"}
+        content = {} if self.content is None else {"content": self.text}
+        return self.model_dump(exclude_none=True, exclude=apart) | content
 
     def for_template(self) -> dict[str, Any]:
         # OpenAI renamed the role; templates know the old name only.
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls is not None:

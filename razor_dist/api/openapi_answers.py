@@ -22,9 +22,17 @@ def _object(required: Json, **optional: Json) -> Json:
     return {"type": "object", "properties": required | optional, "required": list(required)}
 
 
+def _counts(*names: str) -> Json:
+    return dict.fromkeys(names, _COUNT)
+
+
+def _texts(*names: str) -> Json:
+    return dict.fromkeys(names, TEXT)
+
+
 _LOGPROBS: Json = {"type": ["object", "null"]}
 _FINISH: Json = {"enum": ["stop", "length", "repetition", "tool_calls"]}
-_USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
+_USAGE = _object(_counts("prompt_tokens", "completion_tokens", "total_tokens"))
 _HEAD: Json = {"id": TEXT, "created": _COUNT, "model": TEXT}
 _CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": {"type": "object"}})
 _ANSWER_MESSAGE = _object(
@@ -46,7 +54,7 @@ _OUTPUT_CALL = _object(
         "id": TEXT,
         "type": {"const": "function_call"},
         "status": _STATUS,
-        **dict.fromkeys(("call_id", "name", "arguments"), TEXT),
+        **_texts("call_id", "name", "arguments"),
     }
 )
 _SHARE: Json = {"type": "number", "minimum": 0, "maximum": 1}
@@ -70,13 +78,8 @@ _CITATION = _object(
         "document_index": _COUNT,
         "document_title": or_null(TEXT),
     },
-    **dict.fromkeys(
-        (
-            *("start_char_index", "end_char_index", "start_page_number", "end_page_number"),
-            *("start_block_index", "end_block_index"),
-        ),
-        _COUNT,
-    ),
+    **_counts("start_char_index", "end_char_index", "start_page_number", "end_page_number"),
+    **_counts("start_block_index", "end_block_index"),
 )
 _TEXT_BLOCK = _object(
     {
@@ -91,9 +94,18 @@ _TOOL_USE_BLOCK = _object(
 _CONTEXT: Json = _object(
     {
         **{"id": TEXT, "object": {"const": "context"}, "bytes": {"type": "object"}, "begins": TEXT},
-        **dict.fromkeys(("tokens", "created_at", "last_used_at", "expires_at", "ttl"), _COUNT),
+        **_counts("tokens", "created_at", "last_used_at", "expires_at", "ttl"),
     }
 )
+
+
+def _completion(kind: str, field: str, content: Json, **optional: Json) -> Json:
+    """An answer of choices, whose content is in a field."""
+    choice = {"index": _COUNT, field: content, "logprobs": _LOGPROBS, "finish_reason": _FINISH}
+    choices = some(_object(choice, **optional, **_SOURCES))
+    return _object({**_HEAD, "object": {"const": kind}, "choices": choices, "usage": _USAGE})
+
+
 ANSWERS: Json = {
     "Context": _CONTEXT,
     "ContextList": _object(
@@ -111,51 +123,13 @@ ANSWERS: Json = {
     "Error": _object(
         {
             "error": _object(
-                {
-                    "message": TEXT,
-                    "type": TEXT,
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                }
+                {**_texts("message", "type"), "param": or_null(TEXT), "code": or_null(TEXT)}
             )
         }
     ),
-    "ChatCompletion": _object(
-        {
-            **_HEAD,
-            "object": {"const": "chat.completion"},
-            "choices": some(
-                _object(
-                    {
-                        "index": _COUNT,
-                        "message": _ANSWER_MESSAGE,
-                        "logprobs": _LOGPROBS,
-                        "finish_reason": _FINISH,
-                    },
-                    **_SOURCES,
-                )
-            ),
-            "usage": _USAGE,
-        }
-    ),
-    "Completion": _object(
-        {
-            **_HEAD,
-            "object": {"const": "text_completion"},
-            "choices": some(
-                _object(
-                    {
-                        "index": _COUNT,
-                        "text": TEXT,
-                        "logprobs": _LOGPROBS,
-                        "finish_reason": _FINISH,
-                    },
-                    token_ids={"type": "array", "items": _COUNT},
-                    **_SOURCES,
-                )
-            ),
-            "usage": _USAGE,
-        }
+    "ChatCompletion": _completion("chat.completion", "message", _ANSWER_MESSAGE),
+    "Completion": _completion(
+        "text_completion", "text", TEXT, token_ids={"type": "array", "items": _COUNT}
     ),
     "Response": _object(
         {
@@ -171,9 +145,7 @@ ANSWERS: Json = {
             "parallel_tool_calls": {"type": "boolean"},
             "tool_choice": {"type": ["string", "object"]},
             "tools": {"type": "array"},
-            "usage": _object(
-                dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), _COUNT)
-            ),
+            "usage": _object(_counts("input_tokens", "output_tokens", "total_tokens")),
         }
     ),
     "Message": _object(
@@ -188,13 +160,10 @@ ANSWERS: Json = {
             },
             "stop_sequence": or_null(TEXT),
             "usage": _object(
-                dict.fromkeys(
-                    (
-                        *("input_tokens", "output_tokens"),
-                        *("cache_creation_input_tokens", "cache_read_input_tokens"),
-                    ),
-                    _COUNT,
-                )
+                {
+                    **_counts("input_tokens", "output_tokens"),
+                    **_counts("cache_creation_input_tokens", "cache_read_input_tokens"),
+                }
             ),
         }
     ),

@@ -37,8 +37,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 # Names of fields here, by those of a chat.
-NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-NAMES["response_format"] = "text.format"
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 # Characters of the instructions, of all tools and of the text's format that a response repeats. A
 # stream repeats them three times.
 _MOST_REPEATED = 64 * 1024
@@ -113,15 +116,16 @@ def _messages(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class FunctionTool(ToolFunction):
+class _OfFunction(Strict):
     type: Literal["function"]
 
+
+class FunctionTool(ToolFunction, _OfFunction):  # pydantic looks at the last base's fields first
     def for_chat(self) -> Json:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
-class ChosenFunctionTool(Strict):
-    type: Literal["function"]
+class ChosenFunctionTool(_OfFunction):
     name: str
 
     def for_chat(self) -> Json:
@@ -156,6 +160,12 @@ class Reasoning(Strict):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+_AS_IN_A_CHAT = (
+    *SharedFields.model_fields,
+    *("parallel_tool_calls", "chat_template_kwargs", "return_annotations"),
+)
+
+
 class ResponsesBody(SharedFields):
     names: ClassVar[Mapping[str, str]] = NAMES
     input: Annotated[
@@ -178,10 +188,7 @@ class ResponsesBody(SharedFields):
 
     def as_chat(self) -> ChatBody:
         """Return the chat that it stands for, by whose names errors go (`renamed`)."""
-        same = [*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs"]
-        same.append("return_annotations")
-        given = {name: getattr(self, name) for name in same}
-        chat = {name: value for name, value in given.items() if value is not None}
+        chat: Json = {name: getattr(self, name) for name in _AS_IN_A_CHAT}
         messages: list[Json] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -192,12 +199,9 @@ class ResponsesBody(SharedFields):
             chat["tools"] = [tool.for_chat() for tool in self.tools]
         choice = self.tool_choice
         if self.tools or choice not in ("auto", "none"):  # as clients send without tools
-            if isinstance(choice, ChosenFunctionTool):
-                chat["tool_choice"] = choice.for_chat()
-            else:
-                chat["tool_choice"] = choice
-        if self.max_output_tokens is not None:
-            chat["max_completion_tokens"] = self.max_output_tokens
+            named = isinstance(choice, ChosenFunctionTool)
+            chat["tool_choice"] = choice.for_chat() if named else choice
+        chat["max_completion_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = self.text.format.for_chat()
         chat["verbosity"] = self.text and self.text.verbosity
@@ -210,8 +214,7 @@ class ResponsesBody(SharedFields):
         Beyond `_MOST_REPEATED` the instructions are cut, the tools are their names alone, or none
         if even these are longer, and the text's format has no description and an empty schema.
         """
-        form = TextFormat(type="text") if self.text is None else self.text.format
-        form = form or TextFormat(type="text")
+        form = (self.text and self.text.format) or TextFormat(type="text")
         if _is_long(form.model_dump()):
             name, schema = form.name and shortened(form.name, _NAME), form.json_schema and {}
             short = {"name": name, "description": None, "json_schema": schema}

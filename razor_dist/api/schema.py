@@ -314,9 +314,7 @@ class ChatBody(GenerateBody):
         for index, message in enumerate(self.messages):
             found += [Mark(index, at, control.seconds, True) for at, control in message.marks]
             if message.cache_control is not None and message.content is not None:
-                found.append(
-                    Mark(index, len(message.content), message.cache_control.seconds, False)
-                )
+                found.append(Mark(index, len(message.text), message.cache_control.seconds, False))
         return found
 
     def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:

@@ -61,6 +61,7 @@ class _Format:
 _DECODER = json.JSONDecoder(**STRICT_JSON)
 _BLANKS = re.compile(r"\s*")
 _HERMES, _HERMES_END = "<tool_call>", re.compile(r"\s*</tool_call>")
+_MISTRAL = "[TOOL_CALLS]"
 # Since version 11 of its tokenizer, Mistral's calls are a name and the arguments.
 _MISTRAL_NAME = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]")
 
@@ -194,7 +195,7 @@ _FORMATS = {
         known_by=("<tool_call>", "arguments"),
         unless=("<function=", "<arg_key>"),
     ),
-    "mistral": _Format(_mistral, "[TOOL_CALLS]", known_by=("[TOOL_CALLS]",)),
+    "mistral": _Format(_mistral, _MISTRAL, known_by=(_MISTRAL,)),
     # Llama 3.1 to 3.3.
     "llama": _Format(
         _llama,
@@ -209,8 +210,6 @@ _FORMATS = {
     "required": _Format(_required),
     "named": _Format(_named),
 }
-# Mistral's templates refuse ids of calls that have not nine letters.
-_SHORT_IDS = frozenset({"mistral"})
 
 
 def _template(tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -313,7 +312,8 @@ class ToolParser:
     def __init__(self, use: ToolUse, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._form, self._names = _FORMATS[use.format], use.names
         self._most = None if use.parallel else 1
-        self._short_ids = use.format in _SHORT_IDS
+        # Mistral's templates refuse ids of calls that have not nine letters.
+        self._short_ids = use.format == "mistral" or _MISTRAL in _template(tokenizer)
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
         self._calling: bool | None = None
@@ -351,9 +351,7 @@ class ToolParser:
         What cannot be read as calls is text.
         """
         rest = self._matcher.flush()
-        calls, unread = (
-            self._form.parse(self._held, self._names) if self._held.strip() else ([], "")
-        )
+        calls, unread = self._form.parse(self._held, self._names)
         if not calls:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
         cut = unread and finish != "stop"

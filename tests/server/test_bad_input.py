@@ -146,6 +146,8 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"n": 129}, "n", "n must be between 1 and 128, got 129"),
         ({"n": 5}, "n", "n must ask for at most 4 answers, got 5"),
         ({"store": 0}, "store", "store must be a valid boolean"),
+        ({"store": True}, "store", "this server keeps no answers"),
+        ({"messages": [HELLO[0] | {"tone": 1}]}, "messages[0].tone", "unsupported field"),
         ({"metadata": {"a": 1}}, "metadata.a", "must be a valid string"),
         ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
         ({"metadata": {"x" * 65: "a"}}, f"metadata.{'x' * 65}.[key]", "at most 64 characters"),
@@ -169,25 +171,22 @@ def test_a_chat_field_is_refused_by_name(
     assert message in refusal[3]
 
 
-@pytest.mark.parametrize("prompt", [[], {}, None, [1, "a"], [[]], [[1], [True]], [1.5], [[1], "a"]])
-def test_a_malformed_prompt_is_refused(url: str, prompt: object) -> None:
+MALFORMED: list[Any] = [[], {}, None, [1, "a"], [[]], [[1], [True]], [1.5], [[1], "a"]]
+FORMS = "prompt must be a string, a list of strings, a list of token ids"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        *((prompt, FORMS) for prompt in MALFORMED),
+        *((prompt, "the prompt is empty") for prompt in ("", [""], ["a", ""])),
+        *(([1, t], f"token id {t} in prompt is not in [0, 49152)") for t in (-1, 49152, 10**30)),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_refused(url: str, prompt: object, message: str) -> None:
     refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": prompt})
     assert refusal[:3] == (400, "prompt", None)
-    assert "must be a string, a list of strings, a list of token ids" in refusal[3]
-
-
-@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
-def test_an_empty_prompt_is_refused(url: str, prompt: object) -> None:
-    refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": prompt})
-    assert refusal[:3] == (400, "prompt", None)
-    assert "the prompt is empty" in refusal[3]
-
-
-@pytest.mark.parametrize("token", [-1, 49152, 10**30])
-def test_a_token_outside_the_vocabulary_is_refused(url: str, token: int) -> None:
-    refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": [1, token]})
-    assert refusal[:3] == (400, "prompt", None)
-    assert f"token id {token} in prompt is not in [0, 49152)" in refusal[3]
+    assert message in refusal[3]
 
 
 def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:

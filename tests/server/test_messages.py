@@ -29,7 +29,16 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.sse import stream
 from tests.documents import files
 from tests.server.process import ServerProcess, fake_server, server_on
-from tests.server.test_tools import ANSWERS, HERMES, LIMITS, NAMES, PARAMETERS, PARIS, encoder
+from tests.server.test_tools import (
+    ANSWERS,
+    HERMES,
+    LIMITS,
+    NAMES,
+    PARAMETERS,
+    PARIS,
+    encoder,
+    letters,
+)
 from tests.tokenizer import smollm2_tokenizer
 
 QUESTION = "What does the castle say?"
@@ -285,8 +294,7 @@ def through_client(form: Any, pieces: Sequence[TextPiece]) -> tuple[Any, Any, li
 @pytest.mark.parametrize("case", [a for a in ANSWERS if a[0] in ("hermes", "named")])
 def test_calls_are_blocks_behind_the_text(case: Any) -> None:
     name, answer, text, calls = case
-    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
-    pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
+    pieces = letters(answer)
     asked = parse("messages", asking())
     request = ParsedRequest(asked.prompts, tools=ToolUse(name, NAMES), described=asked.described)
 

@@ -128,6 +128,12 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]
 
 
+def letters(answer: str) -> list[TextPiece]:
+    """An answer that has come letter by letter."""
+    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
+    return [*pieces[:-1], replace(pieces[-1], finish_reason="stop")]
+
+
 def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolParser(ToolUse(form, NAMES), None)
     text = "".join(map(parser.push, pieces))
@@ -146,17 +152,14 @@ def test_calls_are_found_however_the_answer_is_cut(case: Any, data: st.DataObjec
     assert parsed(form, [TextPiece(5, part) for part in texts]) == (text, calls)
 
 
-def test_a_marker_that_is_a_special_token_is_seen() -> None:
-    tokenizer = copy.deepcopy(smollm2_tokenizer())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-    [marker] = tokenizer.encode("[TOOL_CALLS]", add_special_tokens=False)
-    parser = ToolParser(ToolUse("mistral", NAMES), tokenizer)
-    call = f'[{{"name": "get_weather", "arguments": {PARIS}}}]'
-    for piece in (TextPiece(5, "So: "), TextPiece(marker, ""), TextPiece(6, call)):
-        parser.push(piece)
-    text, [found], _ = parser.end("stop")
-    assert (text, found["function"]) == ("", {"name": "get_weather", "arguments": PARIS})
-    assert len(found["id"]) == 9 and found["id"].isalnum()
+def test_a_forced_call_of_mistrals_models_has_a_short_id_too() -> None:
+    mistral = encoder("{{ tools }} [TOOL_CALLS] [/INST]").tokenizer
+    for use, answer in (
+        (ToolUse("named", NAMES), PARIS),
+        (ToolUse("required", NAMES), f'[{{"name": "get_time", "parameters": {PARIS}}}]'),
+    ):
+        _, [call], _ = ToolParser(use, mistral).read([TextPiece(5, answer)], "stop")
+        assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
 @pytest.mark.parametrize("before", ["", "Sure#", "Sure##", "#"])
@@ -171,6 +174,7 @@ def test_what_may_begin_a_stop_string_stays_before_the_marker(before: str) -> No
     text, [found], finish = ToolParser(ToolUse("mistral", NAMES), tokenizer).read(pieces, "stop")
     assert (text, finish) == (before, "tool_calls")
     assert found["function"] == {"name": "get_weather", "arguments": PARIS}
+    assert len(found["id"]) == 9 and found["id"].isalnum()
 
 
 def encoder(template: str | None) -> PromptEncoder:
@@ -293,8 +297,7 @@ def test_each_tools_references_begin_at_its_own_schema() -> None:
 @pytest.mark.parametrize("form", ["hermes", "named"])
 def test_an_answer_has_openais_shape(form: str) -> None:
     answer = next(a for name, a, _, calls in ANSWERS if name == form and calls)
-    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
-    pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
+    pieces = letters(answer)
     request = ParsedRequest([], tools=ToolUse(form, NAMES))
     shape = ChatFormat(request, "m", [Choice(np.array([1]), 0, pieces)], smollm2_tokenizer())
     whole = ChatCompletion.model_validate(shape.whole(), strict=True)
@@ -436,8 +439,7 @@ def test_responses_say_the_same_as_a_chat() -> None:
     ("form", "answer"), [("hermes", ANSWERS[0][1]), ("named", PARIS), ("hermes", "It rains.")]
 )
 def test_a_response_has_openais_shape(form: str, answer: str) -> None:
-    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
-    pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
+    pieces = letters(answer)
     request = parse_value("responses", {"model": "m", "input": "Paris?"}, encoder(HERMES), LIMITS)
     request = replace(request, tools=ToolUse(form, NAMES))
 
@@ -498,6 +500,7 @@ def serving(answer: str) -> openai.OpenAI:
     return openai.OpenAI(base_url="http://m/v1", api_key="none", max_retries=0, http_client=http)
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
 @pytest.mark.parametrize("dumped", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_the_clients_helpers_return_can_be_put_back(streamed: bool, dumped: bool) -> None:
@@ -520,6 +523,6 @@ def test_what_the_clients_helpers_return_can_be_put_back(streamed: bool, dumped:
             message = client.chat.completions.parse(**chat).choices[0].message
             items = client.responses.parse(**response).output
         if dumped:
-            message, *items = (m.model_dump(warnings=False) for m in (message, *items))
+            message, *items = (m.model_dump() for m in (message, *items))
         client.chat.completions.create(model="m", messages=[user, message, user])
         client.responses.create(model="m", input=[user, *items, user])
