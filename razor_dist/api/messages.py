@@ -307,20 +307,17 @@ class CountTokensBody(Strict):
         conversation = Conversation(files)
         if kept is not None:
             self._go_on_with(kept, conversation)
-        last = next(iter(self.messages[-1].content[-1:]), None)
-        blocks: list[tuple[str, Any, bool]] = [
-            ("system", block, False) for block in self.system or ()
-        ]
-        for index, message in enumerate(self.messages):
-            for n, block in enumerate(message.content):
-                blocks.append((message.role, block, not n and index > 0))
-        for role, block, begins in blocks:
-            for turn in conversation.turns[-1:] if begins else ():
-                turn.apart = True
-            block.add_to(conversation, role)
-            control = block.cache_control or (self.cache_control if block is last else None)
-            if control is not None:
-                conversation.mark(control, cites=self.cites)
+        said: list[tuple[str, Sequence[Any]]] = [("system", self.system or ())]
+        said += [(message.role, message.content) for message in self.messages]
+        for number, (role, blocks) in enumerate(said):
+            if blocks and number > 1 and conversation.turns:
+                conversation.turns[-1].apart = True
+            for block in blocks:
+                block.add_to(conversation, role)
+                last = number == len(self.messages) and block is blocks[-1]
+                control = block.cache_control or (self.cache_control if last else None)
+                if control is not None:
+                    conversation.mark(control, cites=self.cites)
         for tool in self.tools or ():
             if tool.cache_control is not None:
                 conversation.mark_tools(tool.cache_control)

@@ -199,8 +199,10 @@ class ResponsesBody(SharedFields):
             chat["tools"] = [tool.for_chat() for tool in self.tools]
         choice = self.tool_choice
         if self.tools or choice not in ("auto", "none"):  # as clients send without tools
-            named = isinstance(choice, ChosenFunctionTool)
-            chat["tool_choice"] = choice.for_chat() if named else choice
+            if isinstance(choice, ChosenFunctionTool):
+                chat["tool_choice"] = choice.for_chat()
+            else:
+                chat["tool_choice"] = choice
         chat["max_completion_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = self.text.format.for_chat()
