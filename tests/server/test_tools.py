@@ -435,42 +435,6 @@ def test_responses_say_the_same_as_a_chat() -> None:
         parse_value("responses", body | {"input": [item]}, encoder(HERMES), LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("form", "answer"), [("hermes", ANSWERS[0][1]), ("named", PARIS), ("hermes", "It rains.")]
-)
-def test_a_response_has_openais_shape(form: str, answer: str) -> None:
-    pieces = letters(answer)
-    request = parse_value("responses", {"model": "m", "input": "Paris?"}, encoder(HERMES), LIMITS)
-    request = replace(request, tools=ToolUse(form, NAMES))
-
-    def shape() -> ResponsesFormat:
-        choice = Choice(np.array([1]), 0, pieces)
-        return ResponsesFormat(request, "m", [choice], smollm2_tokenizer())
-
-    text, calls = parsed(form, pieces)
-    whole = Response.model_validate(shape().whole())
-    streamed, chunks = shape(), []
-    chunks += streamed.opening()
-    for piece in pieces:
-        chunks += streamed.piece(0, piece)
-    chunks += streamed.closing(False)
-    assert [chunk["sequence_number"] for chunk in chunks] == list(range(len(chunks)))
-    lines = "".join(map(streamed.frame, chunks)) + streamed.end
-    sse = {"Content-Type": "text/event-stream"}
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, headers=sse, text=lines))
-    with httpx.Client(transport=transport) as http:
-        client = openai.OpenAI(base_url="http://m/v1", api_key="none", http_client=http)
-        with client.responses.stream(model="m", input="Paris?") as stream:
-            final = stream.get_final_response()
-    for response in (whole, final):
-        assert response.output_text == text and response.status == "completed"
-        found = [item for item in response.output if item.type == "function_call"]
-        assert [(item.name, item.arguments) for item in found] == calls
-        assert len(response.output) == len(calls) + bool(text)
-    done = [chunk["item"] for chunk in chunks if chunk["type"] == "response.output_item.done"]
-    assert done == chunks[-1]["response"]["output"]
-
-
 class City(BaseModel):
     """Arguments of a tool, and the format of an answer."""
 
@@ -487,17 +451,42 @@ def serving(answer: str) -> openai.OpenAI:
             parsed = parse_value(endpoint, body, encoder(HERMES), LIMITS)
         except RequestError as error:
             return httpx.Response(400, json={"error": {"message": str(error)}})
-        pieces = [TextPiece(5, answer, finish_reason="stop")]
-        choice = Choice(parsed.prompts[0].tokens, 0, pieces)
+        choice = Choice(parsed.prompts[0].tokens, 0, letters(answer))
         form = FORMATS[endpoint](parsed, "m", [choice], smollm2_tokenizer())
         if not body.get("stream"):
             return httpx.Response(200, json=form.whole())
-        chunks = [*form.opening(), *form.piece(0, pieces[0]), *form.closing(False)]
+        chunks = form.opening()
+        for piece in choice.pieces:
+            chunks += form.piece(0, piece)
+        chunks += form.closing(False)
         text = "".join(map(form.frame, chunks)) + form.end
         return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, text=text)
 
     http = httpx.Client(transport=httpx.MockTransport(respond))
     return openai.OpenAI(base_url="http://m/v1", api_key="none", max_retries=0, http_client=http)
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"), [("hermes", ANSWERS[0][1]), ("named", PARIS), ("hermes", "It rains.")]
+)
+def test_a_response_has_openais_shape(form: str, answer: str) -> None:
+    text, calls = parsed(form, letters(answer))
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked: Any = {"model": "m", "input": "Paris?", "tools": tools}
+    asked["tool_choice"] = {"type": "function", "name": NAMES[0]} if form == "named" else "auto"
+    client = serving(answer)
+    whole = Response.model_validate(client.responses.create(**asked).to_dict())
+    events: list[Any] = list(client.responses.create(**asked, stream=True))
+    with client.responses.stream(**asked) as stream:
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    for response in (whole, final):
+        assert response.output_text == text and response.status == "completed"
+        found = [item for item in response.output if item.type == "function_call"]
+        assert [(item.name, item.arguments) for item in found] == calls
+        assert len(response.output) == len(calls) + bool(text)
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
