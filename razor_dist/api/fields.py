@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +34,8 @@ _ADDED = frozenset({"index", "parsed", "parsed_arguments"})
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    # Of a body: unsupported fields, with the values that ask for nothing besides null.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     def check(self) -> None:
         """Refuse combinations that make no sense by a `RequestError` that names the field."""

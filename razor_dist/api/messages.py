@@ -33,15 +33,6 @@ from razor_dist.protocol.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
-# Unsupported fields, with the values that ask for nothing besides null.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
-    "mcp_servers": ([],),
-    "output_config": ({},),
-    "speed": ("standard",),
-    **dict.fromkeys(("container", "context_management", "diagnostics"), ()),
-    **dict.fromkeys(("inference_geo", "user_profile_id", "workspace_id"), ()),
-}
 # Names of fields here, by those of a chat.
 NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
 
@@ -249,6 +240,14 @@ class CountTokensBody(Strict):
     """The fields that make a prompt."""
 
     names: ClassVar[Mapping[str, str]] = NAMES
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "thinking": ({"type": "disabled"},),
+        "mcp_servers": ([],),
+        "output_config": ({},),
+        "speed": ("standard",),
+        **dict.fromkeys(("container", "context_management", "diagnostics"), ()),
+        **dict.fromkeys(("inference_geo", "user_profile_id", "workspace_id"), ()),
+    }
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

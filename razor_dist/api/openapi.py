@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
 
 from razor_dist.api.completions import CompletionBody
 from razor_dist.api.errors import MESSAGES
@@ -76,8 +74,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
     for path, example in examples(limits.model).items():
         paths[path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
     schemas: Json = dict(ANSWERS)
-    for cls, neutral in BODIES.values():
-        schemas |= _body(cls, neutral, limits, knows_tools)
+    for cls in BODIES.values():
+        schemas |= _body(cls, limits, knows_tools)
     for name, rules in RULES.items():
         schemas[name] |= {"allOf": rules}
     return {
@@ -97,9 +95,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
     }
 
 
-def _body(
-    cls: type[Strict], neutral: Mapping[str, tuple[Any, ...]], limits: Limits, knows_tools: bool
-) -> Json:
+def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     """Return a body's schema and those that it refers to, by name."""
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = schema.pop("$defs", {})
@@ -108,7 +104,7 @@ def _body(
         properties[field] |= _RANGES.get(field, {})
     properties |= {
         field: {"enum": [None, *values], "description": "Not supported; these ask for nothing."}
-        for field, values in neutral.items()
+        for field, values in cls.neutral.items()
     }
     optional = cls in (TokenizeBody, DetokenizeBody)
     own = _fields(limits) | {"model": {"enum": [limits.model, *[None] * optional]}}

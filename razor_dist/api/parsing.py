@@ -16,30 +16,27 @@ from razor_dist.api.annotations import titles
 from razor_dist.api.completions import CompletionBody
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.fields import Strict, renamed
-from razor_dist.api.messages import NEUTRAL as NEUTRAL_MESSAGES
 from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
-from razor_dist.api.responses import NEUTRAL as NEUTRAL_RESPONSES
 from razor_dist.api.responses import ResponsesBody
 from razor_dist.api.schema import ChatBody
 from razor_dist.api.strict_json import parse_json
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.tools import knows_tools
-from razor_dist.api.validate import NEUTRAL, validated
+from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
 from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingParams
 
-# Each endpoint's body, and what of unsupported fields asks for nothing there.
-BODIES: dict[Endpoint, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
-    "chat": (ChatBody, NEUTRAL),
-    "completions": (CompletionBody, NEUTRAL),
-    "responses": (ResponsesBody, NEUTRAL_RESPONSES),
-    "messages": (MessagesBody, NEUTRAL_MESSAGES),
-    "count_tokens": (CountTokensBody, NEUTRAL_MESSAGES),
-    "tokenize": (TokenizeBody, {}),
-    "detokenize": (DetokenizeBody, {}),
+BODIES: dict[Endpoint, type[Strict]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+    "count_tokens": CountTokensBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
 }
 
 
@@ -72,8 +69,7 @@ def parse_value(
     try:
         if endpoint == "detokenize":
             DetokenizeBody.check_length(value, limits.max_model_len)
-        cls, neutral = BODIES[endpoint]
-        body: Any = validated(cls, value, neutral, ignored)
+        body = validated(BODIES[endpoint], value, ignored)
         parsed = _parsed(body, encoder, limits, files, kept)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None

@@ -26,16 +26,6 @@ from razor_dist.protocol.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
-# Unsupported fields, with the values that ask for nothing besides null.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "include": ([],),
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
-    **dict.fromkeys(("max_tool_calls", "context_management"), ()),
-    "stream_options": ({}, {"include_obfuscation": False}),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-}
 # Names of fields here, by those of a chat.
 NAMES = {
     "messages": "input",
@@ -168,6 +158,15 @@ _AS_IN_A_CHAT = (
 
 class ResponsesBody(SharedFields):
     names: ClassVar[Mapping[str, str]] = NAMES
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "include": ([],),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
+        **dict.fromkeys(("max_tool_calls", "context_management"), ()),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+    }
     input: Annotated[
         list[Item],
         BeforeValidator(

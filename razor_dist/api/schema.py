@@ -6,7 +6,7 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -96,6 +96,14 @@ class SharedFields(Hints):
 
 
 class GenerateBody(SharedFields):
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "best_of": (1,),
+        "functions": ([],),
+        "function_call": ("none",),
+        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+        "suffix": ("",),
+        "modalities": (["text"],),
+    }
     _kept: KeptContext | None = PrivateAttr(default=None)
     _encoded: tuple[str, Ints, Ints] | None = PrivateAttr(default=None)
     max_tokens: Int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,17 +13,6 @@ from razor_dist.config.errors import RequestError
 from razor_dist.config.validation import nearest
 
 Body = TypeVar("Body", bound=Strict)
-
-# Unsupported fields, with the values that ask for nothing besides null.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "functions": ([],),
-    "function_call": ("none",),
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
-    "suffix": ("",),
-    "modalities": (["text"],),
-}
-
 # Names that vLLM took until 0.12, and what took their place.
 _GUIDED = {
     f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
@@ -31,16 +20,10 @@ _GUIDED = {
 }
 
 
-def validated(
-    cls: type[Body],
-    data: object,
-    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
-    ignored: list[str] | None = None,
-) -> Body:
+def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -> Body:
     """Validate a parsed request body; `RequestError` names the first field at fault.
 
-    ``neutral`` are fields that are unsupported, and values of theirs that ask for nothing. With a
-    list ``ignored``, unsupported fields are left out and their names put there.
+    With a list ``ignored``, unsupported fields are left out and their names put there.
     """
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
@@ -50,22 +33,23 @@ def validated(
             ignored.append(name)
         elif name in cls.model_fields:
             fields[name] = value
+        elif _is_neutral(value, cls.neutral.get(name, ())) or (
+            value is None and (name in cls.neutral or ignored is not None)
+        ):
+            continue
         elif ignored is not None:
-            if value is not None and not _is_neutral(value, neutral.get(name, ())):
-                ignored.append(name)
-        elif name not in neutral:
+            ignored.append(name)
+        else:
             hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
-            suffix = f"; did you mean {hint!r}?" if hint else ""
+            suffix = f"; did you mean {hint!r}?" if hint and name not in cls.neutral else ""
             raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
-        elif value is not None and not _is_neutral(value, neutral[name]):
-            raise RequestError(f"unsupported field {name!r}", param=name)
     try:
         body = cls(**fields)
     except ValidationError as error:
         if ignored is None or not (unknown := _left_out(fields, error)):
             raise _request_error(error) from None
         ignored += unknown
-        return validated(cls, fields, neutral, ignored)
+        return validated(cls, fields, ignored)
     body.check()
     return body
 

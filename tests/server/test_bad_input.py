@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from razor_dist.api.validate import NEUTRAL
+from razor_dist.api.schema import ChatBody
 from tests import fake_engine
 
 JSON = {"Content-Type": "application/json"}
@@ -190,8 +190,8 @@ def test_a_prompt_that_cannot_be_read_is_refused(url: str, prompt: object, messa
 
 
 def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
-    nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
-    nulls = dict.fromkeys(NEUTRAL)
+    nothing = {name: values[0] for name, values in ChatBody.neutral.items() if values}
+    nulls = dict.fromkeys(ChatBody.neutral)
     hints = {
         "metadata": {"a": "b"},
         "prompt_cache_key": "a",
