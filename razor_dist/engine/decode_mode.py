@@ -92,12 +92,16 @@ def why_replicated(config: EngineConfig, model: PreTrainedModel) -> str | None:
 
 
 class _NoAttention:
-    """An `AttentionContext` that attends to nothing; ``heads`` are the results', by layer."""
+    """An `AttentionContext` that attends to nothing; ``heads`` are the results', by layer.
+
+    `layers` are those that have asked it, in order.
+    """
 
     def __init__(self, heads: Sequence[int]) -> None:
-        self._heads = heads
+        self._heads, self.layers = heads, list[int]()
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        self.layers.append(layer)
         _, _, tokens, dim = query.q.shape
         return query.q.new_zeros(tokens, self._heads[layer], dim)
 
@@ -112,8 +116,11 @@ def run_without_attention(model: PreTrainedModel, heads: Sequence[int] | None = 
         shape = ModelShape.from_config(model.config)
         heads = [shape.query_heads] * shape.layers
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    options = {"use_cache": False, "logits_to_keep": 1, "attention_context": _NoAttention(heads)}
+    context = _NoAttention(heads)
+    options = {"use_cache": False, "logits_to_keep": 1, "attention_context": context}
     logits: Tensor = model(input_ids=token, position_ids=token, **options).logits[0]
+    if sorted(context.layers) != list(range(len(heads))):
+        raise NotImplementedError("not all of its layers attend once for a token")
     return logits
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -70,7 +69,7 @@ def read_config(
         config: PretrainedConfig = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(f"cannot read the configuration in {path}: {error}") from error
     check_supported(config)
     if rope_scaling is not None:
@@ -104,24 +103,27 @@ def load_model(
     model_class = adapter(config)
     # Typed as returning a model alone, which output_loading_info makes untrue.
     from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained
-    try:
-        with quiet_transformers():
-            model, report = from_pretrained(
-                path,
-                config=without_idle_window(config),
-                dtype=dtype,
-                attn_implementation=RAZOR_ATTENTION,
-                # Without it, weights that change dtype would first be whole on the CPU, once for
-                # each rank of a host.
-                device_map={"": device},
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-    except OSError as error:
-        raise ModelError(f"cannot load the weights in {path}: {error}") from error
+    config = without_idle_window(config)
+    with quiet_transformers(), _reading_weights(path):
+        model, report = from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=RAZOR_ATTENTION,
+            # Without it, weights that change dtype would first be whole on the CPU, once for each
+            # rank of a host.
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+        )
     check_class(type(model))
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise ModelError(
+            f"the weight {name} in {path} is {list(found)}, and by config.json {list(wanted)}"
+        )
     # transformers fills missing weights with random numbers and only warns.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
@@ -136,6 +138,19 @@ def load_model(
     return _made_ready(model)
 
 
+@contextlib.contextmanager
+def _reading_weights(path: str | Path) -> Iterator[None]:
+    """Raise `ModelError` where files of a model folder cannot be read."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ModelError(
+            f"cannot load the weights in {path}: {error}; a file is cut off, or a Git LFS pointer"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:  # the last two are of JSON files
+        raise ModelError(f"cannot load the weights in {path}: {error}") from error
+
+
 def stored_dtype(path: str | Path) -> torch.dtype:
     """The dtype in which a model folder keeps its weights: in it, loading on CPU copies nothing.
 
@@ -145,7 +160,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     file = min(Path(path).glob("*.safetensors"), default=None)
     if file is None:
         raise ModelError(f"the model folder {path} has no *.safetensors weights")
-    with safe_open(file, framework="pt") as weights:
+    with _reading_weights(path), safe_open(file, framework="pt") as weights:
         name = weights.get_slice(min(weights.keys())).get_dtype()
     if name not in _DTYPES:
         served = ", ".join(_DTYPES)
@@ -209,10 +224,16 @@ def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
         found = [getattr(source, "eos_token_id", None)]
     else:
         files = [Path(source) / name for name in ("generation_config.json", "config.json")]
-        texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-        found = [json.loads(text).get("eos_token_id") for text in texts]
+        try:
+            texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+            found = [json.loads(text).get("eos_token_id") for text in texts]
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"cannot read eos_token_id in {source}: {error}") from error
     ids = next((value for value in found if value not in (None, [])), ())
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    ids = (ids,) if isinstance(ids, int) else tuple(ids)
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"eos_token_id of {source} must be token ids, got {list(ids)}")
+    return ids
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:

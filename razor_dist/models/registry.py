@@ -11,6 +11,8 @@ from razor_dist.models import smollm2
 
 # What serving needs of a hub repository; never a pickle.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+# Mistral's repositories hold their weights in this layout as well, which would double a download.
+_NOT_NEEDED = ["consolidated*"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -99,7 +101,7 @@ def _fetch(name: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         # The first line says what happened; the rest is advice for another audience.
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]

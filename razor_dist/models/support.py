@@ -29,6 +29,7 @@ _OTHER_ATTENTION = {
     "diffllama": "it subtracts two attention maps",
     "doge": "its attention mask is computed from the values",
     "emu3": "it serves images as well as text",
+    "hrm_text": "its layers run several times for each token",
     "jetmoe": "its experts' queries share keys that are repeated before attention",
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
     "nemotron": "its layers do not hand the call's arguments on to attention",
@@ -147,6 +148,10 @@ def _shape_reason(config: PretrainedConfig) -> str | None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         if not isinstance(getattr(config, name, 1), int | None):
             return f"its layers differ in {name}"
+    query_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    if not query_heads or query_heads % kv_heads:
+        return f"{query_heads} query heads cannot share {kv_heads} KV heads"
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from razor_dist.config.errors import ModelError
+from razor_dist.engine.build import check_model
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import NAME
+from razor_dist.models.loader import load_model
 
 HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 5, 8
 
@@ -101,3 +106,13 @@ def test_what_changes_nothing_is_let_through() -> None:
 def test_what_would_be_computed_wrongly_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(NotImplementedError, match=words):
         call(**given)
+
+
+def test_layers_that_run_several_times_are_refused(tiny: Callable[[str], Path]) -> None:
+    """Each run has keys of its own, and the caches have room for one."""
+    model: Any = load_model(tiny("llama"), device=torch.device("cpu"), dtype=torch.float32)
+    check_model(model, "tiny")
+    first, second, *_ = model.model.layers
+    model.model.layers = nn.ModuleList([first, second, first, second])
+    with pytest.raises(ModelError, match="tiny cannot be served: not all of its layers attend"):
+        check_model(model, "tiny")

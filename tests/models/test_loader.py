@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from razor_dist.config.errors import ModelError
 from razor_dist.kernels.query import Query
-from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
+from razor_dist.models.loader import (
+    eos_token_ids,
+    load_model,
+    model_fingerprint,
+    read_config,
+    stored_dtype,
+)
 from razor_dist.models.smollm2 import embedded_model
 from tests.tiny_models import FAMILIES, make_tiny
 
@@ -117,9 +124,46 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
         load_model(path, device=CPU, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (lambda whole: whole[: len(whole) // 2], "not fully covered; a file is cut off"),
+        (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+    ],
+    ids=["cut off", "pointer"],
+)
+def test_files_that_are_not_whole_are_told_of(
+    content: Callable[[bytes], bytes], reason: str, tmp_path: Path
+) -> None:
+    path = make_tiny("llama", tmp_path)
+    file = path / "model.safetensors"
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(ModelError, match=f"cannot load the weights in .*{reason}"):
+        load_model(path, device=CPU, dtype=torch.float32)
+    with pytest.raises(ModelError, match=reason):
+        stored_dtype(path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    path, name = make_tiny("llama", tmp_path), "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(path / "model.safetensors") | {name: torch.zeros(5, 6)}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} in .* is \[5, 6\], .*config.json \[96, 64\]"):
+        load_model(path, device=CPU, dtype=torch.float32)
+
+
+def test_an_index_of_shards_that_is_broken(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot load the weights in"):
+        load_model(path, device=CPU, dtype=torch.float32)
+
+
 def test_bad_folder_and_dtype(tmp_path: Path) -> None:
     for config in (
         "",
+        "null",
         '{"model_type": "no-such"}',
         '{"model_type": "llama", "num_hidden_layers": "x"}',
     ):
@@ -137,6 +181,14 @@ def test_eos_token_ids(tmp_path: Path) -> None:
     (path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert eos_token_ids(path) == (7,)
     assert eos_token_ids(LlamaConfig(eos_token_id=None)) == ()
+    for text, reason in (
+        ("{", "cannot read"),
+        ("[]", "cannot read"),
+        ('{"eos_token_id": "a"}', "token ids"),
+    ):
+        (path / "generation_config.json").write_text(text)
+        with pytest.raises(ModelError, match=reason):
+            eos_token_ids(path)
 
 
 def test_fingerprint_ignores_what_attention_does_not_see(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -73,8 +74,9 @@ def test_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trus
     path = make_tiny("llama", tmp_path / "snapshot")
     asked = {}
 
-    def fetch(name: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked[name] = allow_patterns
+        assert fnmatch("consolidated.safetensors", *ignore_patterns)  # Mistral's, the same weights
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
@@ -87,7 +89,7 @@ def test_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trus
 def test_of_a_hub_id_the_configuration_alone_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(name: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str, allow_patterns: list[str], **_: object) -> str:
         assert (name, allow_patterns) == ("org/name", ["config.json"])
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)

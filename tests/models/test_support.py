@@ -32,6 +32,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gpt_oss", {}, "learned sinks"),
     ("deepseek_v3", {}, "latent attention"),
+    ("hrm_text", {}, "layers run several times"),
+    ("llama", {"num_key_value_heads": 5}, "32 query heads cannot share 5 KV heads"),
     ("jetmoe", {}, "keys that are repeated before attention"),
     ("falcon", {}, "FalconForCausalLM does not use"),
     ("falcon", {"alibi": True}, "biased by distance .* as is known for BLOOM, MPT, Baichuan"),
