@@ -19,6 +19,7 @@ from razor_dist.kernels.partial import (
     Partial,
     empty_partial,
     foldable,
+    joined,
     merge,
     merge_stacked,
     over_keys,
@@ -33,6 +34,7 @@ __all__ = [
     "attend_windows",
     "compensate",
     "empty_partial",
+    "joined",
     "merge",
     "merge_stacked",
     "takes_windows",
@@ -81,17 +83,8 @@ def attend(
     many = many_cpu.supports(q, causal, bias) and many_cpu.reads(k) and many_cpu.reads(v)
     if backend is None and many:
         return many_cpu.attend(q, k, v, scale, causal)
-    if isinstance(k, Codes) and isinstance(v, Codes):
-        return _attend_codes(q, k, v, scale, causal, bias, backend)
-    assert isinstance(k, Tensor) and isinstance(v, Tensor)
-    if k.dtype != q.dtype:
-
-        def converted(span: slice) -> Partial:
-            part = None if bias is None else bias[..., span]
-            keys = k[:, span].to(q.dtype), v[:, span].to(q.dtype)
-            return attend(q, *keys, scale=scale, causal=causal, bias=part, backend=backend)
-
-        return over_keys(converted, k.shape[1], _block(q, k, causal))
+    if isinstance(k, Codes) or isinstance(v, Codes) or k.dtype != q.dtype:
+        return _attend_converted(q, k, v, scale, causal, bias, backend)
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -119,38 +112,35 @@ def attend_windows(
     return many_cpu.attend(q, k, v, scale, True, first=first)
 
 
-def _block(q: Tensor, k: KeysOrValues, causal: bool) -> int:
-    """Return the keys that are converted together."""
-    # Causal attention is over as many keys as queries: a shard of a chunk, and short.
-    return k.shape[1] if causal else _CONVERTED_KEYS.get(q.device.type, _CONVERTED_ON_OTHERS)
-
-
-def _attend_codes(
+def _attend_converted(
     q: Tensor,
-    k: Codes,
-    v: Codes,
+    k: KeysOrValues,
+    v: KeysOrValues,
     scale: float,
     causal: bool,
     bias: Tensor | None,
     backend: str | None,
 ) -> Partial:
-    queries, few = k.transform(q), _reads_codes(q, causal, bias, backend)
+    """`attend` of keys and values that are converted block by block; codes stay transformed."""
+    queries = k.transform(q) if isinstance(k, Codes) else q
+    # Bound by memory, these are read as they are.
+    few = foldable(q, causal, bias) and backend is None
+    few &= q.device.type == "cpu" and q.dtype == torch.float32
 
     def converted(span: slice) -> Partial:
         part = None if bias is None else bias[..., span]
-        if few:
-            return attend_codes(queries, k[:, span], v[:, span], scale, part)
-        keys = (x[:, span].scaled().to(q.dtype) for x in (k, v))
+        of_k, of_v = k[:, span], v[:, span]
+        if isinstance(of_k, Codes) and isinstance(of_v, Codes):
+            if few:
+                return attend_codes(queries, of_k, of_v, scale, part)
+            of_k, of_v = of_k.scaled(), of_v.scaled()
+        keys = of_k.to(q.dtype), of_v.to(q.dtype)
         return attend(queries, *keys, scale=scale, causal=causal, bias=part, backend=backend)
 
-    found = over_keys(converted, k.shape[1], _block(q, k, causal))
-    return found._replace(out=v.transform(found.out))
-
-
-def _reads_codes(q: Tensor, causal: bool, bias: Tensor | None, backend: str | None) -> bool:
-    """Tell if `attend_codes` is the fastest way to read codes."""
-    few = foldable(q, causal, bias) and backend is None
-    return few and q.device.type == "cpu" and q.dtype == torch.float32
+    # Causal attention is over as many keys as queries: a shard of a chunk, and short.
+    block = k.shape[1] if causal else _CONVERTED_KEYS.get(q.device.type, _CONVERTED_ON_OTHERS)
+    found = over_keys(converted, k.shape[1], block)
+    return found._replace(out=v.transform(found.out)) if isinstance(v, Codes) else found
 
 
 def compensate(

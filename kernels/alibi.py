@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels import attend
-from razor_dist.kernels.partial import Partial, merge, over_keys
+from razor_dist.kernels.partial import Partial, joined, merge, over_keys
 from razor_dist.kernels.quantized import KeysOrValues
 
 # Queries that share a reference.
@@ -99,12 +99,8 @@ def attend_at_places(
         block = merge(found) if len(found) > 1 else found[0]
         shift = torch.arange(0, -len(positions), -1, device=q.device, dtype=torch.float32)
         partials.append(Partial(block.out, block.lse + distance_bias(slopes, shift)))
-    if len(partials) == 1:
-        return partials[0]
     # A causal block is merged, so in float32, unless it is the first.
-    return Partial(
-        torch.cat([p.out.float() for p in partials], 2), torch.cat([p.lse for p in partials], 2)
-    )
+    return joined(partials)
 
 
 def _blocks(queries: Sequence[range]) -> Iterator[tuple[int, range]]:

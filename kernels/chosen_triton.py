@@ -18,7 +18,7 @@ from torch import Tensor
 from razor_dist.kernels.chosen import BLOCK, Shard, first_recent
 from razor_dist.kernels.codes_triton import TINY, bits_of, whole
 from razor_dist.kernels.many_cpu import data_of
-from razor_dist.kernels.partial import Partial, merge_stacked
+from razor_dist.kernels.partial import Partial, joined, merge_stacked, multiprocessors
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
 from razor_dist.kernels.softmax_triton import (
     INTERPRETED,
@@ -28,7 +28,6 @@ from razor_dist.kernels.softmax_triton import (
     TILES,
     WARPS,
     ended,
-    multiprocessors,
     softmax_tile,
 )
 
@@ -209,7 +208,7 @@ def attend_chosen(
             attend_chosen(q[:, :, at], k, v, chosen[:, :, at], shard, positions[at], scale)
             for at in (slice(begin, begin + most) for begin in range(0, tokens, most))
         ]
-        return Partial(*(torch.cat(of, 2) for of in zip(*each, strict=True)))
+        return joined(each)
     chosen = chosen.contiguous().view(torch.uint8)
     if k_scale is None or v_scale is None:
         k_scale, v_scale = keys, values  # pointers that are not read

@@ -16,7 +16,7 @@ from razor_dist.kernels.alibi import Distance, Places
 from razor_dist.kernels.decode import Pages, Turned, Windows
 from razor_dist.kernels.dual_chunk import DualChunk
 from razor_dist.kernels.fused import rotate
-from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels.partial import Partial, empty_partial, joined, merge, merge_stacked
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
 from razor_dist.kernels.query import Query
 
@@ -74,22 +74,22 @@ def attend(
     if windows is not None:
         of = order[split:]
         mine = query.heads(of)
-        found = _together(_see_window(mine.tokens(slice(t, t + 1)), windows, t) for t in _rows(q))
+        found = joined(_see_window(mine.tokens(slice(t, t + 1)), windows, t) for t in _rows(q))
         write(out, of, found.out, places)
     if pages is None:
         return None
     of = order[:split]
     mine = query.heads(of)
-    found = _together(_see_shard(mine.tokens(slice(t, t + 1)), pages, t) for t in _rows(q))
+    found = joined(_see_shard(mine.tokens(slice(t, t + 1)), pages, t) for t in _rows(q))
     if pack:
-        return torch.cat([found.out.float(), found.lse.unsqueeze(-1)], -1)
+        return found.packed()
     write(out, of, found.out, places)
     return None
 
 
 def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | None = None) -> None:
     """See `razor_dist.kernels.decode`."""
-    merged = merge_stacked(gathered[..., :-1], gathered[..., -1]).out
+    merged = merge_stacked(*Partial.unpacked(gathered)).out
     write(out, order[: merged.shape[0]], merged, places)
 
 
@@ -115,11 +115,6 @@ def write(out: Tensor, heads: Tensor, found: Tensor, places: Tensor | None) -> N
 
 def _rows(q: Tensor) -> range:
     return range(q.shape[2])
-
-
-def _together(partials: Iterator[Partial]) -> Partial:
-    outs, lses = zip(*((partial.out.float(), partial.lse) for partial in partials), strict=True)
-    return Partial(torch.cat(outs, 2), torch.cat(lses, 2))
 
 
 def _see(

@@ -24,6 +24,7 @@ from torch import Tensor
 from razor_dist.kernels.codes_triton import bits_of, hadamard, halves, quantized
 from razor_dist.kernels.fused_triton import load_rotated
 from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
+from razor_dist.kernels.partial import multiprocessors
 from razor_dist.kernels.softmax_triton import (
     INTERPRETED,
     LEAST,
@@ -33,7 +34,6 @@ from razor_dist.kernels.softmax_triton import (
     TILES,
     WARPS,
     ended,
-    multiprocessors,
     softmax_tile,
 )
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from razor_dist.kernels import attend
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.fused import turn
-from razor_dist.kernels.partial import Partial, empty_partial, merge
+from razor_dist.kernels.partial import Partial, empty_partial, joined, merge
 from razor_dist.kernels.quantized import KeysOrValues
 
 # Chunks from a query to a key, at least: beyond the chunk before its own all are alike.
@@ -105,9 +105,7 @@ def attend_in_chunks(
                 turned[away] = dual.turned(q[:, :, begin:end], at, chunk - away)
             found.append(attend(turned[away], k[:, span], v[:, span], scale=scale, causal=own))
         partials.append(merge(found) if found else empty_partial(q[:, :, begin:end]))
-    return Partial(
-        torch.cat([p.out.float() for p in partials], 2), torch.cat([p.lse for p in partials], 2)
-    )
+    return joined(partials)
 
 
 def _blocks(places: Places, length: int) -> Iterator[tuple[int, range]]:

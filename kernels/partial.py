@@ -11,6 +11,7 @@ their lse (flash-decoding): `attend_folded`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -41,6 +42,27 @@ class Partial(NamedTuple):
 
     out: Tensor  # [K, G, T, D], the softmax-weighted mean of the segment's values
     lse: Tensor  # [K, G, T] float32, natural logarithm of the segment's softmax denominator
+
+    def tokens(self, span: slice) -> Partial:
+        return Partial(self.out[:, :, span], self.lse[:, :, span])
+
+    def packed(self) -> Tensor:
+        """Return both as one tensor that can be sent: float32 ``[K, G, T, D + 1]``."""
+        return torch.cat([self.out.float(), self.lse.unsqueeze(-1)], -1)
+
+    @classmethod
+    def unpacked(cls, x: Tensor) -> Partial:
+        """Return views of what is `packed`; also of several, stacked."""
+        return cls(x[..., :-1], x[..., -1])
+
+
+def joined(partials: Iterable[Partial]) -> Partial:
+    """Put the results of adjacent queries side by side."""
+    found = list(partials)
+    if len(found) == 1:
+        return found[0]
+    out, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+    return Partial(out, lse)
 
 
 def over_keys(attend: Callable[[slice], Partial], keys: int, block: int) -> Partial:
@@ -193,3 +215,11 @@ def _attend_parts(
         last = op(q, k[:, None, main:], v[:, None, main:], rest)
         out, lse = torch.cat([out, last[0]], 1), torch.cat([lse, last[1]], 1)
     return merge_stacked(out.float(), lse, dim=1)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return those of a GPU; elsewhere 1."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

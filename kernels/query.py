@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from razor_dist.kernels import (
@@ -14,6 +13,7 @@ from razor_dist.kernels import (
     attend_windows,
     compensate,
     empty_partial,
+    joined,
     merge,
     takes_windows,
 )
@@ -130,9 +130,7 @@ class Query(NamedTuple):
             parts = map(query._attend_keys, segments)
             first = next(parts, None)
             found.append(empty_partial(query.q) if first is None else merge(chain([first], parts)))
-        if len(found) == 1:
-            return found[0]
-        return Partial(*(torch.cat(x, dim=2) for x in zip(*found, strict=True)))
+        return joined(found)
 
     def compensate(
         self, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, away: Tensor | None = None

@@ -6,10 +6,8 @@ Scores and sums are float32, in base 2.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-import functools
 import os
 
-import torch
 import triton
 import triton.language as tl
 
@@ -84,10 +82,3 @@ def ended(top, total, sums):
     """Return the mean of the values that a running softmax has read, and its natural-log lse."""
     natural = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
     return sums / tl.where(total > 0, total, 1.0)[:, None], natural
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

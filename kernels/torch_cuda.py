@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from razor_dist.kernels.partial import Partial, attend_folded, foldable, merge, per_head
+from razor_dist.kernels.partial import (
+    Partial,
+    attend_folded,
+    foldable,
+    joined,
+    merge,
+    multiprocessors,
+    per_head,
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -59,7 +67,7 @@ def attend(
     if foldable(q, causal, bias):
         # Flash cuts the keys by itself; the other op has one block per head for so few rows.
         # Two blocks for every multiprocessor, so that one computes while the other waits to read.
-        parts = 1 if flash else -(-2 * _multiprocessors(q.device) // heads)
+        parts = 1 if flash else -(-2 * multiprocessors(q.device) // heads)
         return attend_folded(op, q, k, v, bias, parts, _ALIGN)
     k4 = k.unsqueeze(1).expand(heads, group, k.shape[1], dim)
     v4 = v.unsqueeze(1).expand(heads, group, k.shape[1], dim)
@@ -104,7 +112,7 @@ def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     if few == queries:
         return found
     rest = attend(q[:, :, few:], k, v, scale, False, None)
-    return Partial(*(torch.cat([a, b.to(a.dtype)], 2) for a, b in zip(found, rest, strict=True)))
+    return joined([found, rest])
 
 
 def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
@@ -119,10 +127,6 @@ def _split(x: Tensor) -> Tensor:
     length = _KEYS // _SPLITS
     part = length * x.stride(0)
     return x.as_strided((_SPLITS, 1, length, x.shape[1]), (part, part, *x.stride()))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -252,7 +252,7 @@ def test_cuda_ops_get_what_they_ask_for(
 
     monkeypatch.setattr(torch_cuda, "_flash", flash)
     monkeypatch.setattr(torch_cuda, "_efficient", efficient)
-    monkeypatch.setattr(torch_cuda, "_multiprocessors", lambda device: 5)
+    monkeypatch.setattr(torch_cuda, "multiprocessors", lambda device: 5)
     q, k, v = (x.to(dtype) for x in draw(*shape))
     heads, _, queries, keys = shape
     bias = torch.linspace(-1.0, 1.0, keys) if biased else None

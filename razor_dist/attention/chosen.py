@@ -27,7 +27,7 @@ from torch import Tensor
 
 from razor_dist.attention.step import BlockReader
 from razor_dist.cache.pages import PagePool
-from razor_dist.kernels import Partial, empty_partial, merge
+from razor_dist.kernels import Partial, empty_partial, joined, merge
 from razor_dist.kernels.chosen import (
     Choice,
     Shard,
@@ -146,8 +146,7 @@ def attend_together(
         merge([always, held.attend(of, blocks)])
         for held, of, always, blocks in zip(readers, queries, first, chosen, strict=True)
     ]
-    out, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
-    return merged_over_ranks(comm, Partial(out, lse)).out
+    return merged_over_ranks(comm, joined(found)).out
 
 
 def attend_chunk(

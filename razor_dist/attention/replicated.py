@@ -110,7 +110,7 @@ class ReplicatedContext:
             if prompt.chunk.begin:
                 at = slice(first, first + len(prompt.positions))
                 first = at.stop
-                partial = merge([partial, Partial(before.out[:, :, at], before.lse[:, :, at])])
+                partial = merge([partial, before.tokens(at)])
             outs.append(partial.out.float())
         return torch.cat(outs, dim=2)
 

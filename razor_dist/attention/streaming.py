@@ -36,7 +36,7 @@ from torch import Tensor
 
 from razor_dist.attention.window_plan import QuerySpan
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
-from razor_dist.kernels import Partial, merge
+from razor_dist.kernels import Partial, joined, merge
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.zigzag import Interval
@@ -113,7 +113,7 @@ class SpanQueries:
             self._see_window(group[0], keys) if len(group) == 1 else self._see_moved(group, keys)
             for group in _alike(runs, keys.first, most)
         ]
-        return Partial(*(torch.cat(x, 2) for x in zip(*found, strict=True)))
+        return joined(found)
 
     def _see_windows_in_chunks(
         self, runs: Sequence[WindowRun], keys: SpanKeys, length: int
@@ -133,10 +133,7 @@ class SpanQueries:
                 at = _range(own)
                 queries = SpanQueries(self.part(at).seen_by(chunk, at), at.start)
                 found.append(queries.see_windows(own, keys))
-        return Partial(
-            torch.cat([part.out.float() for part in found], 2),
-            torch.cat([part.lse for part in found], 2),
-        )
+        return joined(found)
 
     def _see_window(self, run: WindowRun, keys: SpanKeys) -> Partial:
         at, start = _range([run]), max(run.start, keys.first)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import Partial, merge, merge_stacked
+from razor_dist.kernels import Partial, joined, merge, merge_stacked
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
@@ -94,20 +94,15 @@ def sent_back(comm: Communicator, found: Partial, sizes: Sequence[int]) -> list[
 
     The queries are all ranks', ``sizes`` of them.
     """
-    parts = exchanged(comm, _packed(found).split(list(sizes), 2))
-    return [Partial(x[..., :-1], x[..., -1]) for x in parts]
+    parts = exchanged(comm, found.packed().split(list(sizes), 2))
+    return [Partial.unpacked(part) for part in parts]
 
 
 def merged_over_ranks(comm: Communicator, found: Partial) -> Partial:
     """Merge what the same queries have found on every rank, by one all-gather."""
     if comm.size == 1:
         return found
-    gathered = comm.all_gather(_packed(found), "merge")
-    return merge_stacked(gathered[..., :-1], gathered[..., -1])
-
-
-def _packed(found: Partial) -> Tensor:
-    return torch.cat([found.out.float(), found.lse.unsqueeze(-1)], dim=-1)
+    return merge_stacked(*Partial.unpacked(comm.all_gather(found.packed(), "merge")))
 
 
 def _visit(
@@ -157,4 +152,4 @@ def _own(
             where = None if places is None else Places([range(at.begin, at.end)], places[span])
             found.append(of.attend(*keys[:, :, span], causal=causal, where=where))
         parts.append(merge(found))
-    return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
+    return joined(parts)

@@ -32,7 +32,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import Partial, merge
+from razor_dist.kernels import Partial, joined, merge
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
@@ -76,7 +76,7 @@ def ring_attention(
         here, elsewhere = _start_pass_q(comm, chunk, query, earlier)
         own = _pass_kv(comm, chunk, query, k, v, Earlier((), [0] * comm.size))
         found = [packed for transfer in elsewhere for packed in transfer.wait()]
-        return merge([own, here, *(Partial(x[..., :-1], x[..., -1]) for x in found)]).out
+        return merge([own, here, *map(Partial.unpacked, found)]).out
     return _pass_kv(comm, chunk, query, k, v, earlier).out
 
 
@@ -119,7 +119,7 @@ def _pass_kv(
     block = earlier.block(k, v)
     where = _Positions(chunk, earlier, query.by_distance, k.device)
     split = len(chunk.owned(rank)[0])
-    query_early, query_late = query.tokens(slice(0, split)), query.tokens(slice(split, None))
+    of_early, of_late = slice(0, split), slice(split, None)
 
     pending: Pending | None = None
     for step in range(size):
@@ -136,28 +136,22 @@ def _pass_kv(
             at = where.of(rank, places, slice(before, None))
             own = query.attend(*block[:, :, before:], causal=True, where=at)
             old = earlier.partials(query, chunk.ranges(rank), rank)
-            early, late = _split(merge(chain([own], old)), split)
+            found = merge(chain([own], old))
+            early, late = found.tokens(of_early), found.tokens(of_late)
         elif owner < rank:
             seen = before + len(chunk.owned(owner)[0])  # all but its late shard
             at = where.of(rank, places, slice(0, seen))
             got = query.attend(*block[:, :, :seen], where=at)
-            got_early, got_late = _split(got, split)
-            early, late = merge([early, got_early]), merge([late, got_late])
+            early = merge([early, got.tokens(of_early)])
+            late = merge([late, got.tokens(of_late)])
         else:
             at = where.of(rank, places, shards=slice(1, None))
-            late = merge([late, query_late.attend(*block, where=at)])
+            late = merge([late, query.tokens(of_late).attend(*block, where=at)])
             if before:
                 at = where.of(rank, places, slice(0, before), slice(0, 1))
-                got = query_early.attend(*block[:, :, :before], where=at)
+                got = query.tokens(of_early).attend(*block[:, :, :before], where=at)
                 early = merge([early, got])
-    return Partial(torch.cat([early.out, late.out], 2), torch.cat([early.lse, late.lse], 2))
-
-
-def _split(partial: Partial, at: int) -> tuple[Partial, Partial]:
-    return (
-        Partial(partial.out[:, :, :at], partial.lse[:, :, :at]),
-        Partial(partial.out[:, :, at:], partial.lse[:, :, at:]),
-    )
+    return joined([early, late])
 
 
 def _start_pass_q(
@@ -190,7 +184,6 @@ def _start_pass_q(
             arriving = receive_next(owner)
         visitor = query._replace(q=block)
         partial = earlier.seen_by(visitor, chunk.ranges(owner), rank)
-        packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
         buffer = block.new_empty((heads, group, tokens, dim + 1), dtype=torch.float32)
-        returning.append(comm.exchange([(owner, packed)], [(holder, buffer)], "ring"))
+        returning.append(comm.exchange([(owner, partial.packed())], [(holder, buffer)], "ring"))
     return own, returning
