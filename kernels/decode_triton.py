@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from razor_dist.kernels.codes_triton import bits_of, hadamard, halves, quantized
-from razor_dist.kernels.fused_triton import load_rotated
+from razor_dist.kernels.codes_triton import bits_of, hadamard, halves
 from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
 from razor_dist.kernels.partial import multiprocessors
 from razor_dist.kernels.softmax_triton import (
@@ -36,9 +35,10 @@ from razor_dist.kernels.softmax_triton import (
     ended,
     softmax_tile,
 )
+from razor_dist.kernels.store_triton import UNALIGNED, scales_of, store
 
 if TYPE_CHECKING:
-    from razor_dist.kernels.decode import Pages, Turned, Windows
+    from razor_dist.kernels.decode import Pages, Windows
 
 __all__ = ["ROTATES", "attend", "merge_ranks", "store"]
 
@@ -50,60 +50,6 @@ _PROGRAMS = 4
 _SPLITS = (256, 1024)
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
-# Rows of one tensor (`razor_dist.attention.step`): of an odd number of sequences every
-# other row is not aligned, and one compiled kernel takes all as well.
-_UNALIGNED = ["at", "stored", "position", "start", "offset", "capacity"]
-
-
-@triton.jit(do_not_specialize=["retrieval"], do_not_specialize_on_alignment=_UNALIGNED)
-def store_kernel(
-    k, k_head, k_token, v, v_head, v_token, order, retrieval,
-    q, q_head, q_group, q_token, turned, turned_head, turned_group, turned_token,
-    cos, sin, table_token,
-    page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
-    ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
-    SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, INTERLEAVED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Store one head's new key and value; with tables for R dimensions, rotated, as its queries."""
-    STORED: tl.constexpr = D // 2 if BITS == 4 else D
-    head, token = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, WIDTH)
-    own, at_token = tl.load(order + head), token.to(tl.int64)
-    of_k = k + own * k_head + at_token * k_token
-    if R > 0:
-        c, s = cos + at_token * table_token, sin + at_token * table_token
-        new_k = load_rotated(of_k, c, s, d, d < D, R, D, INTERLEAVED).to(k.dtype.element_ty)
-        # All query heads of this one, side by side.
-        g = tl.arange(0, GROUP)[:, None]
-        wide, of_all = d[None, :] + 0 * g, (g < G) & (d[None, :] < D)
-        from_q = q + own * q_head + at_token * q_token + g * q_group
-        found = load_rotated(from_q, c, s, wide, of_all, R, D, INTERLEAVED)
-        to_q = turned + own * turned_head + at_token * turned_token + g * turned_group
-        tl.store(to_q + wide, found.to(turned.dtype.element_ty), mask=of_all)
-    else:
-        new_k = tl.load(of_k + d, mask=d < D, other=0.0)
-    new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D, other=0.0)
-    if head < retrieval:
-        slot = tl.load(at + token)
-        kept_k, kept_v = new_k, new_v
-        if BITS:
-            kept_k, k_scale = quantized(new_k, BITS, D, WIDTH)
-            kept_v, v_scale = quantized(new_v, BITS, D, WIDTH)
-            tl.store(page_k_scale + head.to(tl.int64) * page_scale_row + slot, k_scale)
-            tl.store(page_v_scale + head.to(tl.int64) * page_scale_row + slot, v_scale)
-        n = tl.arange(0, WIDTH * STORED // D)
-        to_page = head.to(tl.int64) * page_row + slot * page_slot + n
-        tl.store(page_k + to_page, kept_k.to(page_k.dtype.element_ty), mask=n < STORED)
-        tl.store(page_v + to_page, kept_v.to(page_v.dtype.element_ty), mask=n < STORED)
-    else:
-        room, stands = tl.load(capacity + token), tl.load(position + token)
-        in_ring = SINKS + stands % tl.maximum(room, 1)
-        slot = tl.load(offset + token) + 1 + tl.where(stands < SINKS, stands, in_ring)
-        place = (head - retrieval).to(tl.int64) * ring_row + slot * ring_slot + d
-        kept = (d < D) & (room > 0)
-        tl.store(ring_k + place, new_k.to(ring_k.dtype.element_ty), mask=kept)
-        tl.store(ring_v + place, new_v.to(ring_v.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -206,7 +152,63 @@ def _ring_tile(
     return top, total, sums
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit
+def _see_window(
+    queries, factor, low, high, leads, first, room, place, k, v, step, slope,
+    SINKS: tl.constexpr, COMPENSATION: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Attend to a streaming head's window from its index ``low`` to ``high``.
+
+    The part that ``leads`` has the compensation token and the sinks as well.
+    """
+    d = tl.arange(0, WIDTH)
+    wide = d[None, :] < D
+    top = tl.full([M], LEAST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([M, WIDTH], tl.float32)
+    if D % 16 == 0:
+        k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
+        step = tl.multiple_of(step, 16)
+    if leads:
+        weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
+        for at in range(0, 1 + SINKS, TILE):
+            i = at + tl.arange(0, TILE)
+            means = i == 0
+            seen = tl.where(means, COMPENSATION & (first > SINKS), i - 1 <= place)
+            seen &= i <= SINKS
+            bias = tl.where(means, weight, 0.0)[None, :]
+            if SLOPES:
+                # The dropped tokens stand in their middle.
+                stands = tl.where(means, (first + SINKS - 1) * 0.5, (i - 1).to(tl.float32))
+                bias += slope[:, None] * (stands - place)[None, :]
+            numbers = i[:, None] * step + d[None, :]
+            top, total, sums, _ = softmax_tile(
+                top, total, sums, sums, queries, queries, factor, bias, seen,
+                k + numbers, v + numbers, seen[:, None] & wide, None, None,
+                True, True, True, 0,
+            )  # fmt: skip
+    # The window in its order: what is before the ring's end, and what is from its beginning on.
+    turn = room - first % room
+    for run in tl.static_range(2):
+        begin = tl.where(run == 0, low, tl.maximum(low, turn))
+        end = tl.where(run == 0, tl.minimum(high, turn), high)
+        shift = 1 + SINKS + tl.where(run == 0, room - turn, -turn)
+        whole = begin + tl.maximum(end - begin, 0) // TILE * TILE
+        for at in range(begin, whole, TILE):
+            top, total, sums = _ring_tile(
+                top, total, sums, queries, factor, at, end, d, shift, k, v, step,
+                first - place, slope, False, D, TILE, WIDTH, SLOPES,
+            )  # fmt: skip
+        if whole < end:
+            top, total, sums = _ring_tile(
+                top, total, sums, queries, factor, whole, end, d, shift, k, v, step,
+                first - place, slope, True, D, TILE, WIDTH, SLOPES,
+            )  # fmt: skip
+    return top, total, sums
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def attend_kernel(
     q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row,
@@ -217,12 +219,10 @@ def attend_kernel(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
     SLOPES: tl.constexpr, BITS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    of_pages = program < retrieval * tokens * page_splits
-    if of_pages:
-        index, splits = program, page_splits
-    else:
-        index, splits = program - retrieval * tokens * page_splits, ring_splits
+    program, paged = tl.program_id(0), retrieval * tokens * page_splits
+    of_pages = program < paged
+    index = tl.where(of_pages, program, program - paged)
+    splits = tl.where(of_pages, page_splits, ring_splits)
     part, token, head = index % splits, index // splits % tokens, index // splits // tokens
     rows, d = tl.arange(0, M), tl.arange(0, WIDTH)
     # Counts of tokens have 32 bits here; the numbers of a cache are more.
@@ -245,8 +245,8 @@ def attend_kernel(
 
     own = tl.load(order + tl.where(of_pages, head, retrieval + head))
     q_at = q + own * q_head + token.to(tl.int64) * q_token + rows[:, None] * q_group + d[None, :]
-    wide = d[None, :] < D
-    queries = tl.load(q_at, mask=(rows[:, None] < G) & wide, other=0.0)
+    used = (rows[:, None] < G) & (d[None, :] < D)
+    queries = tl.load(q_at, mask=used, other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
     slope = tl.zeros([M], tl.float32)
@@ -256,97 +256,25 @@ def attend_kernel(
     top = tl.full([M], LEAST, tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, WIDTH], tl.float32)
+    row = head.to(tl.int64)
     if of_pages:
         top, total, sums = _see_pages(
-            queries, factor, low, high, page_k + head.to(tl.int64) * page_row,
-            page_v + head.to(tl.int64) * page_row, page_slot,
-            page_k_scale + head.to(tl.int64) * page_scale_row,
-            page_v_scale + head.to(tl.int64) * page_scale_row,
+            queries, factor, low, high, page_k + row * page_row, page_v + row * page_row, page_slot,
+            page_k_scale + row * page_scale_row, page_v_scale + row * page_scale_row,
             table + token.to(tl.int64) * table_row, places, place, slope,
             PAGE, D, WIDTH, M, TILE, SLOPES, BITS,
         )  # fmt: skip
     elif BITS == 0:
-        begins = tl.load(offset + token)
-        k = ring_k + head.to(tl.int64) * ring_row + begins * ring_slot
-        v = ring_v + head.to(tl.int64) * ring_row + begins * ring_slot
-        step = ring_slot
-        if D % 16 == 0:
-            k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
-            step = tl.multiple_of(step, 16)
-        if part == 0:
-            weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
-            for at in range(0, 1 + SINKS, TILE):
-                i = at + tl.arange(0, TILE)
-                means = i == 0
-                seen = tl.where(means, COMPENSATION & (first > SINKS), i - 1 <= place)
-                seen &= i <= SINKS
-                bias = tl.where(means, weight, 0.0)[None, :]
-                if SLOPES:
-                    # The dropped tokens stand in their middle.
-                    stands = tl.where(means, (first + SINKS - 1) * 0.5, (i - 1).to(tl.float32))
-                    bias += slope[:, None] * (stands - place)[None, :]
-                numbers = i[:, None] * step + d[None, :]
-                top, total, sums, _ = softmax_tile(
-                    top, total, sums, sums, queries, queries, factor, bias, seen,
-                    k + numbers, v + numbers, seen[:, None] & wide, None, None,
-                    True, True, True, 0,
-                )  # fmt: skip
-        # The window in its order: what is before the ring's end, and what is from its beginning on.
-        turn = room - first % room
-        for run in tl.static_range(2):
-            begin = tl.where(run == 0, low, tl.maximum(low, turn))
-            end = tl.where(run == 0, tl.minimum(high, turn), high)
-            shift = 1 + SINKS + tl.where(run == 0, room - turn, -turn)
-            whole = begin + tl.maximum(end - begin, 0) // TILE * TILE
-            for at in range(begin, whole, TILE):
-                top, total, sums = _ring_tile(
-                    top, total, sums, queries, factor, at, end, d, shift, k, v, step,
-                    first - place, slope, False, D, TILE, WIDTH, SLOPES,
-                )  # fmt: skip
-            if whole < end:
-                top, total, sums = _ring_tile(
-                    top, total, sums, queries, factor, whole, end, d, shift, k, v, step,
-                    first - place, slope, True, D, TILE, WIDTH, SLOPES,
-                )  # fmt: skip
+        slot = row * ring_row + tl.load(offset + token) * ring_slot
+        top, total, sums = _see_window(
+            queries, factor, low, high, part == 0, first, room, place,
+            ring_k + slot, ring_v + slot, ring_slot, slope,
+            SINKS, COMPENSATION, D, WIDTH, M, TILE, SLOPES,
+        )  # fmt: skip
     found, natural = ended(top, total, sums)
     tl.store(lse_at, natural, mask=rows < G)
     out_at = out + (program.to(tl.int64) * G + rows[:, None]) * D + d[None, :]
-    tl.store(out_at, found, mask=(rows[:, None] < G) & wide)
-
-
-def store(
-    k: Tensor,
-    v: Tensor,
-    order: Tensor,
-    pages: Pages | None,
-    windows: Windows | None,
-    turned: Turned | None = None,
-) -> None:
-    """See `razor_dist.kernels.decode`."""
-    heads, tokens, dim = len(order), k.shape[1], k.shape[2]
-    assert k.stride(2) == v.stride(2) == 1
-    split = 0 if pages is None else len(pages.k)
-    own = pages or windows  # a pointer of the right kind for what is not there
-    assert own is not None
-    page, ring = pages or own, windows or own
-    at = order if pages is None else pages.at
-    slot = (order,) * 3 if windows is None else (windows.position, windows.offset, windows.capacity)
-    rotated: tuple[object, ...] = (k, 0, 0, 0, k, 0, 0, 0, k, k, 0)
-    rotation = {"R": 0, "INTERLEAVED": False, "G": 1}
-    if turned is not None:
-        q, out, (cos, sin, interleaved) = turned
-        assert q.stride(3) == out.stride(3) == cos.stride(2) == 1 and cos.stride() == sin.stride()
-        rotated = (q, *q.stride()[:3], out, *out.stride()[:3], cos, sin, cos.stride(1))
-        rotation = {"R": cos.shape[-1], "INTERLEAVED": interleaved, "G": q.shape[1]}
-    store_kernel[(heads, tokens)](
-        k, *k.stride()[:2], v, *v.stride()[:2], order, split, *rotated,
-        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(pages, order), at,
-        ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
-        SINKS=0 if windows is None else windows.sinks,
-        D=dim, WIDTH=triton.next_power_of_2(dim),
-        BITS=bits_of(page.k.dtype),
-        **rotation, GROUP=triton.next_power_of_2(rotation["G"]), num_warps=1,
-    )  # fmt: skip
+    tl.store(out_at, found, mask=used)
 
 
 def attend(
@@ -386,7 +314,7 @@ def attend(
     )
     attend_kernel[(programs,)](
         q, *q.stride()[:3], order, order if slopes is None else slopes, scale, tokens, retrieval,
-        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(pages, order),
+        page.k, page.v, page.k.stride(0), page.k.stride(1), *scales_of(pages, order),
         table, table.stride(0), own.position if pages is None else pages.stored,
         order if pages is None or pages.places is None else pages.places,
         ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), own.position, *slot,
@@ -425,9 +353,3 @@ def split_length(keys: int, device: torch.device) -> int:
     least, most = _SPLITS
     wanted = -(-keys // (_PROGRAMS * multiprocessors(device)))
     return min(most, max(least, triton.next_power_of_2(wanted)))
-
-
-def _scales(pages: Pages | None, absent: Tensor) -> tuple[Tensor, Tensor, int]:
-    if pages is None or pages.k_scale is None or pages.v_scale is None:
-        return absent, absent, 0
-    return pages.k_scale, pages.v_scale, pages.k_scale.stride(0)

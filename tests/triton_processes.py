@@ -87,6 +87,7 @@ def resources(
         "add": "fused_triton",
         "gated": "fused_triton",
         "merge": "merge_triton",
+        "store": "store_triton",
         **dict.fromkeys(["largest", "list", "chosen"], "chosen_triton"),
     }
     name = modules.get(kernel.partition("_")[0], "decode_triton")
