@@ -30,7 +30,7 @@ from torch import Tensor
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.many_cpu import data_of
-from razor_dist.kernels.partial import Partial, empty_partial
+from razor_dist.kernels.partial import Partial, empty_partial, joined
 from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
 from razor_dist.kernels.reference import attend as attend_reference
 
@@ -165,24 +165,19 @@ def attend_chosen(
         of = q, keys, values, k_scale, v_scale, chosen, shard.edges, shard.places, positions
         return Partial(*operations().attend_chosen(*of, scale))
     k, v = k.to(torch.float32), v.to(torch.float32)
-    block, found = shard.places // BLOCK, []
+    block, heads = shard.places // BLOCK, []
     rows = max(1, _SCORES // (q.shape[1] * k.shape[1]))
-    for t in range(0, q.shape[2], rows):
-        at = slice(t, t + rows)
-        for head, own in enumerate(chosen[:, :, at]):
-            read = own.any(1)[block].nonzero().flatten()
-            if not len(read):
-                found.append(empty_partial(q[head : head + 1, :, at]))
-                continue
-            seen = own[block[read]].T & (shard.places[read] <= positions[at].unsqueeze(-1))
+    for head, of_head in enumerate(chosen):
+        one, found = slice(head, head + 1), []
+        for t in range(0, q.shape[2], rows):
+            at = slice(t, t + rows)
+            read = of_head[:, at].any(1)[block].nonzero().flatten()
+            seen = of_head[block[read], at].T & (shard.places[read] <= positions[at].unsqueeze(-1))
             hides = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
-            one = slice(head, head + 1)
-            rows_of = q[one, :, at]
-            found.append(attend_reference(rows_of, k[one, read], v[one, read], scale, False, hides))
-    heads = len(q)
-    parts = [found[i : i + heads] for i in range(0, len(found), heads)]
-    outs, lses = ([torch.cat([p[n] for p in part]) for part in parts] for n in (0, 1))
-    return Partial(torch.cat(outs, 2), torch.cat(lses, 2))
+            keys = k[one, read], v[one, read]
+            found.append(attend_reference(q[one, :, at], *keys, scale, False, hides))
+        heads.append(joined(found))
+    return Partial(*(torch.cat(x) for x in zip(*heads, strict=True)))
 
 
 def _triton(device: torch.device) -> ModuleType | None:

@@ -142,23 +142,16 @@ def use_fused_layers(model: nn.Module) -> None:
             layer.__class__ = _fused(type(layer), _layer_forward)
 
 
-def _served(*tensors: Tensor) -> bool:
-    """Tell if there are operations for these tensors."""
+def _kernels(*tensors: Tensor) -> Any:
+    """Return what has the operations for these tensors, or None."""
     x = tensors[0]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
+        return None
     if x.device.type != "cpu":
-        return available(x.device)
-    if not torch.is_inference_mode_enabled() or operations() is None:
-        return False
-    return {tensor.dtype for tensor in tensors} == {torch.float32}
-
-
-def _backend(x: Tensor) -> Any:
-    """Return what has the operations for a tensor that is `_served`."""
-    if x.device.type == "cpu":
-        return operations()
-    return importlib.import_module("razor_dist.kernels.fused_triton")
+        name = "razor_dist.kernels.fused_triton"
+        return importlib.import_module(name) if available(x.device) else None
+    of_float32 = {tensor.dtype for tensor in tensors} == {torch.float32}
+    return operations() if of_float32 and torch.is_inference_mode_enabled() else None
 
 
 class Sum(NamedTuple):
@@ -176,21 +169,22 @@ def _normed(norm: Any, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
     if isinstance(x, Tensor):
         return norm(x), x
     of = x.part, x.residual, norm.weight
-    if not _served(*of):
+    kernels = _kernels(*of)
+    if kernels is None:
         total = x.residual + x.part
         return norm(total), total
-    found: tuple[Tensor, Tensor] = _backend(x.part).add_rms_norm(*of, norm.variance_epsilon)
+    found: tuple[Tensor, Tensor] = kernels.add_rms_norm(*of, norm.variance_epsilon)
     return found
 
 
 def _norm_forward(kind: Any, self: Any, hidden_states: Tensor | Sum) -> Tensor:
     if isinstance(hidden_states, Sum):
         return _normed(self, hidden_states)[0]
-    if _served(hidden_states, self.weight):
-        x, weight, eps = hidden_states, self.weight, self.variance_epsilon
-        fused: Tensor = _backend(x).rms_norm(x, weight, eps)
-        return fused
-    found: Tensor = kind.forward(self, hidden_states)
+    kernels = _kernels(hidden_states, self.weight)
+    if kernels is None:
+        found: Tensor = kind.forward(self, hidden_states)
+    else:
+        found = kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
     return found
 
 
@@ -202,7 +196,8 @@ def _mlp_forward(kind: Any, self: Any, hidden_states: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
     else:
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-    inner = _backend(gate).gated(gate, up) if _served(gate, up) else functional.silu(gate) * up
+    kernels = _kernels(gate, up)
+    inner = functional.silu(gate) * up if kernels is None else kernels.gated(gate, up)
     found: Tensor = self.down_proj(inner)
     return found
 
@@ -322,13 +317,14 @@ def _fused_rotary(original: Rotary, interleaved: bool) -> Rotary:
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         alone = len(q) == len(cos) == 1 and cos.shape[1] == q.shape[2]
-        if unsqueeze_dim != 1 or not alone or not _served(q, k, cos, sin):
+        kernels = _kernels(q, k, cos, sin)
+        if unsqueeze_dim != 1 or not alone or kernels is None:
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         waiting = _POSTPONED.get()
         if waiting is not None:
             waiting.append(_Postponed(q, k, Rotation(cos, sin, interleaved)))
             return q, k
-        found: tuple[Tensor, Tensor] = _backend(q).rotate(q, k, cos, sin, interleaved)
+        found: tuple[Tensor, Tensor] = kernels.rotate(q, k, cos, sin, interleaved)
         return found
 
     apply_rotary_pos_emb.original = original  # type: ignore[attr-defined]

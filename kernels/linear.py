@@ -106,12 +106,8 @@ def fastest_way(rows: int) -> Way:
     ways.append(functional.linear)
     if _AVAILABLE:
         ways += [by_onednn, by_blocks] if rows == 1 else [by_onednn]
-    least = [math.inf] * len(ways)
-    with torch.inference_mode():
-        matrices, x = torch.ones(_MATRICES), torch.ones(rows, _MATRICES[-1])
-        for _ in range(_ROUNDS):
-            for index, way in enumerate(ways):
-                least[index] = min(least[index], _seconds(way, x, matrices))
+    matrices, x = torch.ones(_MATRICES), torch.ones(rows, _MATRICES[-1])
+    least = _least_seconds(ways, x, matrices)
     best = least.index(min(least))
     return ways[best if least[best] < _SHARE[rows] * least[0] else 0]
 
@@ -120,6 +116,13 @@ def choose_ways() -> None:
     """Time the ways for any number of rows now, and not in the first steps that have them."""
     for rows in _ROWS:
         fastest_way(rows)
+
+
+@torch.inference_mode()
+def _least_seconds(ways: Sequence[Way], x: Tensor, matrices: Tensor) -> list[float]:
+    """Time the products of ``x`` with all matrices, the ways taking turns; return the least."""
+    rounds = [[_seconds(way, x, matrices) for way in ways] for _ in range(_ROUNDS)]
+    return [min(of_way) for of_way in zip(*rounds, strict=True)]
 
 
 def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
@@ -217,24 +220,16 @@ def _by_onednn_int8(rows: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor)
 @functools.cache
 def _onednn_is_slow() -> bool:
     """Tell if 8-bit products take longer than float32's: on an EPYC 300 times as long."""
-    _, outputs, inputs = _MATRICES
-    codes = torch.ones(outputs, inputs, dtype=torch.int8)
-    packed, scales = _packed_weights(codes), torch.ones(outputs)
-    zeros = torch.zeros(outputs, dtype=torch.int32)
-    x, least = torch.ones(16, inputs), [math.inf, math.inf]
-    with torch.inference_mode():
-        weight = codes.float()
-        for _ in range(_ROUNDS):
-            for index, way in enumerate(
-                (
-                    lambda: _by_onednn_int8(x.to(torch.uint8), packed, scales, zeros),
-                    lambda: functional.linear(x, weight),
-                )
-            ):
-                began = time.perf_counter()
-                way()
-                least[index] = min(least[index], time.perf_counter() - began)
-    return least[0] > 2 * least[1]
+    weight = torch.ones(_MATRICES[1:])
+    packed, scales = _packed_weights(weight.to(torch.int8)), torch.ones(len(weight))
+    zeros = torch.zeros(len(weight), dtype=torch.int32)
+
+    def by_onednn_int8(x: Tensor, *_: Tensor | None) -> Tensor:
+        return _by_onednn_int8(x.to(torch.uint8), packed, scales, zeros)
+
+    ways: list[Way] = [by_onednn_int8, functional.linear]
+    eight_bits, float32 = _least_seconds(ways, torch.ones(16, weight.shape[1]), weight[None])
+    return eight_bits > 2 * float32
 
 
 def _step(x: Tensor, most: int) -> Tensor:

@@ -95,11 +95,8 @@ def merge(partials: Iterable[Partial]) -> Partial:
 
 
 def _merge(one: Partial, other: Partial) -> Partial:
-    if _merged_at_once(*one, *other):
-        return Partial(*operations().merge(*one, *other))
-    if _merged_by_triton(*one, *other):
-        kernels = importlib.import_module("razor_dist.kernels.merge_triton")
-        return Partial(*kernels.merge_pair(one, other))
+    if (merged := _merged_at_once(one, other)) is not None:
+        return merged
     top = torch.maximum(one.lse, other.lse)
     # Where both are -inf the differences would be NaN; any finite reference gives weight 0.
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -111,26 +108,23 @@ def _merge(one: Partial, other: Partial) -> Partial:
     return Partial(out, top + torch.log(total))
 
 
-def _merged_at_once(*tensors: Tensor) -> bool:
-    """Tell if the compiled operation merges these; it has no gradients."""
-    return operations() is not None and all(
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and (x.dim() == 3 or x.stride(-1) == 1)
-        and not (torch.is_grad_enabled() and x.requires_grad)
-        for x in tensors
-    )
+def _merged_at_once(one: Partial, other: Partial) -> Partial | None:
+    """Merge by one operation, which has no gradients; None where there is none.
 
-
-def _merged_by_triton(*tensors: Tensor) -> bool:
-    """Tell if one launch merges these, on CUDA; `_merge`'s own operations are ten."""
-    return all(
-        x.device.type == "cuda"
-        and available(x.device)
-        and (x.dim() == 3 or (x.dim() == 4 and x.stride(-1) == 1))
-        and not (torch.is_grad_enabled() and x.requires_grad)
-        for x in tensors
-    )
+    `_merge`'s own operations are ten.
+    """
+    tensors = *one, *other
+    apart = any(x.dim() == 4 and x.stride(-1) != 1 for x in tensors)
+    if apart or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return None
+    device = one.out.device
+    if device.type == "cpu" and operations() is not None:
+        if {x.dtype for x in tensors} == {torch.float32}:
+            return Partial(*operations().merge(*tensors))
+    elif device.type == "cuda" and available(device):
+        kernels = importlib.import_module("razor_dist.kernels.merge_triton")
+        return Partial(*kernels.merge_pair(one, other))
+    return None
 
 
 def empty_partial(q: Tensor) -> Partial:
