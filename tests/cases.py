@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -86,6 +87,12 @@ def model_and_shape(
     """The model in a folder, loaded once per process."""
     model = load_model(path, device=torch.device(device), dtype=dtype)
     return model, ModelShape.from_config(model.config)
+
+
+def all_full(path: str | Path) -> tuple[tuple[bool, ...], ...]:
+    """The decision that every head of a model is a retrieval head."""
+    _, shape = model_and_shape(str(path))
+    return ((True,) * shape.kv_heads,) * shape.layers
 
 
 def make_runner(

@@ -34,7 +34,16 @@ from razor_dist.parallel.zigzag import Chunk, chunks
 from razor_dist.plan.allocations import Allocations
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
-from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, one_chunk, prefill
+from tests.cases import (
+    Case,
+    all_full,
+    answer,
+    logits_of,
+    make_runner,
+    model_and_shape,
+    one_chunk,
+    prefill,
+)
 from tests.ranks import RankPool
 from tests.test_invariance import POLICY, assert_same, split_of, tokens_of
 from tests.tiny_models import write_random
@@ -76,9 +85,7 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
             for of in (share, 1e-30, 0.99)
         )
     assert min((want - other).abs().max() for other in (full, none)) > 1e-3
-    _, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
-    case = Case(str(path), every, POLICY, tokens[:N], tokens[N:], share=share)
+    case = Case(str(path), all_full(path), POLICY, tokens[:N], tokens[N:], share=share)
     for world in (1, 2, 4, 8):
         for cut in (8192, 1000, 300):
             tensor = cut == 1000
@@ -128,11 +135,6 @@ def test_a_model_that_turns_a_part_of_each_head_by_itself(ranks: Ranks, tmp_path
     assert_same(ranks(2).run(logits_of, case)[0], found.logits[0, N - 1 :])
 
 
-def every_head(path: Path) -> tuple[tuple[bool, ...], ...]:
-    _, shape = model_and_shape(str(path))
-    return ((True,) * shape.kv_heads,) * shape.layers
-
-
 def runs_of(
     comm: Communicator, case: Case, texts: tuple[tuple[tuple[int, ...], ...], ...], most: int
 ) -> tuple[Tensor | None, list[Counter[str]], int]:
@@ -176,7 +178,7 @@ def runs_of(
 def test_runs_of_several_sequences_in_one_step(ranks: Ranks, tiny: Tiny) -> None:
     """Some of which are long enough to choose, in three all-gathers a layer."""
     path = tiny("llama")
-    case = Case(str(path), every_head(path), POLICY, (), share=1 / 300)
+    case = Case(str(path), all_full(path), POLICY, (), share=1 / 300)
     texts, want = [], ([], [])
     for seed, n in enumerate((765, 1000, 60)):
         tokens, wrong = tokens_of(n + 8, seed), (5, 7)
@@ -213,7 +215,7 @@ def cut_logits(comm: Communicator, case: Case, cut: int) -> Tensor | None:
 
 def test_a_prefix_is_cut_within_a_block(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
-    case = Case(str(path), every_head(path), POLICY, tokens_of(N), share=1 / 300)
+    case = Case(str(path), all_full(path), POLICY, tokens_of(N), share=1 / 300)
     want = ranks(1).run(logits_of, case)[0]
     for world, cut in ((2, 1001), (4, 777)):
         of = dataclasses.replace(case, chunked_prefill_size=300)
@@ -256,7 +258,7 @@ def logits_of_scattered(comm: Communicator, case: Case) -> tuple[Tensor | None, 
 def test_pages_that_are_not_contiguous(kv_dtype: torch.dtype, ranks: Ranks, tiny: Tiny) -> None:
     path, tokens = tiny("llama"), tokens_of(N + K, seed=5)
     case = Case(
-        str(path), every_head(path), POLICY, tokens[:N], tokens[N:], share=1 / 300,
+        str(path), all_full(path), POLICY, tokens[:N], tokens[N:], share=1 / 300,
         chunked_prefill_size=600, kv_dtype=kv_dtype,
     )  # fmt: skip
     want = ranks(1).run(logits_of, case)[0]
@@ -278,7 +280,7 @@ def logits_in_rounds(comm: Communicator, case: Case, most: int) -> tuple[Tensor 
 
 def test_heads_are_taken_a_few_at_a_time(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama2")  # four KV heads
-    case = Case(str(path), every_head(path), POLICY, tokens_of(3000), share=1 / 300)
+    case = Case(str(path), all_full(path), POLICY, tokens_of(3000), share=1 / 300)
     (want, whole), (got, few) = (
         ranks(2).run(logits_in_rounds, case, most)[0] for most in (1 << 40, 1)
     )

@@ -24,7 +24,7 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.cases import Case, logits_of, make_runner, model_and_shape, one_chunk
+from tests.cases import Case, all_full, logits_of, make_runner, model_and_shape, one_chunk
 from tests.literal import literal_logits
 from tests.ranks import RankPool
 
@@ -59,6 +59,9 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+# The window grows from 48 tokens on and is at its cap from 104 on.
+GROWING = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
+LITERAL = {"minimum": 12, "maximum": 26, "ratio": 4, "sinks": 4, "block": 8, "compensation": True}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,8 +85,7 @@ def test_all_retrieval_is_stock_transformers(family: str, ranks: Ranks, tiny: Ti
     n, k = 150, 5
     tokens = tokens_of(n + k, seed=1)
     path = tiny(family)
-    model, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
+    every = all_full(path)
     for implementation in ("sdpa", "eager"):
         stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
         with torch.inference_mode():
@@ -91,7 +93,7 @@ def test_all_retrieval_is_stock_transformers(family: str, ranks: Ranks, tiny: Ti
         for world in (1, 4):
             case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
             assert_same(ranks(world).run(logits_of, case)[0], want)
-    assert model.config._attn_implementation == "razor"
+    assert model_and_shape(str(path))[0].config._attn_implementation == "razor"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,18 +104,8 @@ def test_streaming_heads_are_the_literal_definition(
     n, k = 120, 4
     tokens = tokens_of(n + k, seed=2)
     path = tiny(family)
-    # The window grows from 48 tokens on and is at its cap from 104 on.
-    policy = dataclasses.replace(
-        POLICY, window_min=12, window_ratio=4, window_max=26, compensation=compensation
-    )
-    literal = {
-        "minimum": 12,
-        "maximum": 26,
-        "ratio": 4,
-        "sinks": 4,
-        "block": 8,
-        "compensation": compensation,
-    }
+    policy = dataclasses.replace(GROWING, compensation=compensation)
+    literal = LITERAL | {"compensation": compensation}
     split = split_of(path)
     want = literal_logits(str(path), list(tokens), split, literal)[n - 1 :]
     case = Case(str(path), split, policy, tokens[:n], tokens[n:], chunked_prefill_size=50)

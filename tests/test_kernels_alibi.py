@@ -18,7 +18,7 @@ from razor_dist.kernels.alibi import (
     widened,
 )
 from razor_dist.kernels.query import Query
-from tests.test_kernels import draw
+from tests.test_kernels import assert_close, draw
 
 SLOPES = torch.tensor([[0.84, 0.3], [0.1, 0.05], [0.01, 0.004]])
 
@@ -89,8 +89,7 @@ def test_a_bias_per_head(keys: int, queries: int) -> None:
     got = attend(q, k, v, scale=0.25, bias=bias, backend="torch_cpu")
     want = attend(q, k[:, keys // 2 :], v[:, keys // 2 :], scale=0.25,
                   bias=bias[:, :, keys // 2 :], backend="reference")  # fmt: skip
-    torch.testing.assert_close(got.out, want.out, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=1e-5)
+    assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 def test_widened_heads_carry_the_distance_in_bfloat16() -> None:

@@ -7,7 +7,7 @@ the kernels on CPU tensors and another compiles them for GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -302,47 +302,32 @@ def test_compiled_kernels_are_attention(batch: Batch) -> None:
     assert error < max(rounding, 5e-5 if batch.coded else 1e-5)
 
 
+def batch_of(lengths: list[int], behind: int, **fields: Any) -> Batch:
+    return Batch(lengths=tuple(lengths), positions=tuple(n + behind for n in lengths), **fields)
+
+
 @compiled
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 1200), min_size=1, max_size=4),
-    behind=st.integers(0, 300),
-    group=st.integers(1, 9),
-    dim=st.integers(1, 40).map(lambda n: 4 * n),
-    page=st.sampled_from((1, 7, 64)),
-    ring=st.integers(6, 700),
-    sinks=st.integers(0, 5),
-    slopes=st.booleans(),
-    coded=st.sampled_from((None, INT8, INT4)),
-    count=st.integers(1, 3),
+    st.builds(
+        batch_of,
+        lengths=st.lists(st.integers(0, 1200), min_size=1, max_size=4),
+        behind=st.integers(0, 300),
+        group=st.integers(1, 9),
+        dim=st.integers(1, 40).map(lambda n: 4 * n),
+        page=st.sampled_from((1, 7, 64)),
+        ring=st.integers(6, 700),
+        sinks=st.integers(0, 5),
+        slopes=st.booleans(),
+        coded=st.sampled_from((None, INT8, INT4)),
+    ),
+    st.integers(1, 3),
 )
-def test_compiled_kernels_see_every_key_once(
-    lengths: list[int],
-    behind: int,
-    group: int,
-    dim: int,
-    page: int,
-    ring: int,
-    sinks: int,
-    slopes: bool,
-    coded: torch.dtype | None,
-    count: int,
-) -> None:
-    batch = Batch(
-        lengths=tuple(lengths),
-        positions=tuple(n + behind for n in lengths),
-        group=group,
-        dim=dim,
-        page=page,
-        ring=ring,
-        sinks=sinks,
-        slopes=slopes,
-        coded=coded,
-    )
+def test_compiled_kernels_see_every_key_once(batch: Batch, count: int) -> None:
     with threads(count):
         [error] = errors(batch, "decode_cpu").values()
     # Scores of a thousand and more, by distance, are rounded to 6e-5.
-    assert error < (5e-4 if slopes else 5e-5)
+    assert error < (5e-4 if batch.slopes else 5e-5)
 
 
 def stored(batch: Batch, name: str, width: int = 0, interleaved: bool = False) -> bool:
@@ -401,23 +386,20 @@ def stored(batch: Batch, name: str, width: int = 0, interleaved: bool = False) -
 STORED = "eight sequences", "groups of three", "bfloat16", "int8", "int4", GROUPS_OF_32
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_new_keys_go_where_they_belong(name: str, interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(stored, BATCHES[name], "decode_triton").result(120)
-
-
 @pytest.mark.parametrize(
     ("name", "width", "interleaved"),
     [
+        *((name, 0, False) for name in STORED),
         ("eight sequences", 64, False),
         ("groups of three", 48, True),
         ("int8", 32, True),
         ("int4", 32, True),
     ],
 )
-def test_new_keys_and_queries_are_rotated_meanwhile(
+def test_new_keys_go_where_they_belong(
     name: str, width: int, interleaved: bool, interpreter: ProcessPoolExecutor
 ) -> None:
+    """Rotated meanwhile, as their queries are, where there is a width."""
     call = interpreter.submit(stored, BATCHES[name], "decode_triton", width, interleaved)
     assert call.result(120)
 
@@ -436,9 +418,9 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.float(), want.float(), atol=atol, rtol=1e-5)
 
 
-def rotated(heads: int, dim: int, width: int, dtype: torch.dtype, interleaved: bool) -> float:
+def rotated(dtype: torch.dtype, heads: int, dim: int, width: int, interleaved: bool) -> float:
     """Largest error of the rotating kernel against its definition."""
-    from razor_dist.kernels import fused, fused_triton
+    from razor_dist.kernels import fused_triton
 
     generator = torch.Generator().manual_seed(0)
     # As models have them: views of what the projections give.
@@ -452,24 +434,8 @@ def rotated(heads: int, dim: int, width: int, dtype: torch.dtype, interleaved: b
     return max((a.float() - b.float()).abs().max().item() for a, b in found)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dim", "width", "dtype", "interleaved"),
-    [
-        (3, 64, 64, torch.float32, False),
-        (8, 128, 64, torch.float32, True),
-        (2, 96, 72, torch.bfloat16, False),
-    ],
-)
-def test_rotating_is_its_definition(
-    heads: int, dim: int, width: int, dtype: torch.dtype, interleaved: bool,
-    interpreter: ProcessPoolExecutor,
-) -> None:  # fmt: skip
-    call = interpreter.submit(rotated, heads, dim, width, dtype, interleaved)
-    assert call.result(120) < (1e-6 if dtype == torch.float32 else 0.02)
-
-
-def summed(dtype: torch.dtype, dim: int) -> list[float]:
-    """Largest errors of the kernel that norms a sum, against float64: of the norm, and the sum."""
+def summed(dtype: torch.dtype, dim: int) -> float:
+    """The same of the kernel that norms a sum, against float64: of the norm, and of the sum."""
     from razor_dist.kernels.fused_triton import add_rms_norm
 
     generator = torch.Generator().manual_seed(0)
@@ -481,20 +447,11 @@ def summed(dtype: torch.dtype, dim: int) -> list[float]:
     kept = total.to(dtype).double()
     want = kept / (kept.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     pairs = zip(found, (want, total), strict=True)
-    return [((got - of).abs() / (1 + of.abs())).max().item() for got, of in pairs]
-
-
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 96), (torch.bfloat16, 576)])
-def test_the_norm_of_a_sum_is_its_definition(
-    dtype: torch.dtype, dim: int, interpreter: ProcessPoolExecutor
-) -> None:
-    found = interpreter.submit(summed, dtype, dim).result(120)
-    # The interpreter cuts bfloat16 off where a GPU rounds it.
-    assert max(found) < (1e-6 if dtype == torch.float32 else 1e-2)
+    return max(((got - of).abs() / (1 + of.abs())).max().item() for got, of in pairs)
 
 
 def activated(dtype: torch.dtype, width: int) -> float:
-    """Largest error of the kernel for gated activations, against float64."""
+    """The same of the kernel for gated activations, against float64."""
     from razor_dist.kernels.fused_triton import gated
 
     gate, up = (torch.randn(1, 3, 2 * width) * 5).to(dtype).chunk(2, -1)
@@ -502,25 +459,17 @@ def activated(dtype: torch.dtype, width: int) -> float:
     return ((gated(gate, up) - want).abs() / (1 + want.abs())).max().item()
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 1500), (torch.bfloat16, 64)])
-def test_a_gated_activation_is_its_definition(
-    dtype: torch.dtype, width: int, interpreter: ProcessPoolExecutor
-) -> None:
-    error = interpreter.submit(activated, dtype, width).result(120)
-    assert error < (1e-6 if dtype == torch.float32 else 1e-2)
-
-
 def merged(dtype: torch.dtype, tokens: int, dim: int) -> float:
-    """Largest error of the kernel that merges two partial results, against its definition."""
+    """The same of the kernel that merges two partial results, against its definition."""
     from razor_dist.kernels.merge_triton import merge_pair
 
     generator = torch.Generator().manual_seed(0)
     # Views, as a ring has them; some rows see no key in one segment, or in either.
     one, other = (
         Partial(
-            torch.randn(3, 2, tokens + 2, dim, generator=generator).to(kind)[:, :, 2:],
-            torch.randn(3, 2, tokens + 2, generator=generator)[:, :, 2:] * 9,
-        )
+            torch.randn(3, 2, tokens + 2, dim, generator=generator).to(kind),
+            torch.randn(3, 2, tokens + 2, generator=generator) * 9,
+        ).tokens(slice(2, None))
         for kind in (torch.float32, dtype)
     )
     one.lse[:, :, :5], other.lse[:, :, 3:7] = -math.inf, -math.inf
@@ -531,20 +480,38 @@ def merged(dtype: torch.dtype, tokens: int, dim: int) -> float:
     return (got.out - want.out).abs().max().item()
 
 
-@pytest.mark.parametrize(("dtype", "tokens", "dim"), [
-    (torch.float32, 37, 64), (torch.bfloat16, 16, 96), (torch.bfloat16, 9, 128),
-])  # fmt: skip
-def test_merging_two_is_its_definition(
-    dtype: torch.dtype, tokens: int, dim: int, interpreter: ProcessPoolExecutor
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+# The interpreter cuts bfloat16 off where a GPU rounds it.
+@pytest.mark.parametrize(
+    ("error", "given", "most"),
+    [
+        (rotated, (FP32, 3, 64, 64, False), 1e-6),
+        (rotated, (FP32, 8, 128, 64, True), 1e-6),
+        (rotated, (BF16, 2, 96, 72, False), 2e-2),
+        (summed, (FP32, 96), 1e-6),
+        (summed, (BF16, 576), 1e-2),
+        (activated, (FP32, 1500), 1e-6),
+        (activated, (BF16, 64), 1e-2),
+        (merged, (FP32, 37, 64), 1e-5),
+        (merged, (BF16, 16, 96), 1e-5),
+        (merged, (BF16, 9, 128), 1e-5),
+    ],
+)
+def test_small_kernels_are_their_definitions(
+    error: Callable[..., float],
+    given: tuple[Any, ...],
+    most: float,
+    interpreter: ProcessPoolExecutor,
 ) -> None:
-    assert interpreter.submit(merged, dtype, tokens, dim).result(120) < 1e-5
+    assert interpreter.submit(error, *given).result(120) < most
 
 
 POINTERS = {
     **dict.fromkeys(
-        ["order", "stored", "places", "position", "start", "offset", "capacity"], "*i64"
+        ["order", "stored", "places", "position", "start", "offset", "capacity", "at"], "*i64"
     ),
-    **dict.fromkeys(["at"], "*i64"),
     "table": "*i32",
     **dict.fromkeys(["scale", "eps"], "fp32"),
     **dict.fromkeys(["slopes", "lse", "parts", "packed", "gathered"], "*fp32"),

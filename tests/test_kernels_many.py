@@ -14,7 +14,7 @@ from razor_dist.kernels import attend, attend_windows, many_cpu, takes_windows
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import INT4, INT8, Codes, has_scale, quantize, unpacked
-from tests.test_kernels import threads
+from tests.test_kernels import assert_close, threads
 
 pytestmark = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
@@ -66,8 +66,7 @@ def test_it_is_attention(
     # With codes a query is off by 2^-16 of its largest number, 4, in each dimension: its
     # scores by 0.2 * 4 * 2^-16 * 128 at most if all errors pull the same way.
     bound = 5e-4 if coded else 1e-5
-    torch.testing.assert_close(got.out.double(), want.out, atol=bound, rtol=bound)
-    torch.testing.assert_close(got.lse.double(), want.lse, atol=bound, rtol=bound)
+    assert_close(got, want, atol=bound, rtol=bound)
     assert (got.out[(got.lse == -math.inf)] == 0).all()
 
 

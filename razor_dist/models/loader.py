@@ -28,11 +28,11 @@ from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.fused import use_fused_layers
 from razor_dist.kernels.linear import joins, use_fast_linear, use_joined_linear
-from razor_dist.models.adapters import adapter, is_alibi, register_configs
+from razor_dist.models.adapters import adapter, register_configs
 from razor_dist.models.bridge import NAME as RAZOR_ATTENTION
 from razor_dist.models.dual_chunk import count_within_chunks
 from razor_dist.models.longrope import mark_long_positions
-from razor_dist.models.shape import max_positions
+from razor_dist.models.shape import ModelShape
 from razor_dist.models.support import (
     check_class,
     check_supported,
@@ -263,21 +263,21 @@ def model_fingerprint(config: PretrainedConfig) -> str:
     attention (dtype, names, cache switches, token ids) are left out.
     """
     c: Any = config
-    heads = c.num_attention_heads
+    shape = ModelShape.from_config(config)
     fields = {
         "model_type": c.model_type,
-        "vocab_size": c.vocab_size,
+        "vocab_size": shape.vocab_size,
         "hidden_size": c.hidden_size,
         "intermediate_size": getattr(c, "intermediate_size", None),
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(c, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
-        "max_position_embeddings": max_positions(config),
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.query_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
         "attention_bias": bool(getattr(c, "attention_bias", False)),
         "rope": _rope_fields(c),
     }
-    if is_alibi(config):  # MPT's settings that change the scores
+    if shape.alibi:  # MPT's settings that change the scores
         names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
         attention = getattr(c, "attn_config", None)
         fields["alibi"] = {name: getattr(attention, name, None) for name in names}

@@ -34,7 +34,16 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
-from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, one_chunk, prefill
+from tests.cases import (
+    Case,
+    all_full,
+    answer,
+    logits_of,
+    make_runner,
+    model_and_shape,
+    one_chunk,
+    prefill,
+)
 from tests.engine.test_graph import case_of, story
 from tests.ranks import RankPool
 from tests.test_invariance import assert_same, tokens_of
@@ -90,10 +99,8 @@ def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, folder: Fol
     n, k = 150, 5
     tokens = tokens_of(n + k, seed=1)
     path = folder(family)
-    _, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
     want = want_of(path, family, tokens)[n - 1 :]
-    case = Case(str(path), every, POLICY, tokens[:n], tokens[n:])
+    case = Case(str(path), all_full(path), POLICY, tokens[:n], tokens[n:])
     for world in (1, 2, 4):
         for cut in (8192, 64, 37):
             assert_same(
@@ -104,10 +111,11 @@ def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, folder: Fol
     assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
 
 
-def mixed(layers: int, heads: int) -> tuple[Any, Any, Local]:
+def mixed(path: Path) -> tuple[Any, Any, Local]:
     """Retrieval flags, windows and the literal settings: a layer of each kind, and mixed ones."""
-    flags, windows, local = [], [], []
-    for layer in range(layers):
+    _, shape = model_and_shape(str(path))
+    heads, flags, windows, local = shape.kv_heads, [], [], []
+    for layer in range(shape.layers):
         row: list[tuple[bool, int | None]] = [
             (False, None) if layer == 0 else (h % 3 == layer % 3, (None, 5, 24, 61)[h % 4])
             for h in range(heads)
@@ -134,8 +142,7 @@ def test_a_window_for_each_head_is_the_literal_definition(
     n, k = 140, 12
     tokens = tokens_of(n + k, seed=2)
     path = folder(family)
-    _, shape = model_and_shape(str(path))
-    flags, windows, local = mixed(shape.layers, shape.kv_heads)
+    flags, windows, local = mixed(path)
     want = literal_alibi(path, list(tokens), local).float()[n - 1 :]
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], page_size=7, windows=windows)
     for world in (1, 2, 4):
@@ -154,8 +161,7 @@ def test_distances_as_dimensions_are_the_literal_definition(
     n, k = 140, 12
     tokens = tokens_of(n + k, seed=2)
     path = folder("bloom6")
-    _, shape = model_and_shape(str(path))
-    flags, windows, local = mixed(shape.layers, shape.kv_heads)
+    flags, windows, local = mixed(path)
     want = literal_alibi(path, list(tokens), local).float()[n - 1 :]
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], page_size=7, windows=windows)
     got = logits_of(Communicator(None), case)
@@ -167,8 +173,7 @@ def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, folder: Folde
     n = 130
     tokens = tokens_of(n + 6, seed=3)
     path = folder("bloom6")
-    _, shape = model_and_shape(str(path))
-    flags, windows, _ = mixed(shape.layers, shape.kv_heads)
+    flags, windows, _ = mixed(path)
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], exact=True, windows=windows)
     want = ranks(1).run(logits_of, case)[0]
     assert_same(want[:1], want_of(path, "bloom6", tokens[:n])[-1:])
@@ -194,8 +199,7 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
 
 def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, folder: Folder) -> None:
     path = folder("mpt6")
-    _, shape = model_and_shape(str(path))
-    flags, windows, local = mixed(shape.layers, shape.kv_heads)
+    flags, windows, local = mixed(path)
     tokens = tokens_of(118, seed=6)
     want = literal_alibi(path, list(tokens), local).float()[-1:]
     case = Case(
@@ -214,8 +218,7 @@ def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, folder: Folder) -> 
 
 def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, folder: Folder) -> None:
     path = folder("bloom6")
-    _, shape = model_and_shape(str(path))
-    flags, windows, _ = mixed(shape.layers, shape.kv_heads)
+    flags, windows, _ = mixed(path)
     case = dataclasses.replace(case_of(path), retrieval=flags, windows=windows)
     errors, agree, *_ = ranks(2).run(story, case)[0]
     assert len(errors) > 80 and max(errors) < 1e-5 and agree
@@ -235,10 +238,8 @@ def test_nothing_as_wide_as_the_context_is_built(
         for name in names:
             monkeypatch.setattr(module, name, refuse)
     path = folder(family)
-    _, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
-    tokens = tokens_of(20)
-    assert logits_of(Communicator(None), Case(str(path), every, POLICY, tokens)) is not None
+    case = Case(str(path), all_full(path), POLICY, tokens_of(20))
+    assert logits_of(Communicator(None), case) is not None
 
 
 def test_bias_max_counts_as_in_storywriter(folder: Folder, tmp_path: Path) -> None:
@@ -249,10 +250,8 @@ def test_bias_max_counts_as_in_storywriter(folder: Folder, tmp_path: Path) -> No
     config["attn_config"]["alibi_bias_max"] = 16
     (path / "config.json").write_text(json.dumps(config))
     assert model_fingerprint(read_config(path)) != model_fingerprint(read_config(folder("mpt")))
-    _, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
     tokens = tokens_of(90, seed=5)
-    got = logits_of(Communicator(None), Case(str(path), every, POLICY, tokens))
+    got = logits_of(Communicator(None), Case(str(path), all_full(path), POLICY, tokens))
     want = literal_alibi(path, list(tokens)).float()
     assert got is not None
     assert_same(got, want[-1:])
@@ -299,7 +298,7 @@ def test_an_engine_has_the_maps_windows_at_any_length(
 ) -> None:
     path = folder("bloom6")
     config = read_config(path)
-    flags, windows, _ = mixed(3, 6)
+    flags, windows, _ = mixed(path)
     own = tuple(tuple(None if f else w or 7 for f, w in zip(*row, strict=True))
                 for row in zip(flags, windows, strict=True))  # fmt: skip
     head_map = HeadMap(

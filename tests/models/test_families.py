@@ -14,26 +14,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from razor_dist.cache.policy import StreamingPolicy
 from tests import test_invariance
-from tests.cases import Case, logits_of, model_and_shape
+from tests.cases import Case, all_full, logits_of
 from tests.literal import literal_logits
 from tests.ranks import RankPool
-from tests.test_invariance import assert_same, split_of, tokens_of
+from tests.test_invariance import GROWING, LITERAL, assert_same, split_of, tokens_of
 from tests.tiny_models import FAMILIES
 
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
 
 OTHERS = [family for family in FAMILIES if family not in test_invariance.FAMILIES]
-# The window grows from 48 tokens on and is at its cap from 104 on.
-POLICY = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
-LITERAL = {"minimum": 12, "maximum": 26, "ratio": 4, "sinks": 4, "block": 8, "compensation": True}
 
 
 def stock_logits(path: Path, tokens: tuple[int, ...]) -> Tensor:
-    """Logits ``[N, V]`` of stock transformers with sdpa."""
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    """Logits ``[N, V]`` of stock transformers: eager, since sdpa would run an op that ours may."""
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     with torch.inference_mode():
         logits: Tensor = stock(torch.tensor([tokens])).logits[0]
     return logits
@@ -43,9 +39,7 @@ def stock_logits(path: Path, tokens: tuple[int, ...]) -> Tensor:
 def test_all_heads_full_is_stock_transformers(family: str, ranks: Ranks, tiny: Tiny) -> None:
     n, k = 150, 4
     tokens, path = tokens_of(n + k, seed=1), tiny(family)
-    _, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
-    case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
+    case = Case(str(path), all_full(path), GROWING, tokens[:n], tokens[n:], chunked_prefill_size=64)
     assert_same(ranks(2).run(logits_of, case)[0], stock_logits(path, tokens)[n - 1 :])
 
 
@@ -55,7 +49,7 @@ def test_local_heads_are_the_literal_definition(family: str, ranks: Ranks, tiny:
     tokens, path = tokens_of(n + k, seed=2), tiny(family)
     split = split_of(path)
     want = literal_logits(str(path), list(tokens), split, LITERAL)[n - 1 :]
-    case = Case(str(path), split, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=50)
+    case = Case(str(path), split, GROWING, tokens[:n], tokens[n:], chunked_prefill_size=50)
     assert_same(ranks(2).run(logits_of, case)[0], want)
     full = dataclasses.replace(case, retrieval=tuple((True,) * len(row) for row in split))
     assert not torch.allclose(ranks(2).run(logits_of, full)[0], want, rtol=1e-3, atol=1e-3)

@@ -21,7 +21,7 @@ from razor_dist.models.longrope import LONG, position_mark
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.cases import Case, logits_of, model_and_shape
+from tests.cases import Case, all_full, logits_of, model_and_shape
 from tests.engine.test_core import make_core, prompt, run, tokens
 from tests.engine.test_graph import Both, case_of
 from tests.ranks import RankPool
@@ -53,11 +53,9 @@ def stock_logits(stock: Any, ids: Any) -> Tensor:
 
 
 def full(path: Path, ids: tuple[int, ...], n: int, chunked_prefill_size: int = 40) -> Case:
-    _, shape = model_and_shape(str(path))
-    every = ((True,) * shape.kv_heads,) * shape.layers
     return Case(
         str(path),
-        every,
+        all_full(path),
         StreamingPolicy(),
         ids[:n],
         ids[n:],

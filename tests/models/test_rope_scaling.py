@@ -22,10 +22,10 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.cases import Case, logits_of
-from tests.models.test_families import POLICY, stock_logits
+from tests.models.test_families import stock_logits
 from tests.models.test_support import PUBLISHED
 from tests.ranks import RankPool
-from tests.test_invariance import assert_same, split_of, tokens_of
+from tests.test_invariance import GROWING, assert_same, split_of, tokens_of
 
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
@@ -48,7 +48,7 @@ def test_yarn_is_stock_transformers_on_any_number_of_ranks(yarn: Path, ranks: Ra
     n, k = 150, 4
     tokens = tokens_of(n + k, seed=1)
     every = ((True,) * 2,) * 3
-    case = Case(str(yarn), every, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
+    case = Case(str(yarn), every, GROWING, tokens[:n], tokens[n:], chunked_prefill_size=64)
     want = stock_logits(yarn, tokens)[n - 1 :]
     for world in (1, 4):
         assert_same(ranks(world).run(logits_of, case)[0], want)

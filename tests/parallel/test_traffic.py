@@ -11,7 +11,7 @@ import torch
 
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, Pending
-from tests.cases import Case, answer, make_runner, model_and_shape, prefill
+from tests.cases import Case, all_full, answer, make_runner, model_and_shape, prefill
 from tests.ranks import RankPool
 
 WORLD = 8
@@ -42,7 +42,7 @@ def test_prefill_moves_the_retrieval_fraction_of_the_full_ring(
     _, shape = model_and_shape(str(path))
     n = 640
     tokens = tuple(torch.randint(3, 190, (n,), generator=torch.manual_seed(0)).tolist())
-    full = ((True,) * shape.kv_heads,) * shape.layers
+    full = all_full(path)
     razor = ((True, False), (False, False), (False, True), (False, False))
     pool = ranks(WORLD)
     in_full = pool.run(traffic, Case(str(path), full, POLICY, tokens))
@@ -98,7 +98,7 @@ def test_queries_travel_when_that_moves_less(
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
     tokens = tuple(torch.randint(3, 190, (650,), generator=torch.manual_seed(1)).tolist())
-    full = ((True,) * shape.kv_heads,) * shape.layers
+    full = all_full(path)
     pool = ranks(4)
     whole = pool.run(traffic, Case(str(path), full, POLICY, tokens[:640], chunked_prefill_size=640))
     then = pool.run(traffic, Case(str(path), full, POLICY, tokens, chunked_prefill_size=640))
