@@ -101,3 +101,6 @@ class RankPool:
             if process.is_alive():
                 process.kill()
         self._directory.cleanup()
+
+
+Ranks = Callable[[int], RankPool]  # the fixture ``ranks``

@@ -44,12 +44,9 @@ from tests.cases import (
     one_chunk,
     prefill,
 )
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_invariance import POLICY, assert_same, split_of, tokens_of
-from tests.tiny_models import write_random
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import Tiny, write_random
 
 SLOW = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15])  # of 16 dimensions of a Llama
 N, K = 1400, 6

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,13 @@ from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, all_full, logits_of, make_runner, model_and_shape, one_chunk
 from tests.literal import literal_logits
-from tests.ranks import RankPool
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 FAMILIES = ("llama", "qwen2", "qwen3_moe", "mistral", "glm")
 WORLDS = (1, 2, 4, 8)
 CUTS = (8192, 64, 37)
 TOLERANCE = 1e-4
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 
 
 def tokens_of(count: int, seed: int = 0) -> tuple[int, ...]:

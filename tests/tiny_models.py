@@ -27,6 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+Tiny = Callable[[str], Path]  # the fixture ``tiny``
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -45,10 +45,9 @@ from tests.cases import (
     prefill,
 )
 from tests.engine.test_graph import case_of, story
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_invariance import assert_same, tokens_of
 
-Ranks = Callable[[int], RankPool]
 Folder = Callable[[str], Path]
 
 POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from razor_dist.engine.build import check_model
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import NAME
 from razor_dist.models.loader import load_model
+from tests.tiny_models import Tiny
 
 HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 5, 8
 
@@ -108,7 +107,7 @@ def test_what_would_be_computed_wrongly_is_refused(given: dict[str, Any], words:
         call(**given)
 
 
-def test_layers_that_run_several_times_are_refused(tiny: Callable[[str], Path]) -> None:
+def test_layers_that_run_several_times_are_refused(tiny: Tiny) -> None:
     """Each run has keys of its own, and the caches have room for one."""
     model: Any = load_model(tiny("llama"), device=torch.device("cpu"), dtype=torch.float32)
     check_model(model, "tiny")

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ from tests.engine.test_sources import traced
 from tests.literal import window_start
 from tests.prefix.test_logits import TEXTS as HISTORY
 from tests.prefix.test_logits import assert_as_fresh
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_invariance import POLICY, WORLDS, assert_same, split_of, tokens_of
 from tests.test_short_steps import CHUNKS, STEPS, TEXTS, Company, assert_same_as_alone
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import Tiny
 
 # Chunks of 40 tokens, the last 8 of which a chunk's first tokens see at their own distance.
 SIZE, LOCAL, ORIGINAL = 48, 8, 48

@@ -6,7 +6,6 @@ The families of `tests/test_invariance.py` are tested there, at every number of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests import test_invariance
 from tests.cases import Case, all_full, logits_of
 from tests.literal import literal_logits
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_invariance import GROWING, LITERAL, assert_same, split_of, tokens_of
-from tests.tiny_models import FAMILIES
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import FAMILIES, Tiny
 
 OTHERS = [family for family in FAMILIES if family not in test_invariance.FAMILIES]
 

@@ -5,7 +5,6 @@ The tiny model's short frequencies hold for 96 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import Case, all_full, logits_of, model_and_shape
 from tests.engine.test_core import make_core, prompt, run, tokens
 from tests.engine.test_graph import Both, case_of
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_invariance import assert_same, tokens_of
+from tests.tiny_models import Tiny
 
 LIMIT = 96
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,8 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import eos_token_ids, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.cases import Case, logits_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, Ranks
 
-Ranks = Callable[[int], RankPool]
 POLICY = StreamingPolicy(window_min=256, window_ratio=None)
 FULL = ((True, True), (True, True))
 STREAMING = ((False, False), (False, False))

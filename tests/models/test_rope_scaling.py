@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,9 @@ from razor_dist.models.shape import ModelShape
 from tests.cases import Case, logits_of
 from tests.models.test_families import stock_logits
 from tests.models.test_support import PUBLISHED
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_invariance import GROWING, assert_same, split_of, tokens_of
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import Tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -127,14 +127,8 @@ def test_one_of_many_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     # What a killed process left behind must not be in the way.
     key = smollm2._cache_key(smollm2.gguf_file())
     (tmp_path / "razor_dist" / f"smollm2-{key}.partial").mkdir(parents=True)
-    found: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(smollm2.embedded_model())) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: smollm2.embedded_model(), range(4)))
     assert len(conversions) == 1
     assert found == [tmp_path / "razor_dist" / f"smollm2-{key}"] * 4
     assert (found[0] / "config.json").is_file()

@@ -7,9 +7,10 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.shared_memory import SharedMemory, connect
-from tests.ranks import RankPool
+from tests.ranks import RankPool, Ranks
 
 # Bytes around one place, and several places, of a channel and of the boards.
 SIZES = [0, 1, 7, 4096, (256 << 10) - 1, (256 << 10) + 1, 512 << 10, (1 << 20) + 12, 3 << 20]
@@ -81,7 +82,7 @@ def over_both(comm: Communicator, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_same_arrives_as_over_gloo(ranks: Callable[[int], RankPool], size: int) -> None:
+def test_the_same_arrives_as_over_gloo(ranks: Ranks, size: int) -> None:
     @settings(max_examples=12, deadline=None)
     @given(st.integers(0, 10**6))
     def check(seed: int) -> None:
@@ -101,7 +102,7 @@ def sums(comm: Communicator) -> list[Tensor]:
     return [at_once, *comm.all_reduce(tensor, "compensation").wait()]
 
 
-def test_a_sum_has_the_same_bits_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+def test_a_sum_has_the_same_bits_on_every_rank(ranks: Ranks) -> None:
     first, *others = ranks(6).run(sums)
     for both in (first, *others):
         assert all(torch.equal(one, first[0]) for one in both)
@@ -179,37 +180,35 @@ def wait_idly(comm: Communicator) -> float:
     return sum(used()[:2]) - before
 
 
-def test_ranks_that_wait_for_a_plan_take_no_cpu_time(ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_that_wait_for_a_plan_take_no_cpu_time(ranks: Ranks) -> None:
     assert max(ranks(4).run(wait_idly)) <= 0.035  # of 3 s; the clock ticks 100 times a second
 
 
-def elsewhere(comm: Communicator) -> bool:
-    """One rank says that it is on another host."""
-    from razor_dist.parallel import shared_memory
+def refuse(*_: object) -> None:
+    raise PermissionError
 
+
+def stays_apart(comm: Communicator, what: str, instead: Any) -> bool:
+    """Rank 1 differs in something; tell if this rank keeps to gloo, and no file stays open."""
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(shared_memory, "host", lambda: ("another",))
+            patch.setattr(what, instead)
         before = len(os.listdir("/proc/self/fd"))
         links = connect(dist.group.WORLD, timedelta(seconds=9))
         return links is None and len(os.listdir("/proc/self/fd")) == before
 
 
-def cannot_open(comm: Communicator) -> bool:
-    """One rank may not open the files of the others."""
-    with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError()))
-        before = len(os.listdir("/proc/self/fd"))
-        links = connect(dist.group.WORLD, timedelta(seconds=9))
-        return links is None and len(os.listdir("/proc/self/fd")) == before
+def another_host() -> tuple[str]:
+    return ("another",)
 
 
-@pytest.mark.parametrize("reason", [elsewhere, cannot_open])
-def test_where_memory_cannot_be_shared_no_rank_does(
-    ranks: Callable[[int], RankPool], reason: Callable[[Communicator], bool]
-) -> None:
-    assert ranks(3).run(reason) == [True] * 3
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [("razor_dist.parallel.shared_memory.host", another_host), ("os.open", refuse)],
+    ids=["it is on another host", "it may not open the files of the others"],
+)
+def test_where_memory_cannot_be_shared_no_rank_does(ranks: Ranks, what: str, instead: Any) -> None:
+    assert ranks(3).run(stays_apart, what, instead) == [True] * 3
 
 
 def test_a_sum_is_one_call_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from unittest.mock import patch
 
@@ -25,7 +24,7 @@ from razor_dist.parallel.ring_flash import ring_flash_attention, serves
 from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk
 from tests.engine.test_prefill_policy import on_eight_h200
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 HEADS, GROUP, DIM, TOKENS = 2, 3, 16, 96
 
@@ -90,7 +89,7 @@ def both_rings(
 @pytest.mark.parametrize("tokens", [TOKENS, 90])
 @pytest.mark.parametrize("short", [0, TOKENS], ids=["ring", "gathered"])
 def test_our_ring_is_the_packages_ring_and_unsharded_attention(
-    world: int, tokens: int, short: int, ranks: Callable[[int], RankPool]
+    world: int, tokens: int, short: int, ranks: Ranks
 ) -> None:
     q, k, v = inputs()
     q, k, v = q[:, :, :tokens], k[:, :tokens], v[:, :tokens]
@@ -130,7 +129,7 @@ def after_others(
 @pytest.mark.parametrize("biased", [False, True], ids=["", "alibi"])
 @pytest.mark.parametrize("earlier", [16, 83, 93])  # keys travel; queries do; fewer than shards
 def test_earlier_chunks_are_seen_whole_whoever_holds_them(
-    world: int, biased: bool, earlier: int, ranks: Callable[[int], RankPool]
+    world: int, biased: bool, earlier: int, ranks: Ranks
 ) -> None:
     q, k, v = inputs()
     slopes = torch.rand(HEADS, GROUP, generator=torch.manual_seed(1)) if biased else None
@@ -152,16 +151,10 @@ def test_earlier_chunks_are_seen_whole_whoever_holds_them(
 
 
 def test_the_package_without_flash_attn_is_refused() -> None:
+    config, dtype = EngineConfig(ring="ring_flash_attn"), torch.bfloat16
     with pytest.raises(ConfigError, match="flash-attn"):
-        ring_of(
-            EngineConfig(ring="ring_flash_attn"),
-            torch.device("cuda"),
-            torch.bfloat16,
-            torch.bfloat16,
-        )
-    assert (
-        ring_of(EngineConfig(), torch.device("cpu"), torch.float32, torch.float32) is ring_attention
-    )
+        ring_of(config, torch.device("cuda"), dtype, dtype)
+    assert ring_of(EngineConfig(), torch.device("cpu"), dtype, dtype) is ring_attention
 
 
 @pytest.mark.parametrize(("answers", "share"), [(0, 0.7), (1, 0.6)])

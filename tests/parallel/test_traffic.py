@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +10,8 @@ import torch
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, Pending
 from tests.cases import Case, all_full, answer, make_runner, model_and_shape, prefill
-from tests.ranks import RankPool
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 WORLD = 8
 POLICY = StreamingPolicy(window_min=32, window_ratio=None, sinks=4, block=16)
@@ -35,9 +34,7 @@ def total(results: list[tuple[dict[str, int], dict[str, int]]], phase: int, purp
     return sum(result[phase].get(purpose, 0) for result in results)
 
 
-def test_prefill_moves_the_retrieval_fraction_of_the_full_ring(
-    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
-) -> None:
+def test_prefill_moves_the_retrieval_fraction_of_the_full_ring(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
     n = 640
@@ -63,9 +60,7 @@ def test_prefill_moves_the_retrieval_fraction_of_the_full_ring(
     assert total(in_razor, 0, "sinks") == 4 * (WORLD - 1) * streaming_per_token
 
 
-def test_decode_of_a_model_without_retrieval_heads_sends_nothing(
-    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
-) -> None:
+def test_decode_of_a_model_without_retrieval_heads_sends_nothing(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
     tokens = tuple(range(3, 103))
@@ -76,7 +71,7 @@ def test_decode_of_a_model_without_retrieval_heads_sends_nothing(
 
 
 def test_decode_gathers_out_and_lse_in_layers_with_retrieval_heads_only(
-    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+    ranks: Ranks, tiny: Tiny
 ) -> None:
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
@@ -91,9 +86,7 @@ def test_decode_gathers_out_and_lse_in_layers_with_retrieval_heads_only(
         assert decode["merge"] == 10 * 3 * (WORLD - 1) * packed
 
 
-def test_queries_travel_when_that_moves_less(
-    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
-) -> None:
+def test_queries_travel_when_that_moves_less(ranks: Ranks, tiny: Tiny) -> None:
     """A short chunk after a long past: pass-Q beats moving the past's keys and values."""
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
@@ -128,9 +121,7 @@ def largest_messages(comm: Communicator, case: Case) -> dict[str, int]:
     return largest
 
 
-def test_no_message_grows_with_the_prompt(
-    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
-) -> None:
+def test_no_message_grows_with_the_prompt(ranks: Ranks, tiny: Tiny) -> None:
     """Earlier keys travel until they outweigh the queries, and never again."""
     path = tiny("llama")
     world, chunk, group = 2, 64, 4

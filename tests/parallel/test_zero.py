@@ -34,11 +34,10 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zero import ShardedWeights, join_ranks
 from razor_dist.protocol.messages import PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.ranks import RankPool
-from tests.tiny_models import make_tiny
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny, make_tiny
 
 CPU = torch.device("cpu")
-Ranks = Callable[[int], RankPool]
 # Short prompts leave ranks without a token; long ones take several chunks, so that rings and halos
 # of one rank run beside the gathers of another.
 PROMPTS = (1, 150, 40)
@@ -251,7 +250,7 @@ assert core.stats()["bytes_sent"]["weights"] == 0
     assert done.stdout == ""  # where DeepSpeed would print what it takes for its accelerator
 
 
-def test_what_cannot_be_sharded_is_refused(tiny: Callable[[str], Path]) -> None:
+def test_what_cannot_be_sharded_is_refused(tiny: Tiny) -> None:
     config = EngineConfig(model=str(tiny("llama")), attention="full", weights="zero3")
     with pytest.raises(ConfigError, match=r"world_size is 1; use replicated, or zero3-offload"):
         build.build_engine(config, Communicator(None), CPU)
