@@ -174,8 +174,8 @@ def attend_chosen(
             read = of_head[:, at].any(1)[block].nonzero().flatten()
             seen = of_head[block[read], at].T & (shard.places[read] <= positions[at].unsqueeze(-1))
             hides = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
-            of = q[one, :, at], k[one, read], v[one, read]
-            found.append(attend_reference(*of, scale, False, hides))
+            near = q[one, :, at]
+            found.append(attend_reference(near, k[one, read], v[one, read], scale, False, hides))
         heads.append(joined(found))
     return Partial(*(torch.cat(x) for x in zip(*heads, strict=True)))
 
