@@ -129,8 +129,7 @@ def step(
         patch(decode, "implementation", lambda device: kernels if ours else decode_torch)
         patch(family, "apply_rotary_pos_emb", family.apply_rotary_pos_emb)
         if ours:
-            patch(fused, "_served", lambda *_: True)
-            patch(fused, "_backend", lambda x: layers)
+            patch(fused, "_kernels", lambda *_: layers)
             use_joined_linear(model)
             fused.use_fused_layers(model)
         made = make_runner(comm, case, sequences)
@@ -229,11 +228,10 @@ def test_fused_layers_are_transformers_own(family: str, tiny: Tiny) -> None:
     with (
         torch.inference_mode(),
         mock.patch.object(modeling, "apply_rotary_pos_emb", rotate),
-        mock.patch.object(fused, "_served", lambda *_: True),
-        mock.patch.object(fused, "_backend") as backend,
+        mock.patch.object(fused, "_kernels") as kernels,
     ):
         made = {name: mock.Mock(wraps=getattr(fused, name)) for name in OPERATIONS}
-        backend.return_value = mock.Mock(**made)
+        kernels.return_value = mock.Mock(**made)
 
         want = stock(ids).logits
         fused.use_fused_layers(stock)
@@ -266,7 +264,8 @@ def test_compiled_norms_and_rotary_embeddings_are_their_definitions(
 
     with torch.inference_mode():
         x, weight = normal(2, 5, 101)[:, ::2], normal(101)
-        assert fused._served(x, weight) and not fused._served(x, weight.bfloat16())
+        assert fused._kernels(x, weight) is operations()
+        assert fused._kernels(x, weight.bfloat16()) is None
         for rows, factors in (
             (x, weight),
             (x, weight.repeat_interleave(2)[::2]),
