@@ -11,7 +11,7 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.config.share import share_of
+from razor_dist.config.validation import share_of
 from razor_dist.evals.selection import SELECTORS, Selection
 from razor_dist.evals.settings import (
     METHOD_SETTINGS,

@@ -328,6 +328,16 @@ def test_a_failure_of_the_command_is_code_1(
     assert capfd.readouterr().err == f"razor-dist: {error}\n"
 
 
+def test_a_store_that_is_a_file_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    assert cli.main(["prefill", str(file), "--store", str(file)]) == 2
+    wanted = f"razor-dist: --store: cannot make the folder {file}: File exists\n"
+    assert capfd.readouterr().err == wanted
+
+
 def test_a_mistyped_method_is_no_model(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["identify", "razr", "smollm2", "--out", "x.json"]) == 2
     assert capfd.readouterr().err == "razor-dist: unknown method 'razr'; did you mean 'razor'?\n"

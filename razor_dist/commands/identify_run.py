@@ -112,12 +112,13 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     # Refused before the work, not after it.
     wanted: BudgetOptions = own[BudgetOptions]
     budget = None if wanted.budget is None else budget_of(model, wanted)
+    reading = None if budget is None else reading_of(model, budget, wanted.mass_tokens)
     found = _FINDERS[method](model, settings, own)
     if found is None:  # another rank writes
         return
     if budget is not None:
-        seen = measured_masses(model, budget, wanted.middle_window, wanted.mass_tokens)
-        found, chosen = budgeted(found, budget, seen, wanted.middle_window)
+        seen = measured_masses(model, budget, reading)
+        found, chosen = budgeted(found, budget, seen)
         if seen:
             typer.echo(f"mass dropped: {chosen.mass(seen):.4f} of attention, mean over KV heads")
         typer.echo(str(chosen))
@@ -163,19 +164,19 @@ def budget_of(model: ModelSource, options: BudgetOptions) -> Budget:
         token_bytes=2 * model.shape.head_dim * model.dtype.itemsize,
         short=options.short_window,
         share=options.middle_share,
+        middle=options.middle_window,
     )
 
 
-def measured_masses(
-    model: ModelSource, budget: Budget, middle: int | None, most: int, samples: int = 2
-) -> Masses:
-    """Measure what the windows that a budget may take drop of texts; nothing for two classes."""
+def reading_of(model: ModelSource, budget: Budget, most: int) -> ReachSettings | None:
+    """The texts, of up to ``most`` tokens, on which `measured_masses` measures a budget's windows.
+
+    None for two classes, of which nothing is measured. Raise `ConfigError` if they are too short.
+    """
     if budget.share == 0:
-        return {}
-    tokenizer = model.text_tokenizer()
-    prose, start = open_prose(tokenizer, model.options.haystack), start_tokens(tokenizer)
-    tokens = min(most, budget.tokens, model.shape.max_positions - len(start))
-    windows = [budget.short, *(budget.middles if middle is None else [middle])]
+        return None
+    room = model.shape.max_positions - len(start_tokens(model.text_tokenizer()))
+    tokens = min(most, budget.tokens, room)
     # Half of the queries must have dropped something, or nothing is measured.
     if 2 * budget.short > tokens:
         raise ConfigError(
@@ -183,11 +184,20 @@ def measured_masses(
             f"texts of {tokens}: give --mass-tokens {2 * budget.short} or more, if the model holds "
             "them, or a shorter --short-window"
         )
-    reading = ReachSettings(samples=samples, tokens=tokens, seed=model.options.seed)
+    return ReachSettings(samples=2, tokens=tokens, seed=model.options.seed)
+
+
+def measured_masses(model: ModelSource, budget: Budget, reading: ReachSettings | None) -> Masses:
+    """Measure what the windows that a budget may take drop of the texts of `reading_of`."""
+    if reading is None:
+        return {}
+    tokenizer, samples = model.text_tokenizer(), reading.samples
+    prose, start = open_prose(tokenizer, model.options.haystack), start_tokens(tokenizer)
+    windows = [budget.short, *budget.middles]
     batch = reach.texts(prose, reading, model.shape, start)
     with _progress("measuring windows", samples) as (tick, seconds):
         found = masses(model.load(), batch, windows, budget.policy.sinks, tick)
-    typer.echo(f"{samples} texts of {tokens} tokens, windows of {windows}; {seconds()}")
+    typer.echo(f"{samples} texts of {reading.tokens} tokens, windows of {windows}; {seconds()}")
     return found
 
 

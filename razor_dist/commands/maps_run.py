@@ -17,7 +17,7 @@ from razor_dist.commands.identify_options import (
     PasskeyOptions,
     WindowOptions,
 )
-from razor_dist.commands.identify_run import ModelSource, measured_masses
+from razor_dist.commands.identify_run import ModelSource, measured_masses, reading_of
 from razor_dist.commands.identify_run import run as identify
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.maps import UPPER_BOUND, Study, budget_of, upper_bound
@@ -44,6 +44,7 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
     model = ModelSource(common)
     for percent in config.budgets:  # refused before the work
         budget = budget_of(config, model.shape, percent, config.middle_share)
+    reading = reading_of(model, budget, config.tokens)
     maps, seconds = {}, {}
     for name in names:
         if name == UPPER_BOUND:
@@ -60,7 +61,7 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
         read = json.loads(cached.read_text())
         seen: Masses = {int(window): tuple(map(tuple, rows)) for window, rows in read.items()}
     else:
-        seen = measured_masses(model, budget, None, config.tokens)
+        seen = measured_masses(model, budget, reading)
         write_json(cached, seen)
     study = Study(config, maps, seen)
     rows = study.run_in(out)

@@ -47,7 +47,10 @@ def prefill(
     from razor_dist.prefix.store import WriterLock
 
     sources = documents(inputs, encoding)
-    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--store: cannot make the folder {store}: {error.strerror}") from None
     lock = WriterLock(store)
     if not lock.acquire():
         raise ConfigError(f"another process writes to {store}: stop that server first")

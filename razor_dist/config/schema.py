@@ -22,10 +22,9 @@ from pydantic import (
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.rope_scaling import RopeScaling
-from razor_dist.config.share import Share
 from razor_dist.config.sizes import Size
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.config.validation import SettingError, explain
+from razor_dist.config.validation import SettingError, Share, explain
 
 # Old names of settings, which are taken with a warning.
 RENAMED = {"wave_tokens": "chunked_prefill_size"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from fractions import Fraction
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
@@ -23,6 +24,7 @@ _WANTED = {
     "less_than_equal": "at most {le:g}",
     "less_than": "less than {lt}",
     "string_too_short": "a non-empty string",
+    "string_pattern_mismatch": "an address such as http://HOST:4318",
     "finite_number": "a finite number",
 }
 _TYPES: dict[Any, str] = {
@@ -75,6 +77,24 @@ def object_setting(cls: type[Setting], name: str, value: object) -> Setting | No
         if field.default is MISSING and field.name not in value:
             raise SettingError(f"{name}.{field.name} is missing", name)
     return cls(**value)
+
+
+def share_of(value: Any) -> float:
+    """Read a number from 0 to below 1, or a fraction; `SettingError` for anything else."""
+    try:
+        found = -1.0 if isinstance(value, bool) else float(Fraction(str(value)))
+    except (ValueError, ZeroDivisionError):
+        found = -1.0
+    if not 0 <= found < 1:
+        name = "retrieval_share"
+        raise SettingError(
+            f"{name} must be a number between 0 and 1, such as 1/32, got {value!r:.80}", name
+        )
+    return found
+
+
+# The type of the setting ``retrieval_share``: a part of a query's attention, as 1/32 or 0.03125.
+Share = Annotated[float, BeforeValidator(share_of)]
 
 
 def check_least(settings: object, **least: int) -> None:
@@ -144,14 +164,18 @@ def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingE
 def _type_in_words(field: FieldInfo) -> str:
     """Return the type of a setting in words, e.g. ``an integer or none``."""
     whole: Any = Size if field.annotation is int and takes_sizes(field) else field.annotation
-    if get_origin(whole) is Literal:
-        return _one_of(get_args(whole))
-    parts = (whole,) if whole in _TYPES else get_args(whole)
-    return " or ".join(_TYPES[part] for part in parts if part in _TYPES)
+    alone = whole in _TYPES or get_origin(whole) is Literal
+    return " or ".join(map(_part_in_words, (whole,) if alone else get_args(whole)))
 
 
-def _one_of(values: Iterable[str]) -> str:
-    return "one of " + ", ".join(values)
+def _part_in_words(part: Any) -> str:
+    if get_origin(part) is Literal:
+        return _one_of(get_args(part))
+    return _TYPES.get(part, "an object")
+
+
+def _one_of(values: Sequence[str]) -> str:
+    return values[0] if len(values) == 1 else "one of " + ", ".join(values)
 
 
 def is_optional(field: FieldInfo) -> bool:

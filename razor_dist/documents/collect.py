@@ -7,6 +7,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,7 +38,7 @@ class Source:
     """A document. It can be pickled, and read on any host that has the file."""
 
     id: str  # the path, or the ``id`` of a JSONL line
-    path: str  # as it was given or found
+    path: str  # as it was given or found, where it is UTF-8
     kind: str  # of `razor_dist.documents.read`; "jsonl" for a line
     file: str  # the absolute path
     size: int  # bytes
@@ -78,7 +79,7 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     try:
         encoding = encoding and codecs.lookup(encoding).name
         "".encode(encoding or "utf-8")
-    except LookupError:
+    except (LookupError, UnicodeError):  # "undefined" is an encoding that fails always
         raise ConfigError(f"unknown encoding {encoding!r}; try latin-1 or cp1252") from None
     found: dict[Path, Path] = {}
     left_out: dict[Path, Path] = {}
@@ -162,7 +163,9 @@ def _is_document(file: Path, encoding: str | None) -> bool:
 
 
 def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
-    name, kind, file = str(path), kind_of(path), str(path.absolute())
+    # A name that is not UTF-8 is no text for a tokenizer or a terminal.
+    name = os.fsencode(path).decode(errors="backslashreplace")
+    kind, file = kind_of(path), str(path.absolute())
     assert kind is not None
     if kind == "jsonl":
         for line, data in read_lines(path):

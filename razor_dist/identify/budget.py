@@ -62,6 +62,8 @@ class Budget:
         The short window, in tokens.
     share : float
         Of the bytes beyond short windows, the part that middle windows get; 0 makes two classes.
+    middle : int or None
+        The middle window; None: of doublings of the short one, that whose map drops the least mass.
     """
 
     bytes: int
@@ -71,6 +73,7 @@ class Budget:
     token_bytes: int
     short: int
     share: float
+    middle: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
@@ -85,6 +88,18 @@ class Budget:
                 f"budget is {self.bytes} bytes, but short windows of {self.short} tokens alone "
                 f"take {self.least} at {self.tokens} tokens: give more, or a shorter --short-window"
             )
+        if self.share and not self.middles:
+            raise ConfigError(
+                f"no window between the short one of {self.short} tokens and all {self.tokens} "
+                "tokens is a doubling of it: give --middle-window, or --middle-share 0 for two "
+                "classes"
+            )
+        for middle in self.middles if self.share else ():
+            if not self.short < middle or self.cost(middle) >= self.tokens:
+                raise ConfigError(
+                    f"middle_window is {middle} tokens, but must be between the short window of "
+                    f"{self.short} and what holds all {self.tokens} tokens"
+                )
 
     @classmethod
     def of(
@@ -106,7 +121,9 @@ class Budget:
 
     @property
     def middles(self) -> tuple[int, ...]:
-        """Doublings of the short window that the length holds: what the middle class may be."""
+        """What the middle class may be: its window, or doublings of the short one."""
+        if self.middle is not None:
+            return (self.middle,)
         found = (self.short << power for power in range(1, _DOUBLINGS + 1))
         return tuple(window for window in found if self.cost(window) < self.tokens)
 
@@ -179,30 +196,16 @@ class Plan:
         )
 
 
-def plan(order: Pairs, budget: Budget, masses: Masses, middle: int | None = None) -> Plan:
-    """Choose windows for KV heads in the ``order`` of a criterion, the best first.
-
-    The middle window is ``middle``, or of `Budget.middles` the one whose map drops the least mass.
-    """
+def plan(order: Pairs, budget: Budget, masses: Masses) -> Plan:
+    """Choose windows for KV heads in the ``order`` of a criterion, the best first."""
     if budget.share == 0:
         return _climb(order, (), budget, None)
-    middles = budget.middles if middle is None else (middle,)
-    if not middles:
-        raise ConfigError(
-            f"no window between the short one of {budget.short} tokens and all {budget.tokens} "
-            "tokens is a doubling of it: give --middle-window, or --middle-share 0 for two classes"
-        )
-    found = [_climb(order, _by_mass(masses, budget, one), budget, one) for one in middles]
+    found = [_climb(order, _by_mass(masses, budget, one), budget, one) for one in budget.middles]
     return min(found, key=lambda one: one.mass(masses))
 
 
 def _by_mass(masses: Masses, budget: Budget, middle: int) -> Pairs:
     """Order heads by the mass that the middle window keeps and the short one drops."""
-    if not budget.short < middle or budget.cost(middle) >= budget.tokens:
-        raise ConfigError(
-            f"middle_window is {middle} tokens, but must be between the short window of "
-            f"{budget.short} and what holds all {budget.tokens} tokens"
-        )
     pairs = zip(masses[budget.short], masses[middle], strict=True)
     return ranked(tuple(tuple(a - b for a, b in zip(*rows, strict=True)) for rows in pairs))
 
@@ -230,14 +233,12 @@ def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> 
     return Plan(budget, table, middle)
 
 
-def budgeted(
-    found: HeadMap, budget: Budget, masses: Masses, middle: int | None = None
-) -> tuple[HeadMap, Plan]:
+def budgeted(found: HeadMap, budget: Budget, masses: Masses) -> tuple[HeadMap, Plan]:
     """Give a map's heads windows within a budget, by the order of its own scores.
 
     Raise `HeadMapError` if its scores rank no KV heads (`razor_dist.heads.head_map.choose`).
     """
-    chosen = plan(choose(found, budget.heads).kept, budget, masses, middle)
+    chosen = plan(choose(found, budget.heads).kept, budget, masses)
     about: dict[str, Any] = {
         "bytes": budget.bytes,
         "tokens": budget.tokens,

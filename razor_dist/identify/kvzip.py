@@ -109,9 +109,13 @@ def read_scores(files: Sequence[Path]) -> Scores:
 def _read(file: Path) -> Tensor:
     try:
         found: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise HeadMapError(f"{file} is no file of KVzip's head scores: {reason}") from error
+    except OSError as error:
+        raise HeadMapError(f"cannot read {file}: {error.strerror}") from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        # Not torch's words, which advise to run what the file holds.
+        raise HeadMapError(
+            f"{file} is no file of KVzip's head scores: torch.save wrote no tensor there"
+        ) from error
     if not isinstance(found, Tensor) or found.squeeze().ndim != 2:
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise HeadMapError(f"{file} must hold a tensor [layers, KV heads], got {what}")

@@ -216,6 +216,8 @@ def plan(
     if context is None:
         context = config.max_model_len or Deployment.of(config, device.kind).shape.max_positions
     max_model_len = config.max_model_len or context
+    if context < 1:
+        raise ConfigError(f"context must be at least 1, got {context}")
     if context > max_model_len:
         raise ConfigError(f"context is {context}, above max_model_len, {max_model_len}")
     # As the engine's settings will say: the default chunk's length follows from it.

@@ -39,6 +39,14 @@ def test_folders_files_and_lines(folder: Path) -> None:
         copies[6].read()
 
 
+def test_a_name_that_is_no_utf_8_is_escaped(folder: Path) -> None:
+    """A tokenizer refuses it otherwise, and so does an output's encoding."""
+    with open(b"in/caf\xe9.txt", "w") as file:
+        file.write("text")
+    [source] = collect(["in/caf*.txt"]).sources
+    assert source.id == source.path == r"in/caf\xe9.txt" and source.read().text == "text"
+
+
 def test_patterns(folder: Path) -> None:
     sources, left_out = collect(["in/**/*.??*"])
     assert [source.id for source in sources[:2]] == ["in/b.txt", "in/deep/a.md"]
@@ -72,8 +80,9 @@ def test_binary_files_without_a_suffix_and_other_encodings(folder: Path) -> None
     found = {source.id: source for source in sources}
     assert found["in/utf-16"].read().text == "é" and found["in/old.txt"].read().text == "café"
     assert {id for id, source in found.items() if source.encoding} == {"in/utf-16", "in/old.txt"}
-    with pytest.raises(ConfigError, match="unknown encoding 'latin-one'"):
-        collect(["in"], "latin-one")
+    for encoding in ("latin-one", "undefined"):
+        with pytest.raises(ConfigError, match=f"unknown encoding '{encoding}'"):
+            collect(["in"], encoding)
 
 
 def test_a_file_that_changed_is_another(folder: Path) -> None:

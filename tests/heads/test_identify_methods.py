@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -101,11 +102,20 @@ def test_a_budget_decides_heads_and_windows(letters: Path, tmp_path: Path) -> No
         (["--budget", "9"], "budget is 9 bytes, but short windows of 4000 tokens alone take"),
         (["--budget", "1G", "--budget-tokens", "8K"], "budget_tokens is 8192, but the model holds"),
         (["--budget", "1G", "--short-window", "3000"], "texts of 4096: give --mass-tokens 6000"),
+        (["--budget", "1G", "--middle-window", "9"], "middle_window is 9 tokens, but must be"),
     ],
 )
 def test_budgets_that_are_refused(
-    options: list[str], message: str, letters: Path, tmp_path: Path
+    options: list[str],
+    message: str,
+    letters: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Before the work, which takes hours for some methods."""
+    monkeypatch.setattr(
+        "razor_dist.commands.identify_run.load_model", mock.Mock(side_effect=OSError)
+    )
     out = tmp_path / "map.json"
     with pytest.raises(ConfigError, match=re.escape(message)):
         _run("reach", letters, out, "--samples", "1", "--tokens", "300", *options)

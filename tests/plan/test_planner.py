@@ -435,6 +435,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         plan(settings(kv_tokens=1000), load_device("h200"), context=8192)
     with pytest.raises(ConfigError, match="replicated weights only"):
         plan(settings(weights="zero3"), load_device("h200"))
+    with pytest.raises(ConfigError, match="context must be at least 1, got 0"):
+        plan(settings(), load_device("h200"), context=0)
     with pytest.raises(ConfigError, match="above max_model_len"):
         plan(settings(max_model_len=1024), load_device("h200"), context=2048)
     with pytest.raises(ModelError, match="has no config"):
