@@ -184,6 +184,21 @@ def heads_at_once(chunk: Chunk, group: int, dim: int, dtype: torch.dtype) -> int
     return max(1, ROUND_BYTES // head_bytes(chunk, group, dim, dtype))
 
 
+def activation_bytes(chunk: Chunk, rows: int, group: int, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a layer's attention at its peak, with ``rows`` retrieval heads.
+
+    They are what is always read, which all layers share; what the KV heads take that are taken at
+    once, and the results of all; and the estimates of one part of the queries with what is made of
+    them. Not less than measured, and less than twice (``tests/plan/test_measured.py``).
+    """
+    of, blocks, floats = (chunk, group, dim, dtype), blocks_of(chunk.end), torch.float32.itemsize
+    at_once = rows if chunk.world_size == 1 else min(rows, heads_at_once(*of))
+    always = (chunk.end - chunk.begin) * blocks
+    results = rows * group * chunk.tokens(0) * dim * floats
+    estimates = min(ESTIMATES, at_once * group * chunk.tokens(0) * blocks)
+    return always + at_once * head_bytes(*of) + results + 3 * floats * estimates
+
+
 def _attend_heads(
     comm: Communicator, choice: Choice, chunk: Chunk, query: Query, held: Segments
 ) -> Tensor:

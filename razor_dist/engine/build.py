@@ -191,7 +191,7 @@ def make_engine(
     layout, length = mode.layout, capacity.context_length(config, shape)
     chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
     free = capacity.free_memory(comm, device)
-    room = capacity.cache_room(free, shape, chunk, comm.size, dtype)
+    room = capacity.cache_room(free, config, shape, layout, length, chunk, comm.size, dtype)
     cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:

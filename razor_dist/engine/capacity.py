@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from razor_dist.attention.chosen import activation_bytes
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.slots import Arena
@@ -18,11 +19,12 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_kv_dtype
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.chosen import chooses
 from razor_dist.kernels.quantized import has_scale, row_bytes
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
-from razor_dist.parallel.zigzag import whole_shards
+from razor_dist.parallel.zigzag import Chunk, whole_shards
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +175,23 @@ def free_memory(comm: Communicator, device: torch.device) -> float:
 
 
 def cache_room(
-    free: float, shape: ModelShape, chunked_prefill_size: int, world_size: int, dtype: torch.dtype
+    free: float,
+    config: EngineConfig,
+    shape: ModelShape,
+    layout: HeadLayout,
+    length: int,
+    chunked_prefill_size: int,
+    world_size: int,
+    dtype: torch.dtype,
 ) -> float:
-    """Bytes for a rank's caches, of those that are ``free`` beside the weights."""
+    """Bytes for a rank's caches, of those that are ``free`` beside the weights.
+
+    The rest is for a chunk's activations, which are most at the end of a text of ``length`` tokens.
+    """
     hidden = shape.query_heads * shape.head_dim * dtype.itemsize
-    return _SHARE * (free - _ACTIVATIONS * chunked_prefill_size / world_size * hidden)
+    working = _ACTIVATIONS * chunked_prefill_size / world_size * hidden
+    if config.retrieval_share and chooses(length):
+        last = Chunk(max(0, length - chunked_prefill_size), length, world_size)
+        rows = max(len(heads.retrieval) for heads in layout.layers)
+        working += activation_bytes(last, rows, shape.group, shape.head_dim, dtype)
+    return _SHARE * (free - working)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from razor_dist.attention.chosen import ESTIMATES, head_bytes, heads_at_once
 from razor_dist.kernels.chosen import BLOCK, RECENT, blocks_of, chooses
 from razor_dist.kernels.quantized import INT8, row_bytes
 from razor_dist.parallel.zigzag import Chunk
@@ -68,20 +67,3 @@ def add_chunks(
         if chosen_from(d, chunk.end):
             for rank, of in enumerate(sent):
                 of["ring"] += rows * chunk_bytes(d, chunk, held, rank)
-
-
-def activation_bytes(d: Deployment, chunk: Chunk) -> int:
-    """Bytes of a layer's attention at its peak.
-
-    They are what is always read, which all layers share; what the KV heads take that are taken at
-    once, and the results of all; and the estimates of one part of the queries with what is made of
-    them. Not less than measured, and less than twice (``tests/plan/test_measured.py``).
-    """
-    rows = max(d.retrieval_per_layer, default=0)
-    group, dim, blocks = d.shape.group, d.shape.head_dim, blocks_of(chunk.end)
-    of = chunk, group, dim, d.dtype
-    at_once = rows if d.world_size == 1 else min(rows, heads_at_once(*of))
-    always = (chunk.end - chunk.begin) * blocks
-    results = rows * group * chunk.tokens(0) * dim * _FLOAT
-    estimates = min(ESTIMATES, at_once * group * chunk.tokens(0) * blocks)
-    return always + at_once * head_bytes(*of) + results + 3 * _FLOAT * estimates

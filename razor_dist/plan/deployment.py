@@ -196,7 +196,8 @@ class Deployment:
 
     def cache(self, max_model_len: int, free: float = math.inf) -> CacheConfig:
         """The engine's caches for so long a sequence, in ``free`` bytes beside the weights."""
-        room = cache_room(free, self.shape, self.chunked_prefill_size, self.world_size, self.dtype)
+        heads, sizes = (self.config, self.shape, self.layout), (self.world_size, self.dtype)
+        room = cache_room(free, *heads, max_model_len, self.chunked_prefill_size, *sizes)
         return self._cache(self.config, self.layout, max_model_len, room)
 
     def one_cache(self, layout: HeadLayout, tokens: int) -> CacheConfig:

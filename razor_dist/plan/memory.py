@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from razor_dist.attention.chosen import activation_bytes
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
@@ -29,7 +30,7 @@ from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.allocations import Allocations
-from razor_dist.plan.chosen import activation_bytes, chosen_from
+from razor_dist.plan.chosen import chosen_from
 from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
@@ -161,7 +162,9 @@ class DryRun:
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
         ring = sizes["ring"]
         if chosen_from(self._d, chunks[index].end):
-            ring = max(ring, activation_bytes(self._d, chunks[index]))
+            rows, shape = max(self._d.retrieval_per_layer), self._d.shape
+            sizes_of_heads = rows, shape.group, shape.head_dim, self._d.dtype
+            ring = max(ring, activation_bytes(chunks[index], *sizes_of_heads))
         return Counter(ring=ring, halo=halo, chunk=sizes["model"])
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:

@@ -260,6 +260,14 @@ def test_a_share_is_planned_beside_full_attention(
     assert collectives(without, tokens) == layers
 
 
+def test_caches_of_many_sequences_leave_room_for_choosing_blocks() -> None:
+    """Of a million tokens on eight ranks it takes as much as the weights."""
+    config, device = settings(retrieval_share=1 / 128, max_num_seqs=64), load_device("h100")
+    planner = MemoryPlanner(Deployment.of(config, "cuda", 0.3), device)
+    memory = planner.at(N, N)
+    assert memory.activations["ring"] > 15e9 and memory.total <= planner.budget
+
+
 def test_what_never_fits() -> None:
     small = load_device("4090").model_copy(update={"memory_gb": 16.0})
     found = plan(settings(), small, context=N, retrieval=0.3)
