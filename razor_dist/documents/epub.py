@@ -11,9 +11,11 @@ import re
 import zipfile
 from collections.abc import Iterator
 from html.entities import name2codepoint as known
+from typing import Any
 from urllib.parse import unquote, urldefrag
 
 from bs4 import BeautifulSoup
+from bs4.builder import LXMLTreeBuilderForXML
 from lxml import etree
 from lxml.html.defs import empty_tags
 
@@ -39,8 +41,9 @@ def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
         yield from map(book.page, pages)
 
 
-def _parser() -> etree.XMLParser:
-    return etree.XMLParser(resolve_entities=False, no_network=True)
+def _parser(**given: Any) -> etree.XMLParser:
+    """A parser that raises at a mistake, where Beautiful Soup's own would end the page there."""
+    return etree.XMLParser(**given | {"resolve_entities": False, "recover": False})
 
 
 def _with_end(tag: re.Match[str]) -> str:
@@ -79,10 +82,9 @@ class _Book:
         # Named characters of HTML, which XML does not know.
         page = _ENTITY.sub(lambda e: chr(known[e[1]]) if e[1] in known else e[0], page)
         try:
-            etree.fromstring(page.encode(), _parser())
-        except etree.XMLSyntaxError:  # as XML it would end at the mistake
+            return text_of(BeautifulSoup(page, builder=LXMLTreeBuilderForXML(parser=_parser)))
+        except etree.XMLSyntaxError:
             return text_of(BeautifulSoup(_SELF_CLOSED.sub(_with_end, page), "lxml"))
-        return text_of(BeautifulSoup(page, "xml"))
 
     def _xml(self, name: str) -> etree._Element:
         return etree.fromstring(self._bytes(name), _parser())
