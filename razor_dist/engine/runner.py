@@ -78,8 +78,10 @@ class ModelRunner:
         self._ring, self._tensor = ring, tensor
         self.decode = "replicated" if tensor is None else "tensor"
         self.device = next(model.parameters()).device
-        # Rotary embeddings of decode steps, to attention.
-        self._postpones = rotates(self.device) and rotations_can_wait(model)
+        # Rotary embeddings of decode steps, to attention. Plans, on the meta device, have no such
+        # step, and make a runner for each length that they look at.
+        decodes = self.device.type != "meta"
+        self._postpones = decodes and rotates(self.device) and rotations_can_wait(model)
         self.caches = new_caches(layout, shape, cache, self.device)
         if shape.dual_chunk is not None:
             self.caches.dual = dual_chunk_of(model.base_model)
