@@ -33,14 +33,14 @@ def list_(directory: Directory) -> None:
     from rich.table import Table
 
     from razor_dist.prefix.parts import BadPartError
-    from razor_dist.prefix.store import read_about, read_node, read_title
+    from razor_dist.prefix.store import node_folders, read_about, read_node, read_title
 
     for folder in _folders(directory):
         about = read_about(folder)
         model, dtype = about.get("model", {}), about.get("kv_dtype")
         name = f"{model.get('model_type')}, {model.get('num_hidden_layers')} layers, {dtype}"
         table = Table("document", "prefix", "tokens", "its own", "ranks", "MiB", "used")
-        for path in sorted(_nodes(folder), key=_used, reverse=True):
+        for path in sorted(node_folders(folder), key=_used, reverse=True):
             try:
                 found, _ = read_node(path)
             except BadPartError as error:
@@ -64,12 +64,12 @@ def list_(directory: Directory) -> None:
 def verify(directory: Directory) -> None:
     """Read everything and name what is damaged; the exit code is 1 then."""
     from razor_dist.prefix.parts import BadPartError
-    from razor_dist.prefix.store import check_node
+    from razor_dist.prefix.store import check_node, node_folders
 
     whole, damaged = 0, 0
     for folder in _folders(directory):
         found: dict[str, Manifest] = {}
-        for path in _nodes(folder):
+        for path in node_folders(folder):
             try:
                 found[path.name] = check_node(path)
             except BadPartError as error:
@@ -100,7 +100,13 @@ def prune(
     Contexts that have expired are removed, too.
     """
     from razor_dist.prefix.parts import BadPartError
-    from razor_dist.prefix.store import WriterLock, check_node, remove_leftovers, remove_node
+    from razor_dist.prefix.store import (
+        WriterLock,
+        check_node,
+        node_folders,
+        remove_leftovers,
+        remove_node,
+    )
     from razor_dist.server.context_files import sweep
 
     folders = _folders(directory)
@@ -110,7 +116,7 @@ def prune(
     removed = remove_leftovers(directory)
     found: dict[Path, Manifest] = {}
     for folder in folders:
-        for path in _nodes(folder):
+        for path in node_folders(folder):
             try:
                 found[path] = check_node(path)
             except BadPartError:
@@ -149,12 +155,6 @@ def _folders(directory: Path) -> list[Path]:
     if not found:
         raise ConfigError(f"{directory} holds no stored prefixes")
     return found
-
-
-def _nodes(folder: Path) -> list[Path]:
-    from razor_dist.prefix.store import node_folders
-
-    return node_folders(folder)
 
 
 def _used(path: Path) -> float:

@@ -12,7 +12,8 @@ from razor_dist.config.errors import DocumentError
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # How many first bytes are looked at.
 _HEAD = 8192
-_COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
+# The beginning of a .docx file with a password, and of every .doc file.
+COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
 _PARTS_OF_ZIP = {"word/document.xml": "docx", "META-INF/container.xml": "epub"}
 _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*|<!--.*?-->\s*)*<(!doctype html|html|head|body)\b",
@@ -31,7 +32,7 @@ def detect_kind(data: bytes, named: str | None) -> str:
         return "pdf"
     if head.startswith(b"PK\x03\x04"):
         return _kind_of_zip(data)
-    if head.startswith(_COMPOUND):
+    if head.startswith(COMPOUND):
         raise DocumentError("is encrypted, or of an old Office; save it as docx or PDF")
     wide = head.startswith(BOMS_OF_UTF16)
     if b"\0" in head and not wide:

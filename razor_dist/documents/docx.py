@@ -12,10 +12,9 @@ from docx.oxml.ns import qn
 from docx.text.paragraph import Paragraph
 
 from razor_dist.config.errors import DocumentError
+from razor_dist.documents.detect import COMPOUND
 from razor_dist.documents.read import ReadLimits
 
-# The beginning of a .docx file with a password, and of every .doc file.
-_COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
 _P, _TABLE, _ROW, _CELL = map(qn, ("w:p", "w:tbl", "w:tr", "w:tc"))
 # Elements between a parent and its paragraphs, rows or cells: content controls, insertions.
 _WRAPPERS = set(map(qn, ("w:sdt", "w:sdtContent", "w:customXml", "w:ins", "w:moveTo")))
@@ -30,7 +29,7 @@ _UNREAD = {
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
     """Yield paragraphs, and tables with their rows as lines; `DocumentError` if encrypted."""
-    if data.startswith(_COMPOUND):
+    if data.startswith(COMPOUND):
         raise DocumentError("is encrypted, or a .doc file under another name")
     document = Document(io.BytesIO(data))
     levels: dict[str | None, str] = {}  # by styles, which python-docx looks up slowly

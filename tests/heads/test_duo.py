@@ -231,23 +231,6 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         TrainingState.load(file, mine)
 
 
-def test_settings_are_checked() -> None:
-    for wrong in (
-        {"steps": 0},
-        {"recent": 0},
-        {"sinks": -1},
-        {"zero_stage": 2},
-        {"l1": -1.0},
-        {"learning_rate": 0.0},
-        {"sparsity": 1.5},
-        {"threshold": -0.5},
-    ):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
-            DuoSettings(**wrong)
-    with pytest.raises(ConfigError, match="sparsity or threshold, not both"):
-        DuoSettings(sparsity=0.5, threshold=0.5)
-
-
 @pytest.mark.parametrize(("device", "told"), [("cuda:0", "0"), ("cuda:5", "5"), ("cpu", "3")])
 def test_deepspeed_is_told_the_gpu_of_this_process(device: str, told: str) -> None:
     """An actor of Ray sees one GPU, whatever its place on the node."""

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
 from razor_dist import cli
-from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.grid import Check, place_seed
@@ -22,6 +20,7 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
+from tests.heads.command import identify_heads
 from tests.tiny_models import make_tiny
 
 
@@ -31,10 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _identify(model: Path, out: Path, *options: str) -> str:
-    command = ["razor", str(model), "--out", str(out), "--tokens", "40", *options]
-    result = CliRunner().invoke(identify, command, catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
+    return identify_heads("razor", model, "--out", out, "--tokens", 40, *options)
 
 
 def test_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.identify.duo.pattern import write_pattern
 from razor_dist.identify.scope import scopes, window_of
-from razor_dist.identify.settings import Bound, ScopeSettings
+from razor_dist.identify.settings import Bound
 from razor_dist.models.adapters import adapter
 from razor_dist.models.alibi import LayerWeights
 from razor_dist.models.loader import model_fingerprint, read_config
@@ -33,6 +33,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
+from tests.heads.command import identify_heads
 from tests.test_invariance import tokens_of
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
@@ -165,12 +166,6 @@ def test_a_window_that_would_hold_the_context_makes_a_retrieval_head(
     assert window_of(scope, 2048) == window
 
 
-def test_settings_out_of_range() -> None:
-    for wrong in ({"epsilon": 0.0}, {"epsilon": 1.0}, {"context_tokens": 0}, {"bound": "loose"}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            ScopeSettings(**wrong)
-
-
 @pytest.fixture(scope="module")
 def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Narrow weights, so that scopes are short.
@@ -179,17 +174,11 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*options: str) -> str:
-    result = CliRunner().invoke(identify, options, catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
-
-
 def test_identify_chooses_the_method_and_the_map_loses_next_to_nothing(
     bloom: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "map.json"
-    text = run(str(bloom), "--out", str(out), "--context-tokens", "200")
+    text = identify_heads(str(bloom), "--out", str(out), "--context-tokens", "200")
     found = HeadMap.load(out)
     config = read_config(bloom)
     found.validate(ModelShape.from_config(config), model_fingerprint(config))
@@ -232,12 +221,12 @@ def test_identify_refuses_the_other_methods(
     out = str(tmp_path / "map.json")
     for method in ("razor", "onthefly"):
         with pytest.raises(ConfigError, match=f"method {method} is for models .* tiny-bloom is"):
-            run(method, str(bloom), "--out", out)
+            identify_heads(method, str(bloom), "--out", out)
     refused = CliRunner().invoke(identify, [str(bloom), "--out", out, "--tokens", "40"])
     assert refused.exit_code == 2 and "No such option: --tokens" in refused.output
     llama = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
     with pytest.raises(ConfigError, match=r"method alibi is for .* tiny-llama is not"):
-        run("alibi", str(llama), "--out", out)
+        identify_heads("alibi", str(llama), "--out", out)
 
 
 def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> None:
@@ -245,7 +234,7 @@ def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> Non
     out, prose = tmp_path / "map.json", "A sentence of some length is what a haystack is made of. "
     (tmp_path / "prose.txt").write_text(prose * 10)
     options = ["--context-tokens", "200", "--verify", "--haystack", str(tmp_path)]
-    text = run(str(bloom), "--out", str(out), *options, "--verify-tokens", "400")
+    text = identify_heads(str(bloom), "--out", str(out), *options, "--verify-tokens", "400")
     found = HeadMap.load(out)
     checked = found.verification
     assert checked is not None and (checked.documents, checked.tokens) == (5, 400)
@@ -255,19 +244,19 @@ def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> Non
     assert found.kv_fraction < checked.kv_bytes / checked.kv_bytes_full < 1
     windows = [w for row in found.windows or () for w in row if w is not None]
     with pytest.raises(ConfigError) as refused:
-        run(str(bloom), "--out", str(out), *options, "--verify-tokens", "120")
+        identify_heads(str(bloom), "--out", str(out), *options, "--verify-tokens", "120")
     assert str(refused.value).endswith(
         f"nothing: a streaming head's window of at least {min(windows)} tokens holds a document of "
         "120 whole; give more --verify-tokens, up to 3964"
     )
     with pytest.raises(ConfigError, match="every head keeps the whole context"):
-        run(str(bloom), "--out", str(out), "--context-tokens", "1", *options[2:])
+        identify_heads(str(bloom), "--out", str(out), "--context-tokens", "1", *options[2:])
     assert HeadMap.load(out) == found  # what is refused is not written
 
 
 def test_windows_in_the_file(bloom: Path, tmp_path: Path) -> None:
     out = tmp_path / "map.json"
-    run("alibi", str(bloom), "--out", str(out), "--bound", "strict")
+    identify_heads("alibi", str(bloom), "--out", str(out), "--bound", "strict")
     found = HeadMap.load(out)
     again = tmp_path / "again.json"
     found.save(again)
