@@ -35,21 +35,14 @@ def test_what_is_shown_reads_back(size: int) -> None:
 
 
 def test_settings_in_tokens_take_them() -> None:
-    given = {
-        "max_model_len": "1M",
-        "kv_tokens": "2M",
-        "chunked_prefill_size": "64k",
-        "window_max": "8K",
+    written = {
+        **{"max_model_len": "1M", "kv_tokens": "2M", "chunked_prefill_size": "64k"},
+        **{"window_min": "1K", "window_max": "8K", "sink_tokens": "1k", "block": "2K"},
+        "page_size": "1K",
     }
-    given |= {"page_size": "1K", "sink_tokens": "1k", "block": "2K"}
-    config = load_config(EngineConfig, {**given, "window_min": "1K"})
-    assert (config.max_model_len, config.kv_tokens, config.chunked_prefill_size) == (
-        2**20,
-        2**21,
-        64000,
-    )
-    assert (config.window_min, config.window_max) == (1024, 8192)
-    assert (config.page_size, config.sink_tokens, config.block) == (1024, 1000, 2048)
+    config = load_config(EngineConfig, written)
+    read = [2**20, 2**21, 64000, 1024, 8192, 1000, 2048, 1024]
+    assert [getattr(config, name) for name in written] == read
     for wrong, message in (
         ("8Q", "must be an integer such as 8192 or 8K or none"),
         ("-8", "must be at least 1"),

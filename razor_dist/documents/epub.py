@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import unquote, urldefrag
 
 from bs4 import BeautifulSoup
-from bs4.builder import LXMLTreeBuilderForXML
 from lxml import etree
 from lxml.html.defs import empty_tags
 
@@ -82,7 +81,7 @@ class _Book:
         # Named characters of HTML, which XML does not know.
         page = _ENTITY.sub(lambda e: chr(known[e[1]]) if e[1] in known else e[0], page)
         try:
-            return text_of(BeautifulSoup(page, builder=LXMLTreeBuilderForXML(parser=_parser)))
+            return text_of(BeautifulSoup(page, "xml", parser=_parser))
         except etree.XMLSyntaxError:
             return text_of(BeautifulSoup(_SELF_CLOSED.sub(_with_end, page), "lxml"))
 

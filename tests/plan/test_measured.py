@@ -86,15 +86,7 @@ def measure(
         runner.execute(plan)
 
     comm.bytes_sent.clear()
-    total = prompt + STEPS
-    step(
-        StepPlan(
-            Op.OPEN,
-            0,
-            end=prompt,
-            total=total,
-        )
-    )
+    step(StepPlan(Op.OPEN, 0, end=prompt, total=prompt + STEPS))
     used, activations = runner.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
