@@ -390,6 +390,17 @@ def test_a_turn_is_asked_again_changed_and_deleted(reader: Reader) -> None:
     assert STORY in message["content"] and message["content"].endswith("Who went?")
 
 
+def test_after_a_failure_each_turn_is_still_itself(reader: Reader) -> None:
+    first = reader.answered("First?")
+    reader.answered("Second?")
+    answer = {"status": 500, "json": {"error": {"message": "rank 1 died"}}}
+    reader.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    reader.ask("Third?")
+    expect(reader.notice).to_have_text("rank 1 died")
+    first.locator(".remove").click()
+    expect(reader.page.locator("article h3")).to_have_text(["Second?"])
+
+
 def test_numbers_that_the_sources_do_not_have(reader: Reader) -> None:
     script = """async (sentences) => {
       const { strangeNumbers } = await import('/page/sources.js');
@@ -444,6 +455,12 @@ def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
     fact = "The castle, which had been built of grey stone by the river long ago, fell at noon."
     reader.add(("history.txt", f"{STORY}\n\n{fact} {STORY}".encode()))
     expect(reader.pending).to_contain_text("waits for a question")
+    page.set_viewport_size({"width": 1000, "height": 800})
+    reader.add(*((f"{n}.txt", b"one of many") for n in range(9)))
+    expect(reader.pending.locator("li")).to_have_count(10)
+    assert box(reader.ahead)["y"] + box(reader.ahead)["height"] < 0.6 * 800  # still in view
+    for n in range(9):
+        reader.pending.get_by_role("button", name=f"Remove {n}.txt").click()
     source = reader.answered("When did it fall?").locator("button.source")
     for width in (1000, 1400, 1900):
         page.set_viewport_size({"width": width, "height": 800})
@@ -453,6 +470,7 @@ def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
         assert window["x"] + window["width"] <= width
         page.keyboard.press("Escape")
     page.set_viewport_size({"width": 390, "height": 780})
+    assert box(page.locator("header"))["height"] < 64  # one line
     name, remove = box(reader.pending.locator(".name")), box(reader.pending.locator(".remove"))
     assert remove["y"] < name["y"] + name["height"] < remove["y"] + remove["height"]
     # The question is the last thing on the page, below the figures.

@@ -154,20 +154,18 @@ function finished(view, error, before, note) {
   const { turn } = view;
   const stopped = error?.name === "AbortError";
   turn.note = stopped ? "Stopped." : error ? tell(error) : note;
-  const isAnswered = Boolean(turn.answer) || !error;
-  if (!isAnswered) {
-    view.element.remove();
+  if (error && !turn.answer) {
     $("question").value ||= turn.summary ? "" : turn.question;
-    app.conversation = before;
+    app.restore(before);
     notice(stopped ? "Stopped before an answer came." : turn.note);
-  } else {
-    follow(() => view.show());
-    view.light();
-    announce(stopped ? "Stopped." : error ? turn.note : "The answer is complete.");
+    return false;
   }
+  follow(() => view.show());
+  view.light();
+  announce(stopped ? "Stopped." : error ? turn.note : "The answer is complete.");
   store.save(app.conversation);
   changed();
-  return isAnswered;
+  return true;
 }
 
 /** Asks the last question again, with other random numbers; the old answer stays if none comes. */

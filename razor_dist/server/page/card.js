@@ -37,12 +37,20 @@ function show(element, passages, documentOf) {
   card.replaceChildren(...passages.map((passage) => entry(passage, documentOf(passage.document))));
   card.showPopover();
   element.setAttribute("aria-describedby", "card");
+  mark(true);
   reader.point(passages);
   const [line, box] = [element.getClientRects()[0], card.getBoundingClientRect()];
   const below = element.getBoundingClientRect().bottom + GAP;
   const top = below + box.height < innerHeight ? below : Math.max(GAP, line.top - box.height - GAP);
   card.style.top = `${top}px`;
   card.style.left = `${Math.max(GAP, Math.min(line.left, innerWidth - box.width - GAP))}px`;
+}
+
+/** Marks all pieces of the owner's sentence, which emphasis and lines can make several. */
+function mark(isOwner) {
+  for (const piece of owner.closest(".answer")?.querySelectorAll(`[data-sentence="${owner.dataset.sentence}"]`) ?? []) {
+    piece.classList.toggle("pointed", isOwner);
+  }
 }
 
 function entry({ number, text, weight }, found) {
@@ -61,6 +69,7 @@ export function hide() {
   clearTimeout(timer);
   if (!owner) return false;
   owner.removeAttribute("aria-describedby");
+  mark(false);
   owner = null;
   $("card").hidePopover();
   reader.point([]);
