@@ -187,7 +187,11 @@ class EngineClient:
         if not pin:
             self.check_room(params.n)
         ids = answer_ids(request_id, params.n)
-        streams = {id_: RequestStream(id_, self.abort, self.observer, lasting=pin) for id_ in ids}
+        length = len(prompt_ids) + (0 if prefix is None else prefix.prompt_tokens)
+        streams = {
+            id_: RequestStream(id_, self.abort, self.observer, lasting=pin, prompt_tokens=length)
+            for id_ in ids
+        }
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
         prompt = pack(prompt_ids)
@@ -196,8 +200,10 @@ class EngineClient:
             Add(request_id, prompt, wire, pin, continued, quota, cache_salt, cache_prompt)
         )
         self._streams |= streams
-        if not pin:
-            self.observer.submitted(ids, len(prompt_ids), params)
+        if pin:
+            self.observer.pinned(request_id)
+        else:
+            self.observer.submitted(ids, length, params)
         return list(streams.values())
 
     def check_room(self, requests: int) -> None:

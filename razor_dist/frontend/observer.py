@@ -12,7 +12,10 @@ class Observer:
     """Hears of every answer; this one takes no notice."""
 
     def submitted(self, ids: Sequence[str], prompt_tokens: int, params: SamplingParams) -> None:
-        """Note a prompt and the ids of its answers."""
+        """Note a prompt, with the tokens of its pinned prefix, and the ids of its answers."""
+
+    def pinned(self, request_id: str) -> None:
+        """Note a prefix that is to be pinned: its `Progress` is no answer's."""
 
     def reading(self, request_id: str) -> None:
         """Note that a context is read that an answer's prompt continues."""

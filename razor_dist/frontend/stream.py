@@ -16,8 +16,8 @@ class RequestStream(AsyncIterator[AboutRequest]):
     pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
 
     Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
-    ``lasting`` marks a pinned prefix. ``observer`` hears of messages as they are read: those behind
-    a stop string never are.
+    ``lasting`` marks a pinned prefix; ``prompt_tokens`` are the prompt's, with its prefix's.
+    ``observer`` hears of messages as they are read: those behind a stop string never are.
     """
 
     def __init__(
@@ -27,8 +27,9 @@ class RequestStream(AsyncIterator[AboutRequest]):
         observer: Observer,
         *,
         lasting: bool = False,
+        prompt_tokens: int = 0,
     ) -> None:
-        self.request_id, self.lasting = request_id, lasting
+        self.request_id, self.lasting, self.prompt_tokens = request_id, lasting, prompt_tokens
         self._abort, self._observer = abort, observer
         self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
         self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted

@@ -77,11 +77,15 @@ class Context:
 class Contexts:
     """The contexts of all keys; ``most`` are the bytes of KV cache that one key's may take.
 
-    Their ids begin with ``tag``, hexadecimal digits by which a router finds this engine.
+    Their ids begin with ``tag``, hexadecimal digits by which a router finds this engine. With
+    ``has_store`` some may be known only once the engine has said where it stores prefixes.
     """
 
-    def __init__(self, client: EngineClient, most: float, tag: str = "") -> None:
+    def __init__(
+        self, client: EngineClient, most: float, tag: str = "", *, has_store: bool = False
+    ) -> None:
         self._client, self.most, self._tag = client, int(most), tag
+        self._has_store = has_store
         self._contexts: dict[str, Context] = {}
         self._by_name: dict[bytes, Context] = {}
         self._stored_in: ContextFiles | None = None
@@ -112,7 +116,7 @@ class Contexts:
 
     def _require_known(self) -> None:
         """Raise `NotReadyError` until the engine has said where contexts are stored."""
-        if self.most and self._files is None and self._client.info is None and not self._contexts:
+        if self.most and self._has_store and self._files is None:
             raise NotReadyError(self._client.status)
 
     @property

@@ -90,7 +90,8 @@ class Metrics(Observer):
         self._names = Names(prefix, model_name)
         self._model = self._names.labels
         self._answers: dict[str, Answer] = {}
-        self._prefixes: dict[str, int] = {}  # pinned ones that are being read: tokens read
+        # Prefixes that are pinned, and how many of their tokens are read; None until the first is.
+        self._prefixes: dict[str, int | None] = {}
         # Hears of each answer that ends, why, and when (monotonic seconds).
         self.on_end: Callable[[Answer, str, float], None] | None = None
         self._ranks = RankMetrics(self._names)
@@ -156,19 +157,21 @@ class Metrics(Observer):
         if answer := self._answers.get(request_id):
             self._admit(answer, time.monotonic())
 
+    def pinned(self, request_id: str) -> None:
+        self._prefixes[request_id] = None
+
     def received(self, message: AboutRequest) -> None:
         answer, now = self._answers.get(message.id), time.monotonic()
-        if answer is None:
-            if isinstance(message, Progress):
-                self._prefix(message)
-        elif isinstance(message, Progress):
+        if isinstance(message, Failed):
+            self.ended(message.id, "error")
+        elif message.id in self._prefixes and isinstance(message, Progress):
+            self._prefix(message)
+        elif answer is not None and isinstance(message, Progress):
             self._progress(answer, message, now)
-        elif isinstance(message, Token):
+        elif answer is not None and isinstance(message, Token):
             self._token(answer, now)
             if message.finish is not None:
                 self._end(message.id, message.finish, now)
-        elif isinstance(message, Failed):
-            self._end(message.id, "error", now)
 
     def ended(self, request_id: str, reason: str) -> None:
         self._prefixes.pop(request_id, None)
@@ -190,7 +193,7 @@ class Metrics(Observer):
 
     def _prefix(self, message: Progress) -> None:
         """Count what is read of a pinned prefix, which is no answer's prompt."""
-        read = self._prefixes.get(message.id)
+        read = self._prefixes[message.id]
         if read is None:
             read = message.cached
             self._cache_queries.inc(message.total - message.prefix)

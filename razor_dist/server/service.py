@@ -76,7 +76,8 @@ class Service:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
-        self.contexts = Contexts(client, config.pinned_gb * 2**30, tag)
+        has_store = config.prefix_store is not None
+        self.contexts = Contexts(client, config.pinned_gb * 2**30, tag, has_store=has_store)
         self.documents = DocumentReader(int(config.max_body_mb * 2**20))
         self._asking: asyncio.Task[Fields] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more

@@ -173,10 +173,11 @@ def test_while_the_ranks_start_again_contexts_stay_and_can_be_deleted(tmp_path: 
     played(play)
 
 
-def test_until_the_engine_is_ready_contexts_are_not_known(tmp_path: Path) -> None:
+def test_until_the_engine_is_ready_contexts_of_a_store_are_not_known(tmp_path: Path) -> None:
     async def play() -> None:
         context = await used(server(tmp_path), kept())
-        again = Contexts(EngineClient(tmp_path / "socket"), 1e9)  # its model is being loaded
+        # Its model is being loaded.
+        again = Contexts(EngineClient(tmp_path / "socket"), 1e9, has_store=True)
         loading = pytest.raises(NotReadyError, match="the model is being loaded")
         for call in (again.find, again.end):
             with loading:
@@ -184,8 +185,11 @@ def test_until_the_engine_is_ready_contexts_are_not_known(tmp_path: Path) -> Non
         with loading:
             again.listed("a", None)
         assert len(list(tmp_path.iterdir())) == 1
+        alone = Contexts(EngineClient(tmp_path / "socket"), 1e9)
         none = Contexts(EngineClient(tmp_path / "socket"), 0)  # --pinned-gb is not given
-        assert none.listed("a", None) == []
+        assert none.listed("a", None) == alone.listed("a", None) == []
+        with pytest.raises(RequestError, match="there is no context"):
+            alone.find(context.id, "a")
         with pytest.raises(RequestError, match="this server keeps none"):
             none.find(context.id, "a")
 
