@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,19 @@ def test_the_hosts_ranks_are_all_of_the_server() -> None:
     size = objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["size"]
     assert int(flags["world-size"]) == size * int(flags["nproc-per-node"])
     assert leader["resources"]["limits"]["nvidia.com/gpu"] == flags["nproc-per-node"]
+
+
+def test_before_a_host_stops_its_server_ends() -> None:
+    """Whatever else there is: a process that nobody has waited for has no command line."""
+    text = (FOLDER / "hosts/leaderworkerset.yaml").read_text()
+    pod = yaml.safe_load(text)["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    [_, _, script] = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    name = "razor_dist.server.main"
+    sleeping = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", f"{name}.mock"]
+    )
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    time.sleep(1)
+    assert name in script
+    stop = subprocess.run([sys.executable, "-c", script.replace(name, f"{name}.mock")], timeout=60)
+    assert stop.returncode == 0 and sleeping.wait(10) == -15 and zombie.wait() == 0
