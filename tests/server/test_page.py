@@ -204,9 +204,22 @@ def test_a_server_that_is_gone_is_waited_for(reader: Reader) -> None:
     expect(reader.state).to_have_text("Ready")
 
 
-def test_a_key_is_asked_for_and_forgotten_with_the_tab(reader: Reader) -> None:
+def test_a_server_that_no_question_reaches_is_not_flooded(reader: Reader) -> None:
+    asked: list[Route] = []
+    chats = "**/v1/chat/completions"
+    reader.page.route(chats, lambda route: (asked.append(route), route.abort()))
+    turn = reader.ask("Anybody?")
+    expect(turn.locator(".reading p")).to_have_text("The server was not reached. Asking again.")
+    reader.page.wait_for_timeout(3000)
+    assert len(asked) <= 3
+    reader.page.unroute(chats)
+    expect(turn.locator(".answer")).to_contain_text("Anybody")
+
+
+@pytest.mark.parametrize("key", ["sk-wrong", "sk-ключ"])
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(reader: Reader, key: str) -> None:
     page = reader.page
-    page.evaluate("sessionStorage['razor_dist key'] = 'sk-wrong'")
+    page.evaluate("(key) => (sessionStorage['razor_dist key'] = key)", key)
     reader.add(("a.txt", b"text"))
     expect(reader.key_problem).to_contain_text("wants an API key")
     expect(reader.key).to_be_focused()

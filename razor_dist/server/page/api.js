@@ -36,6 +36,8 @@ export const key = {
 async function request(path, options = {}) {
   const headers = { ...options.headers };
   const sent = key.get();
+  // A header cannot carry others, and the server has none.
+  if (!/^[!-~]*$/.test(sent)) throw new ApiError("A key has ASCII characters alone, and no spaces.", { status: 401, sent });
   if (sent) headers.Authorization = `Bearer ${sent}`;
   let response;
   try {

@@ -5,7 +5,7 @@ import { duration } from "./format.js";
 
 // Seconds between looks at a server that is not ready.
 const LOOK = 2;
-// Tries after which a server that cannot be reached is given up, if it never answered.
+// Tries after which a server that cannot be reached, or does not answer, is given up.
 const GONE = 30;
 
 const WORDS = {
@@ -33,16 +33,17 @@ function sleep(seconds, signal) {
   });
 }
 
-/** Waits until the server is ready, and says meanwhile what it is; throws if it will not be. */
+/** Waits until the server is ready, for one look at least; throws if it will not be. */
 async function untilReady(signal, say) {
   for (let tries = 1; ; tries++) {
     const state = await api.health();
-    if (state.status === "ready") return;
     if (state.status === "failed" || (state.status === "gone" && tries > GONE)) {
       throw new api.ApiError(stateWords(state));
     }
-    say(`${stateWords(state)}. Your question is kept and asked when it is ready.`);
+    const isReady = state.status === "ready";
+    say(isReady ? "The server was not reached. Asking again." : `${stateWords(state)}. Your question is kept and asked when it is ready.`);
     await sleep(LOOK, signal);
+    if (isReady) return;
   }
 }
 
@@ -53,6 +54,7 @@ async function untilReady(signal, say) {
  */
 export async function* ask(request, signal, say, withoutContext) {
   let begun = false;
+  let lost = 0;
   while (true) {
     try {
       for await (const chunk of api.chat(await request(), signal)) {
@@ -63,7 +65,7 @@ export async function* ask(request, signal, say, withoutContext) {
     } catch (error) {
       if (begun || !(error instanceof api.ApiError)) throw error;
       if (error.isBusy) await countdown(error.retryAfter ?? 5, signal, say);
-      else if (error.isNotReady || error.isGone) await untilReady(signal, say);
+      else if ((error.isNotReady || error.isGone) && ++lost <= GONE) await untilReady(signal, say);
       else if (error.code !== "context_not_found" || !withoutContext()) throw error;
     }
   }
