@@ -37,9 +37,9 @@ _DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, OverflowError)
 
 class Head(msgspec.Struct):
     id: str
-    owner: str | None
-    salt: str | None
-    created: float
+    owner: str | None  # `KeyHolder.id`
+    salt: str | None  # of its cache namespace
+    created: float  # by the wall clock
     tokens: int
     begins: str
 
@@ -47,7 +47,7 @@ class Head(msgspec.Struct):
 class Stored(NamedTuple):
     head: Head
     ttl: int  # seconds
-    used: float  # by the wall clock, as is `expires`
+    used: float  # by the wall clock
 
     @property
     def expires(self) -> float:

@@ -32,19 +32,20 @@ _BEGINS = 120
 
 @dataclass(eq=False)
 class Context:
-    id: str
-    owner: str | None  # `KeyHolder.id`
-    salt: str | None  # of its cache namespace
-    kept: KeptContext
-    parent: Context | None  # with whose tokens it begins
-    pin: Pin | None  # None after a restart, until it is used
-    created: float  # by the wall clock, as is `used`
-    used: float
+    head: Head
     ttl: int  # seconds from its last use on
+    used: float  # by the wall clock
+    kept: KeptContext
+    parent: Context | None = None  # with whose tokens it begins
+    pin: Pin | None = None  # None after a restart, until it is used
     is_read: bool = False  # its prefix was pinned as a whole, once
     stored: bool = False  # in a file
     users: int = 0  # requests in flight that continue it
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    @property
+    def id(self) -> str:
+        return self.head.id
 
     @property
     def is_pinned(self) -> bool:
@@ -53,7 +54,7 @@ class Context:
     @cached_property
     def name(self) -> bytes:
         """A hash of all that makes a context, equal for two requests that keep the same one."""
-        about = [self.owner, self.salt, self.kept.digest]
+        about = [self.head.owner, self.head.salt, self.kept.digest]
         return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
 
     @property
@@ -61,17 +62,9 @@ class Context:
         return self.used + self.ttl
 
     @property
-    def begins(self) -> str:
-        """The beginning of what the user said, to know it again by; of all, if that is nothing."""
-        messages = sorted(self.kept.messages, key=lambda message: message["role"] != "user")
-        # A message that calls tools may have no content.
-        return next(filter(None, (one.get("content") for one in messages)), "")[:_BEGINS]
-
-    @property
     def brief(self) -> Fields:
         """The context as an answer names it."""
-        tokens = len(self.kept.text.tokens)
-        return {"id": self.id, "tokens": tokens, "expires_at": int(self.expires)}
+        return {"id": self.id, "tokens": self.head.tokens, "expires_at": int(self.expires)}
 
 
 class Contexts:
@@ -103,7 +96,7 @@ class Contexts:
             found = self._read(id_, owner)
         elif not self._is_there(found):
             found = None
-        if found is not None and found.owner == owner:
+        if found is not None and found.head.owner == owner:
             return found
         whose, how = self._ended.get(id_, (owner, ""))
         if not self.most:
@@ -145,9 +138,8 @@ class Contexts:
         found = None if files is None else files.read(id_)
         if found is None or found[0].head.owner != owner:
             return None
-        (head, ttl, used), kept = found
-        context = Context(id_, owner, head.salt, kept, None, None, head.created, used, ttl)
-        context.is_read = context.stored = True
+        stored, kept = found
+        context = Context(*stored, kept, is_read=True, stored=True)
         left = context.expires - time.time()
         if left < 0:
             self._remember(context, _expired(context))
@@ -164,13 +156,11 @@ class Contexts:
             return
         if self._contexts.get(context.id) is not context:
             return
-        tokens = len(context.kept.text.tokens)
-        own = context.id, context.owner, context.salt, context.created
-        head = Head(*own, tokens, context.begins)
 
         async def write() -> None:
             try:
-                written = await asyncio.to_thread(files.write, head, context.ttl, context.kept)
+                parts = context.head, context.ttl, context.kept
+                written = await asyncio.to_thread(files.write, *parts)
             finally:
                 del self._writing[context]
             if self._contexts.get(context.id) is not context:  # ended meanwhile
@@ -189,10 +179,12 @@ class Contexts:
         `NotReadyError` while they are not known.
         """
         self._require_known()
-        own = [c for c in list(self._contexts.values()) if c.owner == owner and self._is_there(c)]
+        own = [
+            c for c in list(self._contexts.values()) if c.head.owner == owner and self._is_there(c)
+        ]
         stored = [] if self._files is None else self._files.all()
         return [described(context, tiers) for context in own] + [
-            _entry(one, one.head.id, one.head.tokens, one.head.created, one.head.begins, _UNKNOWN)
+            _entry(one, _UNKNOWN)
             for one in stored
             if one.head.owner == owner and one.head.id not in self._contexts
         ]
@@ -218,7 +210,7 @@ class Contexts:
             if base is not None:
                 used.append(self.find(base.id, owner))  # it may have ended since it was found
                 self._require_pin(used[0], used[0].parent, new)
-                salt = used[0].salt
+                salt = used[0].head.salt
             for one in kept:
                 before = used[-1] if used else None
                 if before is None or len(one.text.tokens) > len(before.kept.text.tokens):
@@ -261,7 +253,8 @@ class Contexts:
         """Return the context of what is to be kept: one that is there, or a new one."""
         now = time.time()
         id_ = f"ctx_{self._tag}{secrets.token_hex(16)[len(self._tag) :]}"
-        blank = Context(id_, owner, salt, kept, before, None, now, now, kept.ttl)
+        head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
+        blank = Context(head, kept.ttl, now, kept, before)
         found = self._by_name.get(blank.name)
         if found is None or not self._is_there(found):
             found = blank
@@ -276,9 +269,9 @@ class Contexts:
         if context.is_pinned:
             return
         behind = before.pin if before is not None and before.is_pinned else None
-        quota = context.owner or "", self.most
-        tokens = context.kept.text.tokens
-        context.pin = Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=context.salt)
+        tokens, head = context.kept.text.tokens, context.head
+        quota = head.owner or "", self.most
+        context.pin = Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=head.salt)
         new.append(context.pin)
 
     def _touch(self, context: Context, *, stated: bool = False) -> None:
@@ -323,9 +316,16 @@ class Contexts:
         self._remember(context, how)
 
     def _remember(self, context: Context, how: str) -> None:
-        self._ended[context.id] = context.owner, how
+        self._ended[context.id] = context.head.owner, how
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
+
+
+def _beginning(kept: KeptContext) -> str:
+    """Return the beginning of what the user said, or of all, if that is nothing."""
+    messages = sorted(kept.messages, key=lambda message: message["role"] != "user")
+    # A message that calls tools may have no content.
+    return next(filter(None, (one.get("content") for one in messages)), "")[:_BEGINS]
 
 
 def _expired(context: Context) -> str:
@@ -343,23 +343,21 @@ def described(context: Context, tiers: Callable[[str], Fields] | None) -> dict[s
     ``tiers`` returns the bytes in host memory and on disk of a pinned request; they are null
     without it, while the engine is too busy to tell, and after a restart until it is used.
     """
-    nbytes, tokens = _UNKNOWN, len(context.kept.text.tokens)
+    nbytes = _UNKNOWN
     if context.is_pinned and context.pin is not None:
         lower = {} if tiers is None else tiers(context.pin.stream.request_id)
         nbytes = {**_UNKNOWN, "device": context.pin.nbytes, **lower}
-    return _entry(context, context.id, tokens, context.created, context.begins, nbytes)
+    return _entry(context, nbytes)
 
 
-def _entry(
-    of: Context | Stored, id_: str, tokens: int, created: float, begins: str, nbytes: Fields
-) -> dict[str, Any]:
+def _entry(of: Context | Stored, nbytes: Fields) -> dict[str, Any]:
     return {
-        "id": id_,
-        "tokens": tokens,
+        "id": of.head.id,
+        "tokens": of.head.tokens,
         "expires_at": int(of.expires),
         "object": "context",
-        "begins": begins,
-        "created_at": int(created),
+        "begins": of.head.begins,
+        "created_at": int(of.head.created),
         "last_used_at": int(of.used),
         "ttl": of.ttl,
         "bytes": nbytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import BrowserContext, Locator, expect
 
 KEY = "sk-reader-0123456789"
@@ -74,3 +75,25 @@ class Reader:
         turn = self.ask(question)
         expect(turn.locator(".copy")).to_be_visible()
         return turn
+
+    def told(self, question: str, answer: str, finish: str = "stop", **choice: Any) -> Locator:
+        """A turn with an answer that the server is made to give."""
+        chunks = [
+            {"choices": [{"delta": {"content": answer}, "finish_reason": None}]},
+            {"choices": [{"delta": {}, "finish_reason": finish, **choice}]},
+        ]
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        headers, path = {"Content-Type": "text/event-stream"}, "**/v1/chat/completions"
+        self.page.route(path, lambda route: route.fulfill(body=body, headers=headers))
+        turn = self.answered(question)
+        self.page.unroute(path)
+        return turn
+
+    def faults(self) -> list[tuple[str, str, list[str]]]:
+        """The violations that axe-core finds, light and dark."""
+        found, schemes = [], ("light", "dark")
+        for scheme in schemes:
+            self.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            for rule in Axe().run(self.page).response["violations"]:
+                found.append((scheme, rule["id"], [node["html"] for node in rule["nodes"]]))
+        return found

@@ -44,30 +44,34 @@ def send(url: str, body: bytes, kind: str) -> httpx.Response:
     return httpx.post(url, content=body, headers={"Content-Type": kind}, timeout=60)
 
 
+def serving(model: str) -> ServerProcess:
+    return fake_server("--model", model, "--served-model-name", "smollm2")
+
+
 @contextmanager
-def held_server(parent: Path, *arguments: str) -> Iterator[tuple[ServerProcess, Path]]:
+def held_server(parent: Path) -> Iterator[tuple[ServerProcess, Path]]:
     """A server, and a file during whose life no rank of it is started again."""
     model = folder(parent, "held")
-    with fake_server("--model", model, "--served-model-name", "smollm2", *arguments) as server:
+    with serving(model) as server:
         yield server, Path(model, fake_engine.WAIT)
 
 
-def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and output of a server that is expected to end by itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def ended(*command: str) -> tuple[int, str]:
+    """Exit code and errors of a command that is expected to end by itself."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """As `ended`, of a server."""
+    serve_on = (sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine")
+    return ended(*serve_on, "--port", "0", *arguments)
 
 
 def test_health_tells_of_loading_and_requests_get_503(tmp_path: Path) -> None:
     model = folder(tmp_path, "slow-start")
-    with fake_server("--model", model, "--served-model-name", "smollm2") as server:
+    with serving(model) as server:
         url = server.url(LISTENING)
         assert health(url) == (503, "loading")
         early = complete(url, [1, 2])
@@ -80,7 +84,7 @@ def test_health_tells_of_loading_and_requests_get_503(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     model = folder(tmp_path, "ids-only")
-    with fake_server("--model", model, "--served-model-name", "smollm2") as server:
+    with serving(model) as server:
         url = server.url()
         answer = complete(url, [5, 6, 7], max_tokens=2, logprobs=1).json()["choices"][0]
         assert answer["token_ids"] == [7, 6]
@@ -243,7 +247,7 @@ def test_a_port_in_use_is_told() -> None:
 
 
 def test_no_such_model_is_told() -> None:
-    code, output = run("--port", "0", "--model", "/no/such/model")
+    code, output = run("--model", "/no/such/model")
     assert code == 2
     assert output.splitlines()[-1].startswith("razor-dist: model '/no/such/model'")
     assert "Traceback" not in output
@@ -251,7 +255,7 @@ def test_no_such_model_is_told() -> None:
 
 def test_what_the_ranks_refuse_is_told_without_another_start(tmp_path: Path) -> None:
     model = folder(tmp_path, "bad-head-map")
-    code, output = run("--port", "0", "--model", model, "--world-size", "3")
+    code, output = run("--model", model, "--world-size", "3")
     assert code == 2
     assert "the head map belongs to another model" in output.splitlines()[-1]
     assert output.count("the head map belongs to another model") == 1
@@ -325,7 +329,7 @@ def test_children_run_the_package_of_their_parent(tmp_path: Path) -> None:
 
 
 def test_starts_that_fail_are_given_up(tmp_path: Path) -> None:
-    code, output = run("--port", "0", "--model", folder(tmp_path, "crash-at-start"))
+    code, output = run("--model", folder(tmp_path, "crash-at-start"))
     assert code == 1
     assert "3 starts failed in a row; the last: rank 0 exited with code 1" in output
 
@@ -345,11 +349,11 @@ def test_starts_that_fail_are_given_up(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_one_line(arguments: list[str], message: str) -> None:
     """And refused before anything listens: that would be another line."""
-    command = [sys.executable, "-m", "razor_dist", "serve", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+    serve = (sys.executable, "-m", "razor_dist", "serve", "--port", "0")
+    code, output = ended(*serve, *arguments)
+    assert code == 2
+    assert output.count("\n") == 1
+    assert message in output
 
 
 # ------------------------------------------------------------------- torchrun
@@ -384,36 +388,21 @@ def test_torchrun_restarts_a_rank_0_that_was_stopped() -> None:
 
 
 def test_a_world_size_that_contradicts_torchruns_is_told_once() -> None:
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", "4", RANKS, "--world-size", "5"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    sentence = "world_size is 5, but torchrun started 4 processes"
-    assert done.returncode != 0
-    assert done.stderr.count(sentence) == 1
+    code, output = ended(*TORCHRUN, "--nproc-per-node", "4", RANKS, "--world-size", "5")
+    assert code != 0
+    assert output.count("world_size is 5, but torchrun started 4 processes") == 1
 
 
 def test_a_taken_port_ends_torchruns_job() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [*TORCHRUN, "--nproc-per-node", "2", RANKS, "--port", port],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode != 0
-    assert done.stderr.count(f"cannot listen on 127.0.0.1:{port}: Address already in use") == 1
+        code, output = ended(*TORCHRUN, "--nproc-per-node", "2", RANKS, "--port", port)
+    assert code != 0
+    assert output.count(f"cannot listen on 127.0.0.1:{port}: Address already in use") == 1
 
 
 def test_a_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
-    with fake_server("--model", folder(tmp_path, "slow-start")) as server:
+    with serving(folder(tmp_path, "slow-start")) as server:
         url = server.url(LISTENING)
         assert health(url) == (503, "loading")
         server.process.send_signal(signal.SIGTERM)

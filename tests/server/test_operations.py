@@ -14,9 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -24,11 +23,11 @@ import psutil
 import pytest
 
 from tests.server.process import ServerProcess, health, wait_until
-from tests.server.test_real_ranks import TORCHRUN, free_port, frontend_of
+from tests.server.test_hostile_clients import HEAD, connections
+from tests.server.test_real_ranks import TORCHRUN, free_port, frontend_of, is_healthy
 
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-m", "razor_dist", "serve", "--max-num-seqs", "8", "--threads", "1"]
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MB = 2**20
 
 
@@ -69,19 +68,6 @@ class Watch:
         )
 
 
-@contextmanager
-def connections(url: str, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
-    address = ("127.0.0.1", httpx.URL(url).port or 0)
-    with ExitStack() as stack:
-        sockets = [socket.create_connection(address) for _ in range(count)]
-        yield [send(stack.enter_context(client), sent) for client in sockets]
-
-
-def send(client: socket.socket, data: bytes) -> socket.socket:
-    client.sendall(data)
-    return client
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[ServerProcess, str]]:
     with ServerProcess(*SERVE) as process:
@@ -100,7 +86,7 @@ def test_half_sent_headers(files: int) -> None:
             url = process.url(timeout=120)
             with (
                 Watch(process, url) as watch,
-                connections(url, count, b"GET / HTTP/1.1\r\nHo") as c,
+                connections(process, count, b"GET / HTTP/1.1\r\nHo") as c,
             ):
                 for _ in range(12):
                     for client in c:
@@ -134,7 +120,7 @@ def test_unfinished_bodies(server: tuple[ServerProcess, str]) -> None:
 
     with (
         Watch(process, url) as watch,
-        connections(url, 24, begun) as clients,
+        connections(process, 24, begun) as clients,
         ThreadPoolExecutor(24) as pool,
     ):
         list(pool.map(upload, clients))
@@ -252,7 +238,7 @@ def test_a_rolling_restart_loses_no_answer() -> None:
     with ThreadPoolExecutor(4) as pool:
         try:
             for url in urls:
-                assert wait_until(lambda url=url: is_up(url), 120)
+                assert wait_until(lambda url=url: is_healthy(url), 120)
             users = [pool.submit(ask, user) for user in range(4)]
             codes = []
             for place, port in enumerate(ports):
@@ -260,7 +246,7 @@ def test_a_rolling_restart_loses_no_answer() -> None:
                 servers[place].terminate()
                 codes.append(servers[place].wait(60))
                 servers[place] = start(port)
-                assert wait_until(lambda place=place: is_up(urls[place]), 120)
+                assert wait_until(lambda place=place: is_healthy(urls[place]), 120)
             time.sleep(2)
             over.set()
             for user in users:
@@ -273,35 +259,3 @@ def test_a_rolling_restart_loses_no_answer() -> None:
                 server.wait(60)
     print(f"\nrolling restart: {len(answered)} answers of 24 tokens, none lost; {dict(tries)}")
     assert codes == [0, 0] and set(answered) == {24} and tries["ReadError"] == 0
-
-
-def is_up(url: str) -> bool:
-    try:
-        return health(url)[0] == 200
-    except httpx.TransportError:
-        return False
-
-
-def test_every_route_with_and_without_a_key(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("sk-right\n")
-    keys.chmod(0o600)
-    rows: dict[str, list[Any]] = {}
-    with ServerProcess(*SERVE, "--api-key-file", str(keys)) as process:
-        url = process.url(timeout=120)
-        spec = httpx.get(f"{url}/openapi.json", headers={"Authorization": "Bearer sk-right"})
-        found = spec.json().get("paths", {}) if spec.status_code == 200 else {}
-        paths = {*found, "/health", "/metrics", "/stats", "/v1/models", "/v1/completions"}
-        for path in sorted(paths):
-            for method in ("GET", "POST"):
-                given: dict[str, Any] = {"json": {}} if method == "POST" else {}
-                row = rows.setdefault(f"{method} {path}", [])
-                for key in (None, "sk-wrong", "sk-right"):
-                    headers = {"Authorization": f"Bearer {key}"} if key else {}
-                    answer = httpx.request(method, url + path, headers=headers, timeout=60, **given)
-                    row.append(answer.status_code)
-    print("\nroute: without a key, with a wrong one, with a right one")
-    for name, row in rows.items():
-        print(f"{name}: {row}")
-        if name.split()[1] != "/health":
-            assert row[:2] == [401, 401] and row[2] != 401, name

@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Route, expect
 
 from tests import fake_engine
 from tests.documents import files
@@ -492,14 +491,7 @@ def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
 
 
 def test_an_answer_that_repeats_itself_is_said_to(reader: Reader) -> None:
-    choices: list[dict[str, Any]] = [{"delta": {"content": "a a"}, "finish_reason": None}]
-    choices.append({"delta": {}, "finish_reason": "repetition"})
-    chunks = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
-    body = "".join([*chunks, "data: [DONE]\n\n"])
-    headers = {"Content-Type": "text/event-stream"}
-    chats = "**/v1/chat/completions"
-    reader.page.route(chats, lambda route: route.fulfill(body=body, headers=headers))
-    turn = reader.answered("Again?")
+    turn = reader.told("Again?", "a a", "repetition")
     expect(turn.locator(".note")).to_contain_text("had begun to repeat itself")
     # No documents were read, so nothing is said of where the words come from.
     expect(turn.locator(".sources")).to_be_hidden()
@@ -553,7 +545,7 @@ def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -
     reader.add(("book.txt", book.encode()))
     expect(reader.room).to_contain_text("more than the 1,024 that the model holds")
     expect(reader.send).to_be_disabled()
-    assert _faults(page) == []
+    assert reader.faults() == []
     reader.question.fill("Who?")
     reader.question.press("Enter")
     expect(reader.notice).to_contain_text("more than the 1,024")
@@ -598,30 +590,30 @@ def test_everybody_can_use_it(browser: Browser, page_server: ServerProcess) -> N
     context = browser.new_context(bypass_csp=True)
     reader = Reader(context, page_server.url())
     page = reader.page
-    assert _faults(page) == []  # empty, with the sample's questions
+    assert reader.faults() == []  # empty, with the sample's questions
     reader.add(("fox-3.txt", f"{STORY} A castle.".encode()), ("cat.png", b"\0"))
     expect(reader.pending).to_contain_text("neither text")
     asked: list[Route] = []
     page.route("**/v1/chat/completions", lambda route: asked.append(route))  # until it is seen
     turn = reader.ask("Who?")
     expect(turn.get_by_role("progressbar")).to_be_visible()
-    assert _faults(page) == []
+    assert reader.faults() == []
     asked[0].continue_()
     expect(turn.locator(".copy")).to_be_visible()
-    assert _faults(page) == []
+    assert reader.faults() == []
     turn.locator(".answer").get_by_role("button", name="A castle.").press("Enter")
     expect(page.locator("#reader mark")).to_be_in_viewport()
-    assert _faults(page) == []
+    assert reader.faults() == []
     page.keyboard.press("Escape")
     reader.open_settings.focus()
     page.keyboard.press("Enter")
     expect(reader.max_tokens).to_be_focused()
-    assert _faults(page) == []
+    assert reader.faults() == []
     page.keyboard.press("Escape")
     expect(reader.settings).to_be_hidden()
     page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate("document.scrollingElement.scrollWidth") <= 360
-    assert _faults(page) == []
+    assert reader.faults() == []
     page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
     stops = []
     for _ in range(40):  # every sentence of the answer is a stop
@@ -629,14 +621,3 @@ def test_everybody_can_use_it(browser: Browser, page_server: ServerProcess) -> N
         stops.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
     assert {"new", "export", "open-settings", "files", "copy", "question"} <= set(stops), stops
     context.close()
-
-
-def _faults(page: Page) -> list[Any]:
-    """Return the violations that axe-core finds, light and dark."""
-    found = []
-    schemes: list[Any] = ["light", "dark"]
-    for scheme in schemes:
-        page.emulate_media(color_scheme=scheme)
-        for rule in Axe().run(page).response["violations"]:
-            found.append((scheme, rule["id"], [node["html"] for node in rule["nodes"]]))
-    return found

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, expect
 
 from tests.server.page_reader import Reader
@@ -86,7 +85,7 @@ def test_what_is_kept_is_asked_without_its_text(browser: Browser, server: Server
     ask["messages"] = [{"role": "user", "content": whole + question}]
     [plain] = call(server, "POST", "/v1/chat/completions", **ask)["choices"]
     assert said == plain["message"]["content"].split()
-    assert _faults(page) == []
+    assert reader.faults() == []
     # Another browser of the same key, with nothing but the list; another key, with an empty one.
     stranger = opened(browser, server, KEYS[1])
     expect(stranger.contexts_room).to_contain_text("Nothing is kept")
@@ -139,7 +138,3 @@ def test_a_context_of_another_client_is_asked_as_it_is(
     assert body["messages"][0]["content"] == FOREIGN + "What colour is the roof?"
     assert reader.problems == []
     reader.context.close()
-
-
-def _faults(page: Any) -> list[Any]:
-    return [rule["id"] for rule in Axe().run(page).response["violations"]]

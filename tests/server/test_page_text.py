@@ -15,21 +15,6 @@ from tests.server.process import ServerProcess
 FACT = "The castle fell at noon."
 
 
-def answer_of(reader: Reader, question: str, answer: str, **choice: Any) -> Any:
-    """A turn with an answer that the server is made to give."""
-    chunks = [
-        {"choices": [{"delta": {"content": answer}, "finish_reason": None}]},
-        {"choices": [{"delta": {}, "finish_reason": "stop", **choice}]},
-    ]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    headers = {"Content-Type": "text/event-stream"}
-    path = "**/v1/chat/completions"
-    reader.page.route(path, lambda route: route.fulfill(body=body, headers=headers))
-    turn = reader.answered(question)
-    reader.page.unroute(path)
-    return turn
-
-
 def test_a_sentence_shows_its_passages_by_pointer_and_by_keyboard(reader: Reader) -> None:
     page, card = reader.page, reader.card
     reader.add(("fox.txt", STORY.encode()), ("history.txt", f"{STORY}\n\n{FACT}".encode()))
@@ -179,8 +164,7 @@ def test_an_answer_is_exported_with_footnotes(reader: Reader, tmp_path: Path) ->
         at = answer.index(words)
         own = [source(text) for text in sources]
         sentences.append({"start": at, "end": at + len(words), "grounded": 0.8, "sources": own})
-    turn = answer_of(
-        reader,
+    turn = reader.told(
         "# When?\nSay it.",
         answer,
         sources=[source(FACT)],

@@ -26,6 +26,12 @@ from tests.server.process import wait_until
 from tests.server.test_api import HELLO, TOKENIZER, answer_to, events
 
 
+def counts(url: str) -> tuple[int, int]:
+    """Requests that run, and those that were aborted."""
+    stats = httpx.get(f"{url}/stats").json()
+    return stats["running"], stats["aborted"]
+
+
 def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
     prompt = [fake_engine.SLOW_PREFILL, *range(20, 27)]
     lines = events(url, "/v1/completions", {"prompt": prompt, "return_progress": True})
@@ -63,16 +69,12 @@ def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_in_mid_prefill_is_forgotten(url: str, stream: bool) -> None:
-    def counts() -> tuple[int, int]:
-        stats = httpx.get(f"{url}/stats").json()
-        return stats["running"], stats["aborted"]
-
-    assert wait_until(lambda: counts()[0] == 0, 20)
-    _, aborted = counts()
+    assert wait_until(lambda: counts(url)[0] == 0, 20)
+    _, aborted = counts(url)
     body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=body, timeout=0.5)
-    assert wait_until(lambda: counts() == (0, aborted + 1), 20), counts()
+    assert wait_until(lambda: counts(url) == (0, aborted + 1), 20), counts(url)
 
 
 def test_a_full_queue_refuses_with_429(url: str) -> None:
@@ -107,12 +109,8 @@ def test_prompts_for_which_the_queue_has_no_room_are_not_tokenised() -> None:
 
 
 def test_a_request_that_is_late_ends_and_frees_the_engine(url: str) -> None:
-    def counts() -> tuple[int, int]:
-        stats = httpx.get(f"{url}/stats").json()
-        return stats["running"], stats["aborted"]
-
-    assert wait_until(lambda: counts()[0] == 0, 20)
-    _, aborted = counts()
+    assert wait_until(lambda: counts(url)[0] == 0, 20)
+    _, aborted = counts(url)
     body = {"model": "smollm2", "prompt": [fake_engine.HANG], "timeout": 0.2}
     for stream in (False, True):  # before a stream has begun, it is an HTTP error as well
         late = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=30)
@@ -127,13 +125,13 @@ def test_a_request_that_is_late_ends_and_frees_the_engine(url: str) -> None:
     with pytest.raises(openai.APIStatusError, match="not answered within") as error:
         eager.completions.create(**body | {"timeout": None}, extra_body={"timeout": 0.2})
     assert error.value.status_code == 408
-    assert wait_until(lambda: counts() == (0, aborted + 3), 20), counts()  # asked once each
+    assert wait_until(lambda: counts(url) == (0, aborted + 3), 20), counts(url)  # asked once each
     endless = {"prompt": [fake_engine.ENDLESS, 20], "max_tokens": 400, "timeout": 0.7}
     *texts, failure, done = events(url, "/v1/completions", endless)
     assert len(texts) > 1 and all("choices" in text for text in texts)
     assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "timeout"
     assert done == "data: [DONE]"
-    assert wait_until(lambda: counts() == (0, aborted + 4), 20), counts()
+    assert wait_until(lambda: counts(url) == (0, aborted + 4), 20), counts(url)
 
 
 def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
