@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { Conversation, nameIn } from "./conversation.js";
-import { $, button, copyOf } from "./dom.js";
+import { $, copyOf } from "./dom.js";
 import { bytes, count, duration } from "./format.js";
 import { app, changed } from "./state.js";
 import { announce, notice, tell } from "./words.js";

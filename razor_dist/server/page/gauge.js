@@ -42,7 +42,7 @@ export class Gauge {
 }
 
 /** From how long a context on there is something to save. */
-export function fromWords({ saves_from_tokens: from, retrieval_fraction }) {
+function fromWords({ saves_from_tokens: from, retrieval_fraction }) {
   const heads = `${Math.round(100 * (retrieval_fraction ?? 0))} % of the model's heads keep the whole prompt`;
   if (!from) return `${heads}; nothing is saved with these windows on these ranks.`;
   return `${heads}, which saves memory from about ${count(from)} tokens on.`;

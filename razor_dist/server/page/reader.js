@@ -13,7 +13,7 @@ const LINE = 70; // about how many characters a line has, for the height of what
 const WIDE = matchMedia("(min-width: 60rem)");
 
 /** Yields {begin, end} of the chunks of a text, ended at a paragraph, line or word. */
-export function* chunksOf(text) {
+function* chunksOf(text) {
   for (let begin = 0, end; begin < text.length; begin = end) {
     end = endOf(text, begin, CHUNK);
     yield { begin, end };

@@ -150,7 +150,7 @@ export class TurnView {
 }
 
 /** What the server's score says of where an answer's words come from (docs/sources.md). */
-export function groundedWords(grounded, passages) {
+function groundedWords(grounded, passages) {
   if (!passages.length) return "Few of the words come from the documents: the model's own, mostly.";
   const share = grounded >= 0.7 ? "Most of the words come" : grounded >= 0.5 ? "About half of the words come" : "Some of the words come";
   return `${share} from ${passages.length > 1 ? "these passages" : "this passage"}:`;
