@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -171,9 +171,7 @@ class Contexts:
 
         self._writing[context] = asyncio.create_task(write())
 
-    def listed(
-        self, owner: str | None, tiers: Callable[[str], Fields] | None
-    ) -> list[dict[str, Any]]:
+    def listed(self, owner: str | None, held: Fields | None) -> list[dict[str, Any]]:
         """Return a key's contexts as `described` does, those that only files have as well.
 
         `NotReadyError` while they are not known.
@@ -183,7 +181,7 @@ class Contexts:
             c for c in list(self._contexts.values()) if c.head.owner == owner and self._is_there(c)
         ]
         stored = [] if self._files is None else self._files.all()
-        return [described(context, tiers) for context in own] + [
+        return [described(context, held) for context in own] + [
             _entry(one, _UNKNOWN)
             for one in stored
             if one.head.owner == owner and one.head.id not in self._contexts
@@ -337,15 +335,16 @@ def _expired(context: Context) -> str:
 _UNKNOWN: Fields = {"device": 0, "host": None, "disk": None}
 
 
-def described(context: Context, tiers: Callable[[str], Fields] | None) -> dict[str, Any]:
+def described(context: Context, held: Fields | None) -> dict[str, Any]:
     """Return a context as ``/v1/contexts`` has it.
 
-    ``tiers`` returns the bytes in host memory and on disk of a pinned request; they are null
-    without it, while the engine is too busy to tell, and after a restart until it is used.
+    ``held`` has the bytes in host memory and on disk by pinned request. They are null without it,
+    while the engine is too busy to tell, and after a restart until the context is used.
     """
     nbytes = _UNKNOWN
     if context.is_pinned and context.pin is not None:
-        lower = {} if tiers is None else tiers(context.pin.stream.request_id)
+        none = {"host": 0, "disk": 0}
+        lower = {} if held is None else held.get(context.pin.stream.request_id, none)
         nbytes = {**_UNKNOWN, "device": context.pin.nbytes, **lower}
     return _entry(context, nbytes)
 

@@ -291,13 +291,12 @@ class Service:
             self.contexts.find(id_, key)  # before the ranks are asked
         elif not self.contexts.listed(key, None):
             return []
-        tiers = None
+        held = None
         with contextlib.suppress(EngineError):
             held = (await self.counters()).get("pinned", {})
-            tiers = lambda request: held.get(request, {"host": 0, "disk": 0})  # noqa: E731
         if id_ is None:
-            return self.contexts.listed(key, tiers)
-        return [described(self.contexts.find(id_, key), tiers)]
+            return self.contexts.listed(key, held)
+        return [described(self.contexts.find(id_, key), held)]
 
     async def scrape(self) -> bytes:
         """Return the metrics as Prometheus' text, the ranks' as last reported if they are busy."""
