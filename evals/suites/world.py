@@ -123,13 +123,19 @@ def _count(world: World) -> Iterator[Asked]:
         yield Asked(question, cue, (str(number), NUMBER_NAMES[number]))
 
 
-def _task(ask: Callable[[World], Iterator[Asked]]) -> Task:
+def _task(ask: Callable[[World], Iterator[Asked]], *even: str) -> Task:
+    """Return the task that asks one such question; all answers of ``even`` are equally frequent."""
+
+    def possible(world: World, wanted: str | None) -> list[Asked]:
+        return [asked for asked in ask(world) if wanted in (None, asked.answers[0])]
+
     def units(making: Making) -> Units:
         draw, essay = making.draw, making.material.essay
+        wanted = draw.choice(even) if even else None
         # Worlds in which nothing of the kind can be asked are drawn again.
-        worlds = ((world, list(ask(world))) for world in iter(lambda: World(draw), None))
-        world, possible = next((world, asked) for world, asked in worlds if asked)
-        asked = draw.choice(possible)
+        worlds = ((world, possible(world, wanted)) for world in iter(lambda: World(draw), None))
+        world, found = next((world, found) for world, found in worlds if found)
+        asked = draw.choice(found)
         places = sorted(draw.random() for _ in world.sentences)
         hidden = list(zip(places, world.sentences, strict=True))
         return HiddenText(_ABOUT, hidden, prose(draw, essay), [asked], separator=" ").units
@@ -145,6 +151,7 @@ WORLD = Suite(
         "thing": _task(_thing),
         "before": _task(_before),
         "giver": _task(_giver),
-        "count": _task(_count),
+        "count": _task(_count, "0", "1", "2"),
     },
+    version=2,  # 2: counts are equally frequent
 )

@@ -193,7 +193,7 @@ def test_no_answer_is_right_without_the_text(material: Material) -> None:
     for suite, task in EVERY:
         samples = [make(material, suite, task, number, 1500) for number in range(24)]
         answers = Counter(q.answers for sample in samples for q in sample.questions)
-        assert answers.most_common(1)[0][1] <= 0.6 * answers.total(), (suite, task, answers)
+        assert answers.most_common(1)[0][1] <= 0.5 * answers.total(), (suite, task, answers)
 
 
 STOP = set("has been to the of in a is an at for on by with and is it was what who from".split())  # noqa: SIM905
