@@ -43,7 +43,9 @@ class Child:
             env=env,
         )
         theirs.close()
-        self.connection.send((function, arguments))
+        # One that has ended before it read this is told of by `recv`.
+        with suppress(OSError):
+            self.connection.send((function, arguments))
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +72,7 @@ def call(
     with Child(_answer, function, *arguments, output=output, env=env) as child:
         try:
             found: dict[str, Any] = child.connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # a reset, if it ended before it read what it is to call
             code = child.process.wait()
             return {"failed": f"ended by signal {-code}" if code < 0 else f"exit code {code}"}
         return found

@@ -143,7 +143,7 @@ class _Worker(Child):
             try:
                 if self.connection.poll(max(0.0, began + limit - time.monotonic())):
                     event = self.connection.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 event = {"status": f"failed: ended with {self.process.wait()}"}
             record.seconds = time.monotonic() - began
             status = event.get("status")

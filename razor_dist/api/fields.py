@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from itertools import accumulate
@@ -28,8 +28,6 @@ from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")
-# What OpenAI's client adds to the answers that its `parse` and `stream` return.
-_ADDED = frozenset({"index", "parsed", "parsed_arguments"})
 
 
 class Strict(BaseModel):
@@ -47,6 +45,8 @@ class Returned(Strict):
     So nulls are dropped, whatever their names, and what OpenAI's client adds.
     """
 
+    # What its `parse` and `stream` add.
+    added: ClassVar[Set[str]] = frozenset()
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
     @model_validator(mode="before")
@@ -58,7 +58,7 @@ class Returned(Strict):
             name: field
             for name, field in value.items()
             # Of a message without content the error tells if it has the field.
-            if name == "content" or (field is not None and name not in _ADDED)
+            if name == "content" or (field is not None and name not in cls.added)
         }
 
 
@@ -113,11 +113,13 @@ Content = Annotated[
 
 
 class CalledFunction(Returned):
+    added = frozenset({"parsed_arguments"})
     name: str
     arguments: str
 
 
 class CalledTool(Returned):
+    added = frozenset({"index"})
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -132,6 +134,7 @@ class CalledTool(Returned):
 
 
 class ChatMessage(Returned):
+    added = frozenset({"parsed"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None  # of who speaks, for templates that show it

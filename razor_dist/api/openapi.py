@@ -242,7 +242,7 @@ _PROBLEMS = {
     401: "No known API key.",
     403: "Another host, or a foreign origin.",
     404: _NO_MODEL,
-    408: "The request took longer than it may.",
+    408: "The request came too slowly, or took longer than it may.",
     413: "The body is too large.",
     415: "The body is not said to be JSON.",
     422: "The file cannot be read; the message says why.",

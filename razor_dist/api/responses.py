@@ -45,6 +45,7 @@ class _Item(Returned):
 
 
 class InputText(Returned):
+    added = frozenset({"parsed"})
     type: Literal["input_text", "output_text"]
     text: str
     # As in the answers that this server gives.
@@ -71,6 +72,7 @@ class InputMessage(_Item):
 
 
 class FunctionCall(_Item):
+    added = frozenset({"parsed_arguments"})
     type: Literal["function_call"]
     call_id: str
     name: str

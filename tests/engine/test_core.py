@@ -66,6 +66,24 @@ def prompt(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
+def test_requests_in_flight_together_answer_as_if_alone(
+    attention: str, tiny: Callable[[str], Path]
+) -> None:
+    core = make_core(tiny("qwen2"), attention=attention, max_num_seqs=2)
+    prompts = {f"r{i}": prompt(30 + 37 * i, i) for i in range(4)}
+    alone = {}
+    for name, ids in prompts.items():
+        core.add(name, ids, GREEDY)
+        alone[name] = tokens(run(core)[name])
+    for name, ids in prompts.items():
+        core.add(name, ids, GREEDY)
+    together = run(core)
+    assert {name: tokens(together[name]) for name in prompts} == alone
+    assert core.runner.kv_bytes == 0
+    assert core.scheduler.room.accounts.free[0].tolist() == [core.runner.config.num_pages]
+
+
+@pytest.mark.parametrize("attention", ["full", "streaming"])
 def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
     attention: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +189,40 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
 
 
+def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), max_num_seqs=4, max_step_ms=1e6)
+    params = dataclasses.replace(GREEDY, n=3)
+    for steps in range(12):
+        for gone in (["a"], ["a/1"], ["a", "a/2"], ["a/1", "a", "a/2"]):
+            core.add("busy", prompt(20), GREEDY)
+            core.add("a", prompt(150), params)
+            for _ in range(steps):
+                core.step()
+            for name in gone:
+                core.abort(name)
+            found = run(core)
+            if steps <= 5:  # before the first token of any
+                left = {"a", "a/1", "a/2"} - set(gone)
+                assert {name for name in found if name != "busy" and tokens(found[name])} == left
+            assert core.runner.kv_bytes == 0
+            accounts = core.scheduler.room.accounts
+            assert (accounts.free == accounts.sizes).all()
+
+
+@pytest.mark.parametrize("attention", ["full", "streaming"])
+def test_counters_may_be_asked_for_while_several_answers_wait_for_their_prompt(
+    attention: str, tiny: Callable[[str], Path]
+) -> None:
+    core = make_core(tiny("llama"), attention=attention, max_num_seqs=4)
+    core.add("a", prompt(150), dataclasses.replace(GREEDY, n=3))
+    core.add("b", prompt(30), GREEDY)
+    running = []
+    while core.has_work:
+        core.step()
+        running.append(core.stats()["running"])  # an `EngineError` if rank 0 counts something else
+    assert running[0] == 4 and running[-1] == 0
+
+
 def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"), max_num_seqs=3, attention="full", kv_tokens=400)
     with pytest.raises(RequestError, match="n is 4, and the engine has 3 sequences") as refused:
@@ -187,6 +239,18 @@ def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], P
         "b": 8,
         "b/1": 8,
     }
+
+
+def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), prefill="exact")
+    core.add("a", prompt(200), GREEDY)
+    core.step()
+    core.step()
+    assert core.runner.kv_bytes > 0
+    core.abort("a")
+    assert core.runner.kv_bytes == 0
+    assert not core.has_work
+    assert core.scheduler.room.accounts.free[-1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(
@@ -369,6 +433,37 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None
         assert [t for t, _ in top] == want[i].topk(3).indices.tolist()
     [token] = [m for m in messages if isinstance(m, Token)]
     assert token.logprob == pytest.approx(want[-1].max().item(), abs=1e-3)
+
+
+def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
+    tiny: Callable[[str], Path],
+) -> None:
+    core = make_core(tiny("llama"))
+
+    def draw(**settings: Any) -> list[int]:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **settings)
+        core.add("a", [5, 6, 7], params)
+        return tokens(run(core)["a"])
+
+    greedy = draw(temperature=0.0)
+    assert draw(seed=1) == draw(seed=1)
+    assert draw(seed=1) != draw(seed=2)
+    assert draw(top_k=1) == greedy
+    assert draw(top_p=1e-6) == greedy
+
+
+def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+
+    def draw(**settings: Any) -> list[int]:
+        core.add("a", [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True, **settings))
+        return tokens(run(core)["a"])
+
+    greedy = draw(temperature=0)
+    assert draw(temperature=1e-40) == draw(temperature=5e-324) == greedy
+    assert draw(top_p=1e-50) == draw(top_p=5e-324) == greedy
+    assert draw(temperature=1e-40, top_p=1e-50, top_k=2**63 - 1, seed=-(2**63)) == greedy
+    assert draw(temperature=1e-5, seed=2**63 - 1) == greedy
 
 
 def test_a_long_prompt_is_read_in_the_answers_steps(

@@ -10,6 +10,7 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
+from razor_dist.evals import process
 from razor_dist.evals.bench import probe
 from razor_dist.evals.bench.probe import measure, run
 from razor_dist.evals.bench.settings import ProbeBenchSettings
@@ -104,3 +105,8 @@ def test_mistakes_are_named(
     for wrong in ({"steps": 0}, {"train_tokens": 320}, {"tokens": 1}, {"repeats": 1}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
             ProbeBenchSettings(**wrong)
+
+
+def test_a_process_that_ends_before_it_begins_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "guarded", lambda *_: ["sh", "-c", "exit 7"])
+    assert call(print, "x" * 100_000) == {"failed": "exit code 7"}

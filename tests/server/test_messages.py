@@ -129,6 +129,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         asking(document(text_source("A."), page=3)),
         r"unsupported field 'messages\[0\].content\[0\].page'",
     ),
+    ({"tools": [{"name": "a", "input_schema": {}, "index": 3}]}, r"field 'tools\[0\].index'"),
     (
         asking(document(text_source("A.")), document(text_source("B."), cited=False)),
         r"messages\[0\].content\[1\].citations must be enabled for all documents or for none",

@@ -208,7 +208,7 @@ def test_a_server_that_no_question_reaches_is_not_flooded(reader: Reader) -> Non
     chats = "**/v1/chat/completions"
     reader.page.route(chats, lambda route: (asked.append(route), route.abort()))
     turn = reader.ask("Anybody?")
-    expect(turn.locator(".reading p")).to_have_text("The server was not reached. Asking again.")
+    expect(turn.locator(".reading p")).to_have_text("The server did not answer. Asking again.")
     reader.page.wait_for_timeout(3000)
     assert len(asked) <= 3
     reader.page.unroute(chats)

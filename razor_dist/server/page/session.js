@@ -41,7 +41,7 @@ async function untilReady(signal, say) {
       throw new api.ApiError(stateWords(state));
     }
     const isReady = state.status === "ready";
-    say(isReady ? "The server was not reached. Asking again." : `${stateWords(state)}. Your question is kept and asked when it is ready.`);
+    say(isReady ? "The server did not answer. Asking again." : `${stateWords(state)}. Your question is kept and asked when it is ready.`);
     await sleep(LOOK, signal);
     if (isReady) return;
   }
