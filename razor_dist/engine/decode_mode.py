@@ -151,8 +151,11 @@ def _measure(
     Attention is left out: tensor mode's is never more work than the other's.
     """
 
+    shape = ModelShape.from_config(model.config)
+    whole = [shape.query_heads] * shape.layers
+
     def alone() -> tuple[Tensor]:
-        return (run_without_attention(model),)
+        return (run_without_attention(model, whole),)
 
     def shared() -> tuple[Tensor]:
         with tensor.sharing():

@@ -259,6 +259,16 @@ class PrefillPolicy:
         first = min(prompt.request.params.priority for prompt in prompts)
         return [prompt for prompt in prompts if prompt.request.params.priority == first]
 
+    def not_after(self, request: Request, prompts: Sequence[Prefill]) -> Sequence[Prefill]:
+        """Return those that ``request`` may wait for: none of a later priority, if that is heard.
+
+        Such a prompt does not go on as long as there are others of an earlier one.
+        """
+        if not self.by_priority:
+            return prompts
+        own = request.params.priority
+        return [prompt for prompt in prompts if prompt.request.params.priority <= own]
+
     def _left(self, prompt: Prefill) -> float:
         return self.cost.seconds(prompt.end - prompt.position, prompt.position)
 

@@ -156,9 +156,8 @@ class Scheduler:
         return opened, plans
 
     def _admit_one(self, plans: list[StepPlan]) -> Request | None:
-        # One of a later priority may not go on for long: nothing waits for it.
-        prefills = self.prefill_policy.first_class(list(self.prefills.values()))
-        pins = len(self.pinned) + sum(one.request.pinned for one in self.prefills.values())
+        going = list(self.prefills.values())
+        pins = len(self.pinned) + sum(one.request.pinned for one in going)
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
@@ -168,7 +167,8 @@ class Scheduler:
                 continue
             if request.pinned and (index or pins >= self.cache.max_pinned):
                 break  # a waiting request may not fit beside it, and it stays until released
-            opened = self.admission.open(request, prefills, plans)
+            awaitable = self.prefill_policy.not_after(request, going)
+            opened = self.admission.open(request, awaitable, plans)
             if opened is Wait.ROOM:
                 break
             if isinstance(opened, Prefill):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors.torch
@@ -82,8 +83,8 @@ class PartWriter:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "prefix-writer")
-        self._parts: list[Future[None]] = []
+        self._queue: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._thread: threading.Thread | None = None
         self._errors: list[Exception] = []
 
     def begin(self) -> None:
@@ -98,8 +99,7 @@ class PartWriter:
     @property
     def pending(self) -> int:
         """Parts that have not been handed on yet."""
-        self._parts = [part for part in self._parts if not part.done()]
-        return len(self._parts)
+        return self._queue.unfinished_tasks
 
     @property
     def busy(self) -> bool:
@@ -119,4 +119,13 @@ class PartWriter:
             except Exception as error:
                 errors.append(error)
 
-        self._parts.append(self._thread.submit(write))
+        if self._thread is None:
+            # A daemon: what is not whole when the process ends is nothing.
+            self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
+            self._thread.start()
+        self._queue.put(write)
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+            self._queue.task_done()

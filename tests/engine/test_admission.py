@@ -577,3 +577,17 @@ def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
         "same",
     ]
     run(core)
+
+
+def test_a_prefill_of_the_same_priority_is_waited_for_while_others_come_before_it() -> None:
+    core, _ = make_core(pages=120, share=True, by_priority=True)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    add(core, "later", 30, priority=1)
+    step(core)
+    add(core, "same", 30, priority=1)
+    step(core)
+    add(core, "first", 30, salt="another")
+    step(core)
+    step(core)
+    assert [one.request.id for one in core.scheduler.prefills.values()] == ["later", "first"]
+    run(core)
