@@ -34,6 +34,7 @@ INEXPRESSIBLE = {
     *("n_predict", "repeat_penalty", "continue_final_message", "truncate_prompt_tokens"),
     "repetition_detection",  # the shortest pattern is at most the longest
     "min_tokens",  # at most max_tokens, and none beside a grammar
+    "cache_prompt",  # not false where a block has cache_control
 }
 CHECKS = [
     checks.status_code_conformance,
