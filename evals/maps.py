@@ -228,7 +228,7 @@ def texts_of(config: MapsConfig) -> tuple[Text, ...]:
 
 
 def _first(prompt: int) -> int:
-    """Where the passage that is repeated begins: behind the sinks."""
+    """Return the first token of the passage that is repeated, which lies behind the sinks."""
     return prompt // 28
 
 

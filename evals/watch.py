@@ -1,4 +1,4 @@
-"""Where the queries of every head look: attention mass on places, and on what a window drops.
+"""Attention mass of every head: on given places of the prompt, and on what a window drops.
 
 The engine's tracer names a few positions of retrieval heads. Here each head's weights are whole, of
 full attention, so that it can be said of a streaming head how much of its mass its window loses.
@@ -39,7 +39,7 @@ class Watch:
 
     @property
     def mass(self) -> Mass:
-        """What was seen; the first position is ``begin``."""
+        """The masses of all queries so far; the first position is ``begin``."""
         layers = [torch.cat(self._found[layer]) for layer in sorted(self._found)]
         places, dropped = torch.stack(layers, 1).unbind(2)
         return Mass(places, dropped)

@@ -35,7 +35,7 @@ class DataFile(NamedTuple):
 
     @property
     def content(self) -> Questions:
-        """What the file holds; it is read once."""
+        """The questions of the file, which is read once."""
         return _content(self)
 
     @property
@@ -58,7 +58,7 @@ class Material:
 
 @dataclass(frozen=True)
 class Making:
-    """What a sample is made of: the draws of its number, and its length with its answer."""
+    """The random draws and the length, answer included, from which a sample is made."""
 
     draw: random.Random
     length: int  # tokens

@@ -31,7 +31,7 @@ _GIVE = ("{who} handed the {thing} to {other}.", "{who} passed the {thing} on to
 
 @dataclass
 class World:
-    """Who is where and has what, the rooms each thing has been in, and who gave it to whom."""
+    """A random story: people's rooms, each thing's rooms, and who gave it to whom."""
 
     draw: random.Random
     sentences: list[str] = field(default_factory=list)  # in order

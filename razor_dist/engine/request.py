@@ -74,7 +74,8 @@ class Request:
         assert self.prefix is None or (self.prefix.pinned and not self.prefix.released)
 
     def enter(self, phase: Phase) -> None:
-        assert phase.value == self.phase.value + 1 or self.phase is not phase is Phase.ENDED
+        ends = phase is Phase.ENDED and self.phase is not Phase.ENDED
+        assert ends or phase.value == self.phase.value + 1, f"from {self.phase} to {phase}"
         self.phase = phase
 
     @property

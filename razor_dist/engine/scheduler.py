@@ -65,7 +65,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> int:
-        """Those of `CacheConfig.max_sequences` that are taken, by running answers to be as well."""
+        """Sequences taken of `CacheConfig.max_sequences`, answers that are to fork included."""
         forks = sum(len(prefill.request.forks) for prefill in self.prefills.values())
         pinned = 0 if self.cache.max_cached else len(self.pinned)
         return len(self.prefills) + forks + len(self.running) + pinned

@@ -121,7 +121,7 @@ class Budget:
 
     @property
     def middles(self) -> tuple[int, ...]:
-        """What the middle class may be: its window, or doublings of the short one."""
+        """Windows that the middle class may have: the given one, or doublings of the short one."""
         if self.middle is not None:
             return (self.middle,)
         found = (self.short << power for power in range(1, _DOUBLINGS + 1))
