@@ -61,7 +61,7 @@ def draw(kv_heads: int, group: int, queries: int, keys: int, dim: int = 16, seed
 
 def assert_close(got: Partial, want: Partial, *, atol: float, rtol: float) -> None:
     torch.testing.assert_close(got.out.to(want.out.dtype), want.out, atol=atol, rtol=rtol)
-    torch.testing.assert_close(got.lse, want.lse, atol=atol, rtol=rtol)
+    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 1, 5000), (3, 2, 7, 7), (1, 4, 70, 33)])
@@ -162,7 +162,7 @@ def test_compensation_token_is_that_many_equal_keys() -> None:
     got = compensate(q, k[:, 0], v[:, 0], count, scale=0.4)
     want = attend(q, k.repeat(1, count, 1), v.repeat(1, count, 1), scale=0.4, backend="reference")
     torch.testing.assert_close(got.out, want.out, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-5, rtol=1e-6)
 
 
 def test_misuse_is_refused() -> None:
@@ -296,7 +296,7 @@ def test_long_queries_are_cudnns_in_few_shapes(
     got = torch_cuda.attend(q, k, v, 0.3, causal, None)
     want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-4, rtol=1e-4)
     # 64 queries a block, of each head; a last block of fewer than 32 is flash attention's.
     blocks = ["cuDNN"] * (2 * ((queries + 32) // 64) * (keys // 256)) + ["flash"] * (keys % 256 > 0)
     blocks += ["flash"] * (0 < queries % 64 < 32)
@@ -341,7 +341,7 @@ def test_head_dimensions_that_the_ops_do_not_take_are_filled_up(
     want = attend(q, k, v, scale=0.1, causal=causal, backend="reference")
     assert got.out.shape == q.shape
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-4, rtol=1e-4)
 
 
 def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:
