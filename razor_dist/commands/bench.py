@@ -34,7 +34,7 @@ BENCHES: Mapping[str, tuple[type[given.BenchSettings], str]] = {
     "sources": (given.SourcesBenchSettings, "Cost of asking for an answer's sources."),
     "gpu": (
         given.GpuBenchSettings,
-        "All that only a GPU can show, in ten minutes, without a network.",
+        "All that only a GPU can show, in nine minutes, without a network.",
     ),
 }
 

@@ -262,7 +262,8 @@ def shipped_head_map(model_name: str) -> Path:
         return path
     raise HeadMapError(
         f"no head map is shipped for the model {model_name!r}; make one with: "
-        f"razor-dist identify {model_name} --out heads.json, and give it as --head-map heads.json"
+        f"razor-dist identify razor {model_name} --out heads.json, and give it as --head-map "
+        "heads.json; or keep all heads with --attention full"
     )
 
 

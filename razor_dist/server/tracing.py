@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from razor_dist import __version__
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.extras import install_command
 from razor_dist.server.metrics import Answer
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def exporting(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"otlp_endpoint needs OpenTelemetry ({error}): pip install 'razor-dist[otel]'"
+            f"otlp_endpoint needs OpenTelemetry ({error}): {install_command('otel')}"
         ) from None
     if not urlsplit(endpoint).path.strip("/"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
