@@ -13,13 +13,14 @@ GPU_OUT ?= docs/benchmarks/gpu
 GPU_UNPACKED ?= $(CURDIR)/build/gpu
 GPU_NEEDS := pydantic pyyaml msgspec typer rich tqdm filelock psutil pytest pytest-timeout hypothesis
 
-.PHONY: help install demo serve test lint docs gpu gpu-wheels baselines clean
+.PHONY: help install demo serve test test-long lint docs gpu gpu-wheels baselines clean
 
 help:
 	@echo "make install    .venv with razor-dist and the embedded model; compiles nothing"
 	@echo "make demo       ranks of the embedded model answer a question about a long document"
 	@echo "make serve      start the server on http://127.0.0.1:8000"
 	@echo "make test       the test suite, and its 25 slowest tests"
+	@echo "make test-long  the tests of eight seconds and more"
 	@echo "make lint       ruff, clang-format, mypy and the import contracts"
 	@echo "make docs       the documentation, into site/"
 	@echo "make gpu        measurements for a machine with a GPU, into docs/benchmarks/gpu"
@@ -49,8 +50,13 @@ demo: install
 serve: install
 	$(BIN)/razor-dist serve
 
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+	$(PYTEST)
+
+test-long: .venv/installed-dev
+	$(PYTEST) -m "long and not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

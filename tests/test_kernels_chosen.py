@@ -118,6 +118,7 @@ def test_kernels_are_the_definition(case: Blocks, interpreter: ProcessPoolExecut
     assert same and max(out, lse) < 5e-5
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(
     group=st.integers(1, 9), queries=st.integers(1, 70), dim=st.sampled_from([16, 24, 64, 80]),
@@ -170,6 +171,7 @@ def compiled(
     return resources(kernel, capability, types, constants)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "group", "dim", "queries", "keys", "capabilities"),
     [

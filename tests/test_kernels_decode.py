@@ -548,6 +548,7 @@ def attending(
     return resources("attend_kernel", capability, types, constants)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "queries", "keys", "group", "dim", "slopes"),
     [
@@ -650,6 +651,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", SMALL)
 def test_small_kernels_compile_without_spills(kernel: str, compiler: ProcessPoolExecutor) -> None:
     name, _, keys = kernel.partition(", ")

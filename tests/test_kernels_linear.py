@@ -160,6 +160,7 @@ def compile_with(compiler: str, cache: Path, **more: str) -> subprocess.Complete
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.long
 def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Path) -> None:
     failing = tmp_path / "c++"
     failing.write_text("#!/bin/sh\necho this compiler is too old >&2\nexit 1\n")
@@ -174,6 +175,7 @@ def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Pa
     assert (off.stdout.strip(), off.stderr) == ("False", "")
 
 
+@pytest.mark.long
 @needs_compiler
 def test_it_is_compiled_once_and_then_needs_no_compiler(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:

@@ -93,6 +93,7 @@ def test_the_hosts_ranks_are_all_of_the_server() -> None:
     assert leader["resources"]["limits"]["nvidia.com/gpu"] == flags["nproc-per-node"]
 
 
+@pytest.mark.long
 def test_before_a_host_stops_its_server_ends() -> None:
     """Whatever else there is: a process that nobody has waited for has no command line."""
     text = (FOLDER / "hosts/leaderworkerset.yaml").read_text()

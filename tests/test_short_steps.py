@@ -149,6 +149,7 @@ def test_a_step_that_is_shared_changes_nothing(family: str, ranks: Ranks, tiny: 
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["bloom", "mpt", "baichuan"])
 def test_with_a_bias_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> None:
     path = make_alibi(family, tmp_path)

@@ -119,6 +119,7 @@ def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
         return pool.submit(function, *arguments).result()
 
 
+@pytest.mark.long
 def test_what_is_reserved_is_not_resident(model: Path) -> None:
     reserved, held, grown = in_fresh_process(measure_many, str(model))
     # One sequence's, with a window of a fifth of 65,536 tokens, is 1.7 GB.
@@ -127,6 +128,7 @@ def test_what_is_reserved_is_not_resident(model: Path) -> None:
     assert grown < held + 0.1 * reserved
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 def test_what_local_heads_drop_is_freed(model: Path) -> None:
     full = in_fresh_process(measure, str(model), "full")

@@ -73,6 +73,7 @@ MANY = 200_000
 PAGE = "<p>a page</p>"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "kind", "limits", "problem"),
     [

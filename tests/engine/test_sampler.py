@@ -151,6 +151,7 @@ def test_places_and_seeds_draw_independently() -> None:
         assert abs(alike - 1 / kinds) < 5 * (1 / kinds / one.numel()) ** 0.5
 
 
+@pytest.mark.long
 def test_logits_that_differ_by_rounding_draw_the_same_tokens() -> None:
     """As those of other ranks do, and of tensor-parallel decode: 1e-5 of a flat distribution."""
     generator = torch.Generator().manual_seed(0)

@@ -290,6 +290,7 @@ def after(given: str, asked: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_a_text_that_can_only_go_on_for_ever_holds_nobody_up() -> None:
     repeated = {"a": "a", " ": " ", "0": "0", "(ab)": "ab"}
     grammars = [f"start: /{unit}+/ /{unit}+/" for unit in repeated]

@@ -59,6 +59,7 @@ def test_only_rows_of_four_tokens_count_as_copied() -> None:
     assert copied(prompt, [1, 2, 3]) == 0
 
 
+@pytest.mark.long
 def test_a_run_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "TASKS", {task: TASKS[task] for task in CHOSEN})
     record = run(

@@ -75,6 +75,7 @@ def test_a_wrong_path_is_seen() -> None:
     assert attention.measure(base_two, q, [(k, v)], want)["lse_error"] > 1
 
 
+@pytest.mark.long
 def test_a_failure_costs_its_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real processes: what failing parts had said is kept, and the next begin in another."""
     monkeypatch.setattr(gpu, "_START_SECONDS", 40.0)
@@ -116,6 +117,7 @@ def test_parts_without_time_are_said_to_be_skipped(tmp_path: Path) -> None:
     assert {part["status"] for part in parts.values()} == {"skipped: no time was left"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     """With `make gpu`'s own processes; the tests that it would run need a GPU."""
@@ -157,6 +159,7 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
         assert len(found["chosen blocks"][f"queries_{queries}"]) == 4
 
 
+@pytest.mark.long
 def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None:
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
@@ -210,6 +213,7 @@ def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
     assert sent["tensor"] - before == 2 * 2 * planned
 
 
+@pytest.mark.long
 def test_constants_are_swept_and_held_against_float64() -> None:
     if find_spec("triton") is None:
         pytest.skip("needs triton")

@@ -42,6 +42,7 @@ def test_a_store_answers_after_a_kill() -> None:
     assert record.figures["disk"]["bytes"] > 0 and "after a kill, question 3" in record.page()
 
 
+@pytest.mark.long
 def test_handles_after_a_kill_and_pins_that_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     record = prefix.run(PrefixBenchSettings(load="needle-contexts", tokens="1500"))
     cached = [answer["cached_tokens"] for answer in record.figures["answers"]]

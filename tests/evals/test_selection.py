@@ -231,6 +231,7 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
     assert read[0].min() < 0.9 and read[0][: RECENT + 2 * BLOCK - PROMPT].eq(1).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["full", "razor"])
 def test_of_nearly_no_share_all_is_read(model: FidelityModel, text: Scored, attention: str) -> None:
     own = {} if attention == "full" else WINDOW

@@ -53,6 +53,7 @@ def test_settings(config: type[SuiteConfig]) -> None:
         config(tasks=f"all,{last}")
 
 
+@pytest.mark.long
 def test_a_shared_context_is_read_once(evaluate: Callable[..., int], tmp_path: Path) -> None:
     """In turns and as requests, with the prefix cache the answers are those without it."""
     found = {}
@@ -79,6 +80,7 @@ def test_a_shared_context_is_read_once(evaluate: Callable[..., int], tmp_path: P
     assert max(second) - min(second) < 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [NonliteralConfig, GraphConfig])
 def test_a_run_goes_on_where_it_ended(
     config: type[SuiteConfig],

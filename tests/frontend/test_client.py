@@ -211,6 +211,7 @@ async def test_silence_before_and_after_the_connection(
     await client.close()
 
 
+@pytest.mark.long
 async def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

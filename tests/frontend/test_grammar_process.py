@@ -40,6 +40,7 @@ def slow(number: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(grammar=f"{grammar}// {number}\n")
 
 
+@pytest.mark.long
 async def test_what_was_compiled_is_known_and_the_process_is_replaced() -> None:
     grammars = process()
     text = await grammars.compile(good("a"))

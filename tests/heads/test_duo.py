@@ -94,6 +94,7 @@ def _train(
     return gates, reports
 
 
+@pytest.mark.long
 def test_the_planted_heads_keep_their_gates(
     models: dict[str, Path], pools: dict[int, RankPool]
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_planted_heads_keep_their_gates(
     assert {(i, j) for i, j in HEADS if chosen.retrieval[i][j]} == RETRIEVAL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_two_ranks_train_what_one_does(
     zero_stage: int, models: dict[str, Path], pools: dict[int, RankPool]
@@ -131,6 +133,7 @@ def test_two_ranks_train_what_one_does(
     assert 0.02 < 1 - torch.tensor(alone).mean() < 0.98
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_run_ends_with_the_same_gates(
     ranks: int, models: dict[str, Path], pools: dict[int, RankPool], tmp_path: Path
@@ -231,6 +234,7 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         TrainingState.load(file, mine)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "told"), [("cuda:0", "0"), ("cuda:5", "5"), ("cpu", "3")])
 def test_deepspeed_is_told_the_gpu_of_this_process(device: str, told: str) -> None:
     """An actor of Ray sees one GPU, whatever its place on the node."""

@@ -178,6 +178,7 @@ def embedded_scores(request: pytest.FixtureRequest) -> dict[str, Scores]:
     return {kind: rows[: request.param] for kind, rows in found.scores.items()}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "kv_heads"), [("smollm2-14-1", 22), ("smollm2", 39)], ids=["14+1", "28+2"]

@@ -249,6 +249,7 @@ def stopping_job(folder: Path, command: list[str]) -> None:
         sys.exit(cli.main(command))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_job_that_is_ended_goes_on_with_the_next_part(
     folder: Path, opened: list[Quoter], end: signal.Signals, caplog: pytest.LogCaptureFixture

@@ -85,6 +85,7 @@ async def test_an_asynchronous_engine_that_was_closed_says_so() -> None:
         await anext(begun)
 
 
+@pytest.mark.long
 def test_a_stream_that_the_engines_own_thread_collects_as_garbage_is_aborted() -> None:
     code = """
 import gc
@@ -110,6 +111,7 @@ with FakeLLM() as llm:
     assert done.stdout.split() == ["1", "0"]
 
 
+@pytest.mark.long
 def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
     code = "from tests.fake_llm import FakeLLM\nllm = FakeLLM()\nprint(*llm.pids, flush=True)\n{}"
     for end, status in (("", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)):

@@ -168,6 +168,7 @@ def test_it_is_ordinary_attention_within_a_chunk(dual: Path, tiny: Tiny, ranks: 
     assert (got[-1] - want[-1]).abs().max() > 1e-3 * want.abs().max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "worlds"),
     [

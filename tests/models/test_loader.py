@@ -65,6 +65,7 @@ sys.stdin.readline()  # stay until the others have measured
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
 def test_processes_share_the_weights() -> None:
     """Every parameter is mapped from the file: counted once, however many ranks hold it."""

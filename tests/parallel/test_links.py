@@ -161,6 +161,7 @@ def test_the_end_of_a_rank_is_told_at_once(operation: str) -> None:
     assert segments() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", ["broadcast", "gather", "sum", "exchange"])
 def test_a_rank_that_is_stopped_is_given_up_after_the_timeout(operation: str) -> None:
     with own_pool(2) as pool:

@@ -227,6 +227,7 @@ def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -
         assert weights.nbytes == sum(t.nbytes for t in held)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["embedded", "needle"])
 def test_real_models_on_two_ranks(
     ranks: Callable[[int], RankPool], tmp_path: Path, name: str

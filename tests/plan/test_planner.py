@@ -201,6 +201,7 @@ def test_activations_that_grow_with_the_context(
     assert 31 / 32 * most < planner.longest_context(guess) <= most
 
 
+@pytest.mark.long
 def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk's activations are 4.7 GB, but a prompt may be shorter than a chunk."""
     monkeypatch.setattr("razor_dist.plan.planner.fewest_ranks", lambda *_: "")  # takes seconds
@@ -214,6 +215,7 @@ def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner.at(more, more).total > planner.budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kv_dtype", "width"), [("int8", 128), ("int4", 64)])
 def test_codes_save_what_the_pool_is_smaller(kv_dtype: str, width: int) -> None:
     """Keys that are converted a block at a time leave activations as they were."""
@@ -268,6 +270,7 @@ def test_caches_of_many_sequences_leave_room_for_choosing_blocks() -> None:
     assert memory.activations["ring"] > 15e9 and memory.total <= planner.budget
 
 
+@pytest.mark.long
 def test_what_never_fits() -> None:
     small = load_device("4090").model_copy(update={"memory_gb": 16.0})
     found = plan(settings(), small, context=N, retrieval=0.3)
@@ -295,6 +298,7 @@ def test_settings_that_defeat_themselves(
         assert any(part in said for said in found.warnings), found.warnings
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 @pytest.mark.parametrize(
     ("given", "gb", "wanted", "unwanted"),
@@ -379,6 +383,7 @@ def test_a_head_map_that_is_yet_to_be_made_is_assumed(
     assert not any("does not exist" in said for said in found.warnings)
 
 
+@pytest.mark.long
 def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", GLM, "--device", "4090", "--context", "1M", "--retrieval", "0.3"]) == 1
     shown = capsys.readouterr()

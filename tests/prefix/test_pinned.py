@@ -319,6 +319,7 @@ class FailingLLM(LLM):
     start_ranks = partial(RankGroup.start, module="tests.engine.failing_rank")
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +336,7 @@ def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(
         assert held(llm) == 0
 
 
+@pytest.mark.long
 def test_a_prefix_is_lost_with_its_ranks_and_closing_releases_it(
     start: Callable[[int], LLM],
 ) -> None:

@@ -201,6 +201,7 @@ def folder_of(family: str, tiny: Tiny, tmp_path: Path) -> str:
     return str(make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "family", "kv"), [(2, *each) for each in MODELS] + [(3, *MODELS[0])]
 )

@@ -305,6 +305,7 @@ def spoil(store: Path, how: str, seed: int) -> None:
 DAMAGE = ["flip", "cut", "lose", "foreign", "edit", "lose all", "leave"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_damaged_is_read_anew_and_healed(

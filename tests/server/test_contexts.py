@@ -314,6 +314,7 @@ def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) 
     assert gone.status_code == 404 and "it was deleted" in gone.text
 
 
+@pytest.mark.long
 def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
     store = "--prefix-store", str(tmp_path)
     text = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(40)) + FACT
@@ -478,6 +479,7 @@ def test_contexts_outlive_an_engine_that_dies() -> None:
         assert said(chat(server, messages=[user(ASK)], context=context["id"])) == said(first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("requests", [15, pytest.param(50, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_contexts(server: ServerProcess, requests: int) -> None:
     def stats() -> Any:

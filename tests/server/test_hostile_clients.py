@@ -296,6 +296,7 @@ def test_too_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         bounded_protocol(10.0, 1024)
 
 
+@pytest.mark.long
 def test_a_flood_leaves_descriptors_for_others() -> None:
     serve = [sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine"]
     limited = ["bash", "-c", 'ulimit -n 256; exec "$@"', "serve", *serve, "--world-size", "2"]

@@ -37,6 +37,7 @@ def status(server: ServerProcess, path: str = "/v1/chat/completions", **fields: 
     return answer.status_code, error.get("param"), error.get("message", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("structured", "words"),
     [
@@ -94,6 +95,7 @@ def test_random_ones_are_answered_or_refused(server: ServerProcess) -> None:
     assert httpx.get(f"{server.url()}/health").status_code == 200
 
 
+@pytest.mark.long
 def test_addresses_take_turns_where_there_are_no_keys() -> None:
     async def main(url: str) -> None:
         async def ask(local: str, structured: dict[str, Any]) -> httpx.Response:

@@ -290,6 +290,7 @@ def test_later_starts_that_go_on_failing_end_the_server_with_1(
         assert alive(family) == []
 
 
+@pytest.mark.long
 def test_nothing_of_the_working_directory_is_run(tmp_path: Path) -> None:
     for name in ("bs4", "json", "numpy", "psutil", "torch", "transformers"):
         planted = f"open({str(tmp_path / 'run')!r}, 'a').write({name!r})"
@@ -305,6 +306,7 @@ def test_nothing_of_the_working_directory_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_nothing_of_torchruns_working_directory_is_run(tmp_path: Path) -> None:
     (tmp_path / "fastapi.py").write_text(f"open({str(tmp_path / 'run')!r}, 'a')")
     options = ["--nproc-per-node", "2", str(ROOT / RANKS)]

@@ -92,6 +92,7 @@ def tried(url: str, count: int) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [8, pytest.param(250, marks=pytest.mark.slow)])
 def test_the_description_is_true(count: int) -> None:
     with fake_server("--max-model-len", "1M") as server:

@@ -47,6 +47,7 @@ def full(page_server: ServerProcess) -> Iterator[httpx.Response]:
 USAGE = re.compile(r"Prompt [\d,]+ tokens, ([\d,]+) of them new · answer \d+ tokens?")
 
 
+@pytest.mark.long
 def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Path) -> None:
     reader.add(("fox.txt", STORY.encode()), ("fox.pdf", files.pdf("The fox")))
     expect(reader.pending.locator("li")).to_have_text(
@@ -158,6 +159,7 @@ def test_what_waits_is_read_ahead(reader: Reader) -> None:
     assert _new_tokens(turn) < 60
 
 
+@pytest.mark.long
 def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: ServerProcess) -> None:
     reader = Reader(browser.new_context(), page_server.url(), max_tokens=8000)
     reader.add(("fox-2.txt", STORY.encode() * 2))
@@ -193,6 +195,7 @@ def test_a_busy_server_is_asked_again(reader: Reader, full: httpx.Response) -> N
     expect(turn.locator(".answer")).to_contain_text("room")
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_is_waited_for(reader: Reader) -> None:
     reader.context.set_offline(True)
     turn = reader.ask("Anybody?")
@@ -538,6 +541,7 @@ def test_a_text_in_another_encoding(reader: Reader) -> None:
     assert "Le caf\u00e9 du No\u00ebl" in sent.value.post_data_json["messages"][0]["content"]
 
 
+@pytest.mark.long
 def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -> None:
     reader = Reader(browser.new_context(bypass_csp=True), small.url(), max_tokens=40)
     page = reader.page
@@ -585,6 +589,7 @@ def test_five_megabytes(reader: Reader) -> None:
     expect(turn.locator(".usage")).to_contain_text("Prompt 1,")
 
 
+@pytest.mark.long
 def test_everybody_can_use_it(browser: Browser, page_server: ServerProcess) -> None:
     """axe-core finds no fault, whole flows go by keyboard, and a phone need not scroll sideways."""
     context = browser.new_context(bypass_csp=True)

@@ -52,6 +52,7 @@ def call(server: ServerProcess, method: str, path: str, **body: Any) -> Any:
     return httpx.request(method, url, headers=headers, json=body or None, timeout=60).json()
 
 
+@pytest.mark.long
 def test_what_is_kept_is_asked_without_its_text(browser: Browser, server: ServerProcess) -> None:
     reader = opened(browser, server)
     page = reader.page

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.server.page_reader import KEY, STORY, Reader
@@ -70,6 +71,7 @@ def test_sentences_are_lit_as_they_come(browser: Browser, page_server: ServerPro
     reader.context.close()
 
 
+@pytest.mark.long
 def test_a_long_text_is_rendered_where_it_is_seen(
     browser: Browser, page_server: ServerProcess
 ) -> None:

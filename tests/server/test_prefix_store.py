@@ -48,6 +48,7 @@ def counters(url: str) -> dict[str, Any]:
     return dict(httpx.get(f"{url}/stats").json()["prefix_cache"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2])
 def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
     world_size: int,

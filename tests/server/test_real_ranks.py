@@ -109,6 +109,7 @@ def fail_on(comm: Communicator, rank: int) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_mistake_of_one_node_is_known_to_all(rank: int, ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(fail_on, rank) == ["no such folder here"] * 2
@@ -164,6 +165,7 @@ def test_an_error_without_other_ranks_is_itself() -> None:
 # --------------------------------------------------------------- cancellation
 
 
+@pytest.mark.long
 def test_a_client_that_vanishes_in_mid_prefill_frees_all_ranks_within_one_chunk(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ def rank_processes(server: ServerProcess) -> dict[int, psutil.Process]:
     return {int(p.environ()["RANK"]): p for p in family}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stopped_rank_0_is_replaced(world_size: int, arguments: list[str]) -> None:
     size = ["--world-size", str(world_size)]
@@ -235,6 +238,7 @@ def test_a_stopped_rank_0_is_replaced(world_size: int, arguments: list[str]) -> 
         assert complete(url).json()["choices"][0]["token_ids"] == before
 
 
+@pytest.mark.long
 def test_another_rank_that_is_stopped_while_idle_is_replaced(arguments: list[str]) -> None:
     with ServerProcess(*SERVE, *arguments, "--collective-timeout", "8") as server:
         url = server.url()
@@ -290,6 +294,7 @@ def stream_until_killed(url: str, victim: psutil.Process) -> str:
     return next(line for line in reversed(lines) if line.startswith("data: {"))
 
 
+@pytest.mark.long
 def test_one_death_costs_one_restart_of_torchrun(arguments: list[str]) -> None:
     """Real ranks: those of a restart must not meet the addresses of the dead."""
     command = [*SERVE_UNDER_TORCHRUN]

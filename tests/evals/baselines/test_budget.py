@@ -23,6 +23,7 @@ from razor_dist.jobs.host_engine import settings_of
 from tests.tiny_models import make_tiny
 
 
+@pytest.mark.long
 def test_the_budget_is_what_an_engine_of_one_rank_measures(settings: dict[str, Any]) -> None:
     config = NeedleConfig(methods="h2o", **settings).engine("h2o", 900)
     assert isinstance(config, BaselineConfig)

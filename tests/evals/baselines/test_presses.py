@@ -44,6 +44,7 @@ def found(settings: dict[str, Any]) -> dict[str, Any]:
     return {"stock": out["stock"], **dict(zip(keys, out["presses"], strict=True))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("method", PRESSES)
 def test_the_cache_holds_what_the_budget_says(
@@ -94,6 +95,7 @@ def test_a_process_that_ends_is_an_engine_that_failed(settings: dict[str, Any]) 
     llm.close()
 
 
+@pytest.mark.long
 def test_a_job_of_ours_and_theirs(settings: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     values = {
