@@ -405,6 +405,44 @@ def test_a_turn_is_asked_again_changed_and_deleted(reader: Reader) -> None:
     assert STORY in message["content"] and message["content"].endswith("Who went?")
 
 
+def test_what_is_added_before_undo_stays(reader: Reader) -> None:
+    items = reader.pending.locator("li")
+    waiting = items.filter(has_text="waits for a question")
+    held: list[Route] = []
+    reader.add(("first.txt", b"One."))
+    expect(waiting).to_have_count(1)
+    reader.page.route("**/documents/text*", lambda route: held.append(route))
+    for number, is_read in ((2, False), (3, True)):
+        items.first.locator(".remove").click()
+        reader.add((f"{number}.txt", b"Two."))
+        expect(items.last).to_contain_text("being read")
+        while not held:
+            reader.page.wait_for_timeout(20)
+        if is_read:
+            held.pop().continue_()
+            expect(items.last).to_contain_text("waits for a question")
+        reader.notice.get_by_role("button", name="Undo").click()
+        if not is_read:
+            held.pop().continue_()
+        expect(waiting).to_have_count(number)
+    expect(items).to_contain_text(["first.txt", "2.txt", "3.txt"])
+
+
+def test_a_duplicated_tab_has_a_conversation_of_its_own(reader: Reader) -> None:
+    reader.answered("First?")
+    with reader.page.expect_popup() as opened:
+        reader.page.evaluate("void open(location.href)")  # with a copy of sessionStorage
+    copy = opened.value
+    expect(copy.locator("article")).to_have_count(1)
+    reader.answered("Second?")
+    copy.locator("article .remove").click()
+    expect(copy.locator("article")).to_have_count(0)
+    for page, turns in ((reader.page, 2), (copy, 0)):
+        page.reload()
+        expect(page.locator("html[data-loaded]")).to_be_attached()
+        expect(page.locator("article")).to_have_count(turns)
+
+
 def test_after_a_failure_each_turn_is_still_itself(reader: Reader) -> None:
     first = reader.answered("First?")
     reader.answered("Second?")

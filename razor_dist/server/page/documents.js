@@ -37,18 +37,18 @@ function begun(file) {
   $("pending").append(item);
   uploads.running++;
   changed();
-  return { file, abort, item, mine: app.conversation };
+  return { file, abort, item };
 }
 
-async function read({ file, abort, item, mine }) {
-  const isUnwanted = () => abort.signal.aborted || mine !== app.conversation;
+async function read({ file, abort, item }) {
+  const isUnwanted = () => !item.isConnected; // removed, by itself or by a new conversation
   try {
     if (isUnwanted()) return;
     const text = await api.textOf(file, abort.signal);
     const limit = app.model?.max_model_len;
     const tokens = limit ? await countTokens(text, limit, abort.signal) : 0;
-    item.remove();
     if (isUnwanted()) return;
+    item.remove();
     announce(`${file.name} is added`);
     addDocument(file.name, text, tokens);
   } catch (error) {

@@ -41,9 +41,11 @@ app.removing = (change, words) => {
   if (app.working) return;
   const before = app.conversation.snapshot();
   change();
+  const known = app.conversation.documents;
   app.restore(app.conversation);
   notice(words, () => {
     notice("");
+    before.pending.push(...app.conversation.pending.filter((one) => !known.includes(one))); // added since
     app.restore(before);
     $("question").focus();
   });

@@ -2,14 +2,17 @@
 
 const NAME = "razor_dist";
 const TAB = "razor_dist tab";
+// Set between two pages of a tab: a duplicated tab begins with its original's sessionStorage, and without this.
+const LEFT = "razor_dist left";
 // Milliseconds after which what a closed tab has left is removed.
 const KEPT = 24 * 3600 * 1000;
 
-function tab() {
-  let id = sessionStorage.getItem(TAB);
-  if (!id) sessionStorage.setItem(TAB, (id = `${Date.now()}-${Math.random()}`));
-  return id;
-}
+// Whose conversation this tab begins with: its own, or its original's.
+const from = sessionStorage.getItem(TAB);
+const tab = from && sessionStorage.getItem(LEFT) ? from : `${Date.now()}-${Math.random()}`;
+sessionStorage.setItem(TAB, tab);
+addEventListener("pagehide", () => sessionStorage.setItem(LEFT, "true"));
+addEventListener("pageshow", () => sessionStorage.removeItem(LEFT)); // also one that the browser has kept whole
 
 function done(request) {
   return new Promise((resolve, reject) => {
@@ -24,14 +27,14 @@ async function table(mode) {
   return (await done(opening)).transaction("tabs", mode).objectStore("tabs");
 }
 
-/** Returns what this tab has saved, if anything; removes what old tabs have. */
+/** Returns what this tab or its original has saved, if anything; removes what old tabs have. */
 export async function load() {
   try {
     const tabs = await table("readwrite");
-    const mine = await done(tabs.get(tab()));
+    const mine = await done(tabs.get(from ?? tab));
     for (const id of await done(tabs.getAllKeys())) {
       const saved = (await done(tabs.get(id)))?.time ?? 0;
-      if (id !== tab() && Date.now() - saved > KEPT) tabs.delete(id);
+      if (id !== tab && Date.now() - saved > KEPT) tabs.delete(id);
     }
     return mine?.conversation;
   } catch {
@@ -42,7 +45,7 @@ export async function load() {
 export async function save(conversation) {
   try {
     const tabs = await table("readwrite");
-    await done(tabs.put({ time: Date.now(), conversation: { ...conversation } }, tab()));
+    await done(tabs.put({ time: Date.now(), conversation: { ...conversation } }, tab));
   } catch {
     // A reload will begin anew.
   }
