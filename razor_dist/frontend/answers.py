@@ -122,12 +122,12 @@ class LiveChoices:
         """The engine's names for the answers."""
         return [stream.request_id for stream in self._streams]
 
-    def _context_progress(self, message: Progress) -> None:
-        """Note what is read of a context for these prompts."""
+    def _context_progress(self, for_these: bool, message: Progress) -> None:
+        """Note what is read of a context that these prompts continue."""
         for choice, id_ in zip(self.choices, self.ids, strict=True):
             if choice.answer == 0:
                 self._client.observer.reading(id_)
-        if self._report_progress:
+        if self._report_progress and for_these:
             whole = structs.replace(message, total=len(self.choices[0].prompt))
             self._events.put_nowait(ChoiceEvent(0, whole))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
@@ -79,6 +80,7 @@ class Pinned:
     def __init__(self, pins: Sequence[Pin], new: Sequence[Pin], end: Callable[[], None]) -> None:
         self._pins, self._new, self._end = pins, new, end
         self.last = pins[-1]
+        self._heard: dict[Pin, Callable[[Progress], None]] = {}
         self._closed = False
 
     @property
@@ -91,14 +93,19 @@ class Pinned:
         begins = [pin.cached for pin in self._new if pin.cached is not None]
         return (begins[0], self.last.tokens - begins[0]) if begins else (cached, 0)
 
-    def listen(self, listener: Callable[[Progress], None]) -> None:
-        """Have a function hear of what is prefilled for the request, before its own prompts."""
-        for pin in self._new:
-            pin.listeners.add(listener)
+    def listen(self, listener: Callable[[bool, Progress], None]) -> None:
+        """Have a function hear of what is prefilled before the request's own prompts.
+
+        Its first argument tells if it is prefilled for this request.
+        """
+        for pin in self._pins:
+            if not pin.is_whole:
+                self._heard[pin] = partial(listener, pin in self._new)
+                pin.listeners.add(self._heard[pin])
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            for pin in self._new:
-                pin.listeners.clear()
+            for pin, hear in self._heard.items():
+                pin.listeners.discard(hear)
             self._end()

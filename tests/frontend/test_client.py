@@ -150,6 +150,28 @@ async def test_a_request_does_not_wait_while_its_context_is_read() -> None:
         choices.close()
 
 
+async def test_nor_while_its_context_is_read_for_another_request() -> None:
+    async with running() as engine:
+        client = engine.client
+        await client.ready()
+        metrics = client.observer = Metrics("tiny")
+        context = np.array([fake_engine.SLOW_PREFILL, 5, 6, 7], np.int32)
+        prompt = Checked(np.append(context, np.int32(fake_engine.HANG)), MANY)
+        pin = Pin(client, context)
+        first, second = (
+            LiveChoices(client, None, [prompt], report_progress=True, pinned=pinned)
+            for pinned in (Pinned([pin], [pin], lambda: None), Pinned([pin], [], lambda: None))
+        )
+        first.close()  # the second still hears of it
+        while not pin.is_whole:
+            await asyncio.sleep(0.02)
+        name, labels = "razor:request_queue_time_seconds_count", {"model_name": "tiny"}
+        assert metrics.registry.get_sample_value(name, labels) == 1
+        assert second._events.empty()
+        second.close()
+        pin.close()
+
+
 async def test_a_refusal_names_its_field() -> None:
     async with running() as engine:
         await engine.client.ready()
