@@ -25,6 +25,13 @@ def titles(text: PromptText | None) -> list[Title]:
     ]
 
 
+def settled(sentences: list[AnswerSentence], length: int, *, last: bool) -> list[AnswerSentence]:
+    """Take out the sentences that end in the first ``length`` characters, or all if ``last``."""
+    count = len(sentences) if last else sum(sentence.end <= length for sentence in sentences)
+    taken, sentences[:count] = sentences[:count], []
+    return taken
+
+
 def citations(
     sentences: Iterable[AnswerSentence], titles: Sequence[Title], length: int
 ) -> list[dict[str, Any]]:

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.api.annotations import citations
+from razor_dist.api.annotations import citations, settled
 from razor_dist.api.errors import Failure
 from razor_dist.api.logprobs import Json, chat_logprobs, legacy_logprobs, prompt_pieces
 from razor_dist.api.request import ParsedRequest
 from razor_dist.api.tools import ToolParser
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.outputs import Source
+from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.protocol.messages import Progress
 
 
@@ -122,7 +122,10 @@ class Format(ABC):
 
     def _parser(self) -> ToolParser | None:
         """Return a new parser of one answer's calls of tools, if the request allows any."""
-        return self._request.tools and ToolParser(self._request.tools, self._tokenizer)
+        if self._request.tools is None:
+            return None
+        skip = all(prompt.params.skip_special_tokens for prompt in self._request.prompts)
+        return ToolParser(self._request.tools, self._tokenizer, skip_special=skip)
 
 
 class EventFormat(Format):
@@ -198,9 +201,11 @@ class ChatFormat(ChoicesFormat):
     chunk_object = "chat.completion.chunk"
 
     def _start(self) -> None:
-        # Of a stream: the answers' parsers, and the characters of their texts so far.
+        # Of a stream: the answers' parsers, the characters of their texts so far, and sentences
+        # that were not sent as a whole: they may belong to a call.
         self._parsers = [self._parser() for _ in self._choices]
         self._lengths = [0] * len(self._choices)
+        self._unsettled: list[list[AnswerSentence]] = [[] for _ in self._choices]
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -224,7 +229,9 @@ class ChatFormat(ChoicesFormat):
         if finish:
             news.append({"finish_reason": finish})
         self._lengths[index] += len(text)
-        annotations = self._annotations([piece], self._lengths[index])
+        self._unsettled[index] += piece.sentences
+        ended = settled(self._unsettled[index], self._lengths[index], last=bool(finish))
+        annotations = self._annotations(ended, self._lengths[index])
         if (rendered or annotations) and not news:
             news.append({"delta": {"content": ""}})
         if rendered:
@@ -241,7 +248,8 @@ class ChatFormat(ChoicesFormat):
             if calls:
                 message |= {"content": said or None, "tool_calls": calls}
         if self._request.titles is not None:
-            message["annotations"] = self._annotations(pieces, len(message["content"] or ""))
+            sentences = [sentence for piece in pieces for sentence in piece.sentences]
+            message["annotations"] = self._annotations(sentences, len(message["content"] or ""))
         return {
             "index": index,
             "message": message,
@@ -255,11 +263,10 @@ class ChatFormat(ChoicesFormat):
             return {}
         return rendered_sources(self._choices[index], pieces)
 
-    def _annotations(self, pieces: Sequence[TextPiece], length: int) -> list[Json]:
+    def _annotations(self, sentences: Sequence[AnswerSentence], length: int) -> list[Json]:
         """Return the citations of sentences in a message of ``length`` characters."""
         if self._request.titles is None:
             return []
-        sentences = [sentence for piece in pieces for sentence in piece.sentences]
         found = citations(sentences, self._request.titles, length)
         return [{"type": "url_citation", "url_citation": citation} for citation in found]
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.api.strict_json import STRICT_JSON, check_characters
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.detokenizer import StopMatcher
+from razor_dist.frontend.detokenizer import StopMatcher, token_texts
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 
@@ -309,7 +309,13 @@ def _moved(schema: Any, place: str) -> Any:
 class ToolParser:
     """Splits one answer, piece by piece, into its text and the calls at its end."""
 
-    def __init__(self, use: ToolUse, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self,
+        use: ToolUse,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        skip_special: bool = True,
+    ) -> None:
         self._form, self._names = _FORMATS[use.format], use.names
         self._most = None if use.parallel else 1
         # Mistral's templates refuse ids of calls that have not nine letters.
@@ -319,16 +325,16 @@ class ToolParser:
         self._calling: bool | None = None
         # Tokens that the text leaves out, since they are special.
         self._markers: dict[int, str] = {}
-        for marker in (self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"):
-            token = None if tokenizer is None else tokenizer.get_vocab().get(marker)
-            if token is not None and marker:
-                self._markers[token] = marker
+        if tokenizer is not None and skip_special:
+            left_out = token_texts(tokenizer).special
+            for marker in (self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"):
+                if (token := tokenizer.get_vocab().get(marker)) in left_out:
+                    self._markers[token] = marker
         self._finish_reason = "stop" if use.format == "named" else "tool_calls"
 
     def push(self, piece: TextPiece) -> str:
         """Add a piece; return the text that is certainly no call."""
-        marker = self._markers.get(piece.token, "")
-        text = piece.text if marker in piece.text else piece.text + marker
+        text = piece.text + self._markers.get(piece.token, "")
         if self._calling:
             self._held += text
             return ""

@@ -29,7 +29,9 @@ from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import Assembler, TextPiece
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.outputs import AnswerSentence, Source
+from razor_dist.frontend.passages import sentences
+from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
@@ -175,6 +177,47 @@ def test_what_may_begin_a_stop_string_stays_before_the_marker(before: str) -> No
     assert (text, finish) == (before, "tool_calls")
     assert found["function"] == {"name": "get_weather", "arguments": PARIS}
     assert len(found["id"]) == 9 and found["id"].isalnum()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_marker_that_is_in_the_text_is_there_once(special: bool) -> None:
+    """Also while its end is held back, since a stop string may begin there."""
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.add_tokens(["[TOOL_CALLS]"], special_tokens=special)
+    call = f'[{{"name": "get_weather", "arguments": {PARIS}}}]'
+    ids = tokenizer.encode(f"[TOOL_CALLS]{call}", add_special_tokens=False)
+    params = SamplingParams(stop=("]]",), skip_special_tokens=not special)
+    assembler = Assembler(tokenizer, params)
+    pieces = [assembler.push(Token("a", token)) for token in ids]
+    pieces.append(assembler.push(Token("a", 2, finish="stop")))
+    request = ParsedRequest([Checked(np.array([1]), params)], tools=ToolUse("mistral", NAMES))
+    answer = ChatFormat(request, "m", [Choice(np.array([1]), 0, pieces)], tokenizer).whole()
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
+
+
+@pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case[0]}-{case[1][:12]!r}")
+def test_a_stream_cites_what_the_whole_answer_does(case: Any) -> None:
+    form, answer, text, _ = case
+    sources = [Source(0, 5, 0.9, "Fact.", 0)]
+    pieces = letters(answer)
+    for begin, end in sentences(answer):
+        at = min(end, len(answer) - 1)  # when the next one begins
+        own = AnswerSentence(begin, end, sources, 0.9)
+        pieces[at] = replace(pieces[at], sentences=[*pieces[at].sentences, own])
+    request = ParsedRequest(
+        [], tools=ToolUse(form, NAMES), titles=[(0, 0, "a.txt")], return_sources=False
+    )
+    choices = [Choice(np.array([1]), 0, pieces)]
+    shape = ChatFormat(request, "m", choices, None)
+    whole = shape.whole()["choices"][0]["message"]["annotations"]
+    assert bool(whole) == bool(text)
+    chunks = [chunk["choices"][0] for piece in pieces for chunk in shape.piece(0, piece)]
+    assert [a for chunk in chunks for a in chunk["delta"].get("annotations", ())] == whole
+    items = ResponsesFormat(request, "m", choices, None).whole()["output"]
+    told = [a for item in items for part in item.get("content", ()) for a in part["annotations"]]
+    assert told == [{"type": a["type"], **a["url_citation"]} for a in whole]
 
 
 def encoder(template: str | None) -> PromptEncoder:
