@@ -88,10 +88,10 @@ def contexts(
             kept = keep(text, len(begin.rstrip()), *encoded[1:])
         if kept is None:
             raise RequestError(
-                f"messages[{mark.message}] cannot be kept up to its cache_control: the chat "
-                "template leaves it out or changes it later, or nothing in its last 65536 "
-                "characters is a space between words or a line break",
-                param="messages",
+                f"{mark.field or f'messages[{mark.message}]'} cannot be kept up to its "
+                "cache_control: the chat template leaves it out or changes it later, or nothing in "
+                "its last 65536 characters is a space between words or a line break",
+                param=mark.field or "messages",
             )
         if len(kept.tokens) < LEAST_TOKENS:
             continue

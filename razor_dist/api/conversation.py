@@ -52,6 +52,7 @@ class Mark(NamedTuple):
     documents: Sequence[CitedDocument] = ()  # up to here
     segments: Sequence[Segment] = ()
     cites: bool = False
+    field: str = ""  # of the request, where that is not the message itself
 
 
 class Turn:
@@ -110,19 +111,19 @@ class Conversation:
             Segment(n, 0, turn.length, None) for n, turn in enumerate(self.turns)
         ]
 
-    def mark(self, control: CacheControl, *, cites: bool) -> None:
-        """Have what was said so far be kept."""
+    def mark(self, control: CacheControl, field: str, *, cites: bool) -> None:
+        """Have what was said so far be kept, as the request asks in ``field``."""
         last, turn = len(self.turns) - 1, self.turns[-1]
-        parts = list(self.documents), list(self._segments)
-        self.marks.append(Mark(last, turn.length, control.seconds, True, turn.apart, *parts, cites))
+        parts = list(self.documents), list(self._segments), cites, field
+        self.marks.append(Mark(last, turn.length, control.seconds, True, turn.apart, *parts))
 
-    def mark_tools(self, control: CacheControl) -> None:
+    def mark_tools(self, control: CacheControl, field: str) -> None:
         """Have all before the first message be kept: that is where templates write tools."""
         first = next((n for n, turn in enumerate(self.turns) if turn.role != "system"), None)
         if first is None:
             return  # without a message the chat is refused
         before = [segment for segment in self._segments if segment.message < first]
-        mark = Mark(first, 0, control.seconds, True, segments=before)
+        mark = Mark(first, 0, control.seconds, True, segments=before, field=field)
         self.marks = [mark, *(other for other in self.marks if other[:2] != mark[:2])]
 
     def turn(self, role: str) -> Turn:

@@ -306,20 +306,21 @@ class CountTokensBody(Strict):
         conversation = Conversation(files)
         if kept is not None:
             self._go_on_with(kept, conversation)
-        said: list[tuple[str, Sequence[Any]]] = [("system", self.system or ())]
-        said += [(message.role, message.content) for message in self.messages]
-        for number, (role, blocks) in enumerate(said):
+        said: list[tuple[str, str, Sequence[Any]]] = [("system", "system", self.system or ())]
+        for number, message in enumerate(self.messages):
+            said.append((f"messages[{number}].content", message.role, message.content))
+        for number, (field, role, blocks) in enumerate(said):
             if blocks and number > 1 and conversation.turns:
                 conversation.turns[-1].apart = True
-            for block in blocks:
+            for at, block in enumerate(blocks):
                 block.add_to(conversation, role)
                 last = number == len(self.messages) and block is blocks[-1]
                 control = block.cache_control or (self.cache_control if last else None)
                 if control is not None:
-                    conversation.mark(control, cites=self.cites)
-        for tool in self.tools or ():
+                    conversation.mark(control, f"{field}[{at}]", cites=self.cites)
+        for at, tool in enumerate(self.tools or ()):
             if tool.cache_control is not None:
-                conversation.mark_tools(tool.cache_control)
+                conversation.mark_tools(tool.cache_control, f"tools[{at}]")
         chat = self._fields() | {"messages": [t.message() for t in conversation.turns]}
         ends = [turn.role for turn in conversation.turns[-1:]]  # a message may have no block
         if self.messages[-1].role == "assistant" and ends == ["assistant"]:

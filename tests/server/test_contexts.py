@@ -203,6 +203,31 @@ def test_a_mark_on_tools_keeps_all_before_the_first_message() -> None:
         read(kept, **ask, tools=[look], messages=[user("What?")], context="c")
 
 
+@pytest.mark.parametrize("place", ["messages[2].content[1]", "system[0]", "tools[1]"])
+def test_a_mark_that_cannot_be_kept_is_named_as_it_was_sent(place: str) -> None:
+    encoder = with_template(
+        "{{ tools }} <tool_call> arguments\n"
+        "{% for m in messages %}{{ m.role }}: {{ m.content[:9] }}\n{% endfor %}"
+    )
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    body: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 9,
+        "system": [part(DOCUMENT)],
+        "messages": [user("Hi."), HELLO, user(part("What?"), part(DOCUMENT))],
+        "tools": [tool, {"name": "see", "input_schema": {"type": "object"}}],
+    }
+    marked = {
+        "messages[2].content[1]": body["messages"][2]["content"][1],
+        "system[0]": body["system"][0],
+        "tools[1]": body["tools"][1],
+    }
+    marked[place]["cache_control"] = MARK
+    with pytest.raises(RequestError, match="cannot be kept up to its cache_control") as error:
+        parse_request("messages", json.dumps(body).encode(), encoder, LIMITS)
+    assert str(error.value).startswith(f"{place} cannot") and error.value.param == place
+
+
 def with_template(template: str) -> PromptEncoder:
     tokenizer = copy.deepcopy(smollm2_tokenizer())
     tokenizer.chat_template = template
