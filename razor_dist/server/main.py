@@ -313,7 +313,8 @@ def bind(config: ServerConfig) -> socket.socket:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ConfigError(f"host {config.host!r} is not an address: {error.strerror}") from None
-    family, kind, protocol, _, address = found[0]
+    # IPv4 if there is any: localhost may be ::1 first, which clients that know 127.0.0.1 miss.
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     # With the protocol, by which asyncio knows TCP: it then sends what is written at once, instead
     # of waiting up to 40 ms for the client to acknowledge what was sent before.
     listener = socket.socket(family, kind, protocol)

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from razor_dist.config.schema import ServerConfig
+from razor_dist.server.main import bind
 from tests import fake_engine
 from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, alive, fake_server, health, wait_until
@@ -244,6 +246,16 @@ def test_a_port_in_use_is_told() -> None:
     assert code == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "Traceback" not in output
+
+
+def test_a_name_of_both_families_is_bound_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **named: found)
+    with bind(ServerConfig(host="localhost", port=0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_no_such_model_is_told() -> None:
