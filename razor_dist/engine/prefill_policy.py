@@ -256,8 +256,8 @@ class PrefillPolicy:
         """Return those of the first priority, if that is heard."""
         if not self.by_priority or not prompts:
             return prompts
-        first = min(prompt.request.params.priority for prompt in prompts)
-        return [prompt for prompt in prompts if prompt.request.params.priority == first]
+        first = min(prompt.request.priority for prompt in prompts)
+        return [prompt for prompt in prompts if prompt.request.priority == first]
 
     def not_after(self, request: Request, prompts: Sequence[Prefill]) -> Sequence[Prefill]:
         """Return those that ``request`` may wait for: none of a later priority, if that is heard.
@@ -266,8 +266,8 @@ class PrefillPolicy:
         """
         if not self.by_priority:
             return prompts
-        own = request.params.priority
-        return [prompt for prompt in prompts if prompt.request.params.priority <= own]
+        own = request.priority
+        return [prompt for prompt in prompts if prompt.request.priority <= own]
 
     def _left(self, prompt: Prefill) -> float:
         return self.cost.seconds(prompt.end - prompt.position, prompt.position)

@@ -64,6 +64,7 @@ class Request:
     loaded: bool = False
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # a pinned prefix that only those requests need
+    priority: int = field(init=False)  # that of ``params``, or of one which waits for this prefix
     # Of a pinned prefix: as in `Add`, and its bytes, as in `Progress`.
     quota: tuple[str, int] | None = None
     nbytes: int = 0
@@ -72,6 +73,7 @@ class Request:
     def __post_init__(self) -> None:
         assert len(self.prompt) and self.max_tokens >= 0 and self.chunked_prefill_size > 0
         assert self.prefix is None or (self.prefix.pinned and not self.prefix.released)
+        self.priority = self.params.priority
 
     def enter(self, phase: Phase) -> None:
         ends = phase is Phase.ENDED and self.phase is not Phase.ENDED

@@ -109,6 +109,8 @@ class Scheduler:
         self.admission.need.check(request, self._held())
         if request.prefix is not None:
             request.prefix.continued_by += 1
+        for prefix in request.prefixes:  # it waits until they are prefilled
+            prefix.priority = min(prefix.priority, request.priority)
         at = len(self.waiting)
         if self.prefill_policy.by_priority and not request.pinned:
             # Not before the prefix that it waits for, nor before the last request that uses a

@@ -579,6 +579,17 @@ def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
     run(core)
 
 
+def test_a_prefix_is_prefilled_with_the_priority_of_what_waits_for_it() -> None:
+    core, _ = make_core(pages=120, by_priority=True)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    add(core, "doc", 30, pin=True)
+    step(core)
+    add(core, "first", 30, priority=-1)
+    add(core, "question", 2, prefix="doc", priority=-2)
+    ends = [m.id for m in run(core) if isinstance(m, Token) and m.finish]
+    assert ends == ["question", "first"]
+
+
 def test_a_prefill_of_the_same_priority_is_waited_for_while_others_come_before_it() -> None:
     core, _ = make_core(pages=120, share=True, by_priority=True)
     core.scheduler.prefill_policy.joins = lambda *_: False
