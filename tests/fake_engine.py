@@ -190,6 +190,10 @@ class FakeEngine:
             problem = "the prompt needs more pages than the pool has"
             self.send(Failed(id, problem, "messages", "context_length_exceeded"))
             await asyncio.sleep(3600)
+        if params["return_sources"] and self.config["attention"] == "streaming":
+            del self.tasks[id]
+            self.send(Failed(id, "return_sources asks heads that are not there", "return_sources"))
+            await asyncio.sleep(3600)
         if params["prompt_logprobs"] is not None and "/" not in id:
             self.send(PromptLogprobs(id, [None, *((-1.0, 1, [(t, -1.0)]) for t in prompt[1:])]))
         steps = 4 if prompt[0] == SLOW_PREFILL else 1

@@ -65,6 +65,8 @@ def contexts(
     messages: Sequence[ChatMessage],
     template: Json,
     encoded: tuple[str, Ints, Ints],
+    documents: Sequence[CitedDocument] = (),
+    segments: Sequence[Segment] = (),
 ) -> list[KeptContext]:
     """Return what is to be kept of a conversation, whose text, tokens and their ends are given.
 
@@ -97,7 +99,9 @@ def contexts(
             continue
         own = [message.for_context() for message in messages[: mark.message + 1]]
         own[-1]["content"] = content[: mark.at]
-        cited = list(mark.documents), list(mark.segments), mark.cites
+        if calls := (own[-1].pop("tool_calls", None) or [])[: mark.calls]:
+            own[-1]["tool_calls"] = calls
+        cited = list(documents[: mark.documents]), list(segments[: mark.segments]), mark.cites
         one = KeptContext(kept, mark.ttl, own, mark.goes_on, mark.apart, *cited)
         found.append(msgspec.structs.replace(one, digest=one.computed_digest))
     return found

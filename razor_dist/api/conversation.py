@@ -49,8 +49,9 @@ class Mark(NamedTuple):
     ttl: int  # seconds
     goes_on: bool  # what follows may belong to the same message
     apart: bool = False  # that would begin a paragraph then
-    documents: Sequence[CitedDocument] = ()  # up to here
-    segments: Sequence[Segment] = ()
+    documents: int = 0  # of the conversation's, how many are up to here
+    segments: int = 0
+    calls: int | None = None  # of the message's; None for all
     cites: bool = False
     field: str = ""  # of the request, where that is not the message itself
 
@@ -89,7 +90,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self.documents: list[CitedDocument] = []
         self.files = iter(files)  # of the request's PDF documents, in their order
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
         self.marks: list[Mark] = []
 
     def restore(
@@ -107,22 +108,23 @@ class Conversation:
             self.turns.append(turn)
         self.turns[-1].apart = apart
         self.documents += documents
-        self._segments += segments or [
+        self.segments += segments or [
             Segment(n, 0, turn.length, None) for n, turn in enumerate(self.turns)
         ]
 
     def mark(self, control: CacheControl, field: str, *, cites: bool) -> None:
         """Have what was said so far be kept, as the request asks in ``field``."""
         last, turn = len(self.turns) - 1, self.turns[-1]
-        parts = list(self.documents), list(self._segments), cites, field
-        self.marks.append(Mark(last, turn.length, control.seconds, True, turn.apart, *parts))
+        counts = len(self.documents), len(self.segments), len(turn.calls)
+        place = last, turn.length, control.seconds, True, turn.apart
+        self.marks.append(Mark(*place, *counts, cites, field))
 
     def mark_tools(self, control: CacheControl, field: str) -> None:
         """Have all before the first message be kept: that is where templates write tools."""
         first = next((n for n, turn in enumerate(self.turns) if turn.role != "system"), None)
         if first is None:
             return  # without a message the chat is refused
-        before = [segment for segment in self._segments if segment.message < first]
+        before = sum(segment.message < first for segment in self.segments)
         mark = Mark(first, 0, control.seconds, True, segments=before, field=field)
         self.marks = [mark, *(other for other in self.marks if other[:2] != mark[:2])]
 
@@ -134,7 +136,7 @@ class Conversation:
 
     def say(self, role: str, text: str) -> None:
         begin = self.turn(role).say(text)
-        self._segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), None))
+        self.segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), None))
 
     def show(self, document: CitedDocument, text: str, context: str | None) -> None:
         """Add a document to the user's turn."""
@@ -146,7 +148,7 @@ class Conversation:
         turn.say(f"Document {name}:{APART}{about}")
         begin = turn.say(text)
         turn.apart = True
-        self._segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), number))
+        self.segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), number))
         self.documents.append(document)
 
     def searched(self, text: PromptText) -> PromptText:
@@ -156,7 +158,7 @@ class Conversation:
         document has none. The last text that the user has said ends with the question.
         """
         found = {part.message: part for part in text.parts}
-        texts = [s for s in self._segments if s.document is None]
+        texts = [s for s in self.segments if s.document is None]
         asking = next((s for s in reversed(texts) if self.turns[s.message].role == "user"), None)
         return PromptText(
             [
@@ -166,7 +168,7 @@ class Conversation:
                     question_begin(said) if own is asking else len(said),
                     own.document,
                 )
-                for own in self._segments
+                for own in self.segments
                 if own.message in found  # a template may leave a message out
             ],
             text.ends,

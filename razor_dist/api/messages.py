@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from razor_dist.api.contexts import KeptContext
-from razor_dist.api.conversation import APART, CitedDocument, Conversation, Mark, Turn
+from razor_dist.api.conversation import APART, CitedDocument, Conversation, Mark, Segment, Turn
 from razor_dist.api.fields import (
     CacheControl,
     Int,
@@ -39,6 +39,18 @@ NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
 
 class _Block(Returned):
     cache_control: CacheControl | None = None
+
+    @property
+    def kept(self) -> CacheControl | None:
+        """The block's own mark, or the last one within it: what is kept ends with the block."""
+        return self.cache_control or next(
+            (part.cache_control for part in reversed(self.texts) if part.cache_control), None
+        )
+
+    @property
+    def texts(self) -> Sequence[TextBlock]:
+        """The blocks that this one is made of."""
+        return ()
 
 
 class TextBlock(_Block):
@@ -117,6 +129,10 @@ class DocumentBlock(_Block):
     context: str | None = None  # about the document; it is not cited
     citations: Citations | None = None
 
+    @property
+    def texts(self) -> Sequence[TextBlock]:
+        return self.source.content if isinstance(self.source, ContentSource) else ()
+
     def add_to(self, chat: Conversation, role: str) -> None:
         kind, text, begins = self.source.read(chat)
         offset = len(text) - len(text.lstrip())
@@ -142,11 +158,15 @@ class ToolResultBlock(_Block):
     content: Texts | None = None
     is_error: bool | None = None
 
+    @property
+    def texts(self) -> Sequence[TextBlock]:
+        return self.content or ()
+
     def add_to(self, chat: Conversation, role: str) -> None:
         # No template knows of failed calls but by what their results say.
         failed = "Error: " if self.is_error else ""
         chat.turns.append(Turn("tool", tool_call_id=self.tool_use_id))
-        chat.say("tool", failed + "".join(block.text for block in self.content or ()))
+        chat.say("tool", failed + "".join(block.text for block in self.texts))
 
 
 UserBlock = Annotated[
@@ -235,6 +255,10 @@ class DocumentsChat(ChatBody):
     def marks(self) -> list[Mark]:
         return self._conversation.marks
 
+    @property
+    def cited(self) -> tuple[Sequence[CitedDocument], Sequence[Segment]]:
+        return self._conversation.documents, self._conversation.segments
+
 
 class CountTokensBody(Strict):
     """The fields that make a prompt."""
@@ -275,8 +299,9 @@ class CountTokensBody(Strict):
         return own or (self._kept is not None and self._kept.cites)
 
     def check(self) -> None:
+        cites = self.cites
         for where, document in self._documents:
-            if self.cites and not (document.citations and document.citations.enabled):
+            if cites and not (document.citations and document.citations.enabled):
                 raise RequestError(
                     f"{where}.citations must be enabled for all documents or for none", where
                 )
@@ -303,7 +328,7 @@ class CountTokensBody(Strict):
         Errors go by its names.
         """
         self._kept = kept
-        conversation = Conversation(files)
+        conversation, cites = Conversation(files), self.cites
         if kept is not None:
             self._go_on_with(kept, conversation)
         said: list[tuple[str, str, Sequence[Any]]] = [("system", "system", self.system or ())]
@@ -315,9 +340,9 @@ class CountTokensBody(Strict):
             for at, block in enumerate(blocks):
                 block.add_to(conversation, role)
                 last = number == len(self.messages) and block is blocks[-1]
-                control = block.cache_control or (self.cache_control if last else None)
+                control = block.kept or (self.cache_control if last else None)
                 if control is not None:
-                    conversation.mark(control, f"{field}[{at}]", cites=self.cites)
+                    conversation.mark(control, f"{field}[{at}]", cites=cites)
         for at, tool in enumerate(self.tools or ()):
             if tool.cache_control is not None:
                 conversation.mark_tools(tool.cache_control, f"tools[{at}]")

@@ -113,13 +113,13 @@ def _rendered(
     """Tokenise a body, which stands for the one that was ``asked``."""
     if kept is not None:
         body.go_on_with(kept)
-    params = body.sampling(limits.defaults)
     ignored: list[str] = []
     if limits.unknown_fields == "warn" and isinstance(body, ChatBody):
         # Open WebUI sends its own tools with every question, whatever the model.
         offered = body.used_tools and body.forced_tool is None
         if offered and not knows_tools(encoder.tokenizer):
             body, ignored = body.model_copy(update={"tools": None}), ["tools"]
+    params = body.sampling(limits.defaults)
     tools = body.tool_use(encoder.tokenizer)
     if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
         [(ids, _)] = body.encoded(encoder, ends=False)
@@ -143,7 +143,7 @@ def _rendered(
         cache_prompt=body.cache_prompt is not False,
         ignored=ignored,
         contexts=body.contexts(encoder) if limits.pins else (),
-        constrained_by=names.get(body.constrained_by, body.constrained_by),
+        names={field: names.get(name, name) for field, name in body.engine_names.items()},
     )
 
 

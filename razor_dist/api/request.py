@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from razor_dist.api.annotations import Title
@@ -12,7 +12,6 @@ from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.sampling_params import SamplingDefaults
-from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 Endpoint = Literal[
     "chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"
@@ -73,7 +72,8 @@ class ParsedRequest:
     cache_prompt: bool = True  # as in `Add`
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
-    constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
+    # The engine's fields as the request calls them, for errors.
+    names: Mapping[str, str] = field(default_factory=dict)
     return_sources: bool = True  # they were asked for, if there are any
     titles: Sequence[Title] | None = None  # for annotations, which are wanted unless it is None
     # PDF files that must be read before the request can be, each with the field that holds it.

@@ -20,7 +20,7 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.contexts import KeptContext, contexts
-from razor_dist.api.conversation import Mark
+from razor_dist.api.conversation import CitedDocument, Mark, Segment
 from razor_dist.api.fields import (
     CONTENT,
     STRUCTURED,
@@ -180,6 +180,13 @@ class GenerateBody(SharedFields):
         given = self.response_format is not None and self.response_format.type != "text"
         return "response_format" if given else STRUCTURED
 
+    @property
+    def engine_names(self) -> dict[str, str]:
+        """The fields that ask for what the engine may refuse, by the engine's names."""
+        annotates = self.annotates and not self.return_sources
+        sources = "return_annotations" if annotates else "return_sources"
+        return {STRUCTURED: self.constrained_by, "return_sources": sources}
+
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         if self.response_format is None or self.response_format.type == "text":
             return self.structured_outputs
@@ -325,10 +332,16 @@ class ChatBody(GenerateBody):
                 found.append(Mark(index, len(message.text), message.cache_control.seconds, False))
         return found
 
+    @property
+    def cited(self) -> tuple[Sequence[CitedDocument], Sequence[Segment]]:
+        """The documents that an answer may cite, and where all blocks are in the messages."""
+        return (), ()
+
     def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:
         if self._encoded is None or not self.marks:
             return []
-        return contexts(encoder, self.marks, self.messages, self.template, self._encoded)
+        chat = self.messages, self.template, self._encoded
+        return contexts(encoder, self.marks, *chat, *self.cited)
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or []]

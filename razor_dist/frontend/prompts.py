@@ -72,9 +72,9 @@ class PromptEncoder:
         encoded = tokenizer(text, add_special_tokens=special_tokens)
         if not encoded.encodings:
             raise RequestError(
-                "return_sources needs a tokenizer that knows where tokens are in a text, which "
-                "those without a tokenizer.json do not",
-                param="return_sources",
+                "return_sources, and a context that is kept or continued, need a tokenizer that "
+                "knows where tokens are in a text; a model without a tokenizer.json has none",
+                param=param if param == "messages" else "return_sources",
             )
         encoding = encoded.encodings[0]
         count = len(encoding)

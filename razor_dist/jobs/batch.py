@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from razor_dist.api.errors import Failure
-from razor_dist.api.fields import naming
+from razor_dist.api.fields import renamed
 from razor_dist.api.parsing import parse_value
 from razor_dist.api.request import Endpoint, Limits
 from razor_dist.api.responses_format import FORMATS
@@ -193,7 +193,7 @@ def _answer(
         prompts.append(prompt._replace(params=replace(prompt.params, seed=seed)))
     yield ItemSize(sum(len(prompt.tokens) for prompt in prompts))
     # A log of its own: other requests are read at the same time.
-    with naming(parsed.constrained_by):
+    with renamed(parsed.names):
         answers = llm.call().choices(
             prompts, parsed.cache_salt, ReadingLog(item_id), cache_prompt=parsed.cache_prompt
         )

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
-from razor_dist.api.fields import naming
+from razor_dist.api.fields import renamed
 from razor_dist.api.openapi import openapi
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
@@ -155,13 +155,14 @@ class Service:
         form = FORMATS[endpoint](parsed, name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
-                async for _ in choices.events():
+                async for _ in _naming(choices.events(), parsed.names):
                     pass
                 choices.close()
                 if form.is_slow:
                     return await asyncio.to_thread(lambda: JSONResponse(form.whole()))
                 return JSONResponse(form.whole())
-            events = await _unless_refused(choices.events(self._heartbeat))
+            events = choices.events(self._heartbeat)
+            events = await _unless_refused(_naming(events, parsed.names))
             lines = stream(
                 events,
                 form,
@@ -249,7 +250,7 @@ class Service:
 
     async def _compiled(self, parsed: ParsedRequest) -> list[Checked]:
         """Compile what the answers must match; the request counts for ``max_queue`` meanwhile."""
-        with self.client.reading(), naming(parsed.constrained_by):
+        with self.client.reading(), renamed(parsed.names):
             return await self.client.compiled(parsed.prompts, current_record().turn)
 
     def _salt(self, given: str | None) -> str | None:
@@ -318,6 +319,15 @@ class Service:
 
 def _late(seconds: float) -> RequestError:
     return RequestError(f"the request was not answered within {seconds:g} s", code="timeout")
+
+
+async def _naming(
+    events: AsyncIterator[ChoiceEvent | None], names: Mapping[str, str]
+) -> AsyncIterator[ChoiceEvent | None]:
+    """Return the events; errors name the request's own fields (`renamed`)."""
+    with renamed(names):
+        async for event in events:
+            yield event
 
 
 async def _unless_refused(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -98,3 +99,24 @@ def test_what_excludes_annotations_is_told(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="smollm2", messages=MESSAGES, extra_body=extra)
     with pytest.raises(openai.BadRequestError, match="unsupported field 'return_annotations'"):
         client.completions.create(model="smollm2", prompt="a", extra_body=extra)
+
+
+def test_what_the_engine_refuses_is_named_as_it_was_asked() -> None:
+    ask: dict[str, Any] = {"model": "smollm2", "max_tokens": 9}
+    source = {"type": "text", "media_type": "text/plain", "data": TEXT}
+    document = {"type": "document", "source": source, "citations": {"enabled": True}}
+    question = [{"role": "user", "content": [document, {"type": "text", "text": "Why?"}]}]
+    with server_on("tests.fake_engine", "--attention", "streaming") as server:
+        for path, name, more in (
+            ("messages", "citations", {"messages": question}),
+            ("chat/completions", "return_annotations", {"messages": MESSAGES}),
+            ("responses", "return_annotations", {"input": "Why?"}),
+            ("completions", "return_sources", {"prompt": "Why?", "return_sources": 1}),
+        ):
+            named = {name: True} if name == "return_annotations" else {}
+            limit = {"max_output_tokens": 9, "max_tokens": None} if path == "responses" else {}
+            body = {k: v for k, v in (ask | more | named | limit).items() if v is not None}
+            for stream in (False, True):
+                answer = httpx.post(f"{server.url()}/v1/{path}", json=body | {"stream": stream})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"].startswith(f"{name} asks heads")

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from razor_dist.api.contexts import KeptContext
+from razor_dist.api.messages import CountTokensBody
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.config.errors import RequestError
@@ -226,6 +227,56 @@ def test_a_mark_that_cannot_be_kept_is_named_as_it_was_sent(place: str) -> None:
     with pytest.raises(RequestError, match="cannot be kept up to its cache_control") as error:
         parse_request("messages", json.dumps(body).encode(), encoder, LIMITS)
     assert str(error.value).startswith(f"{place} cannot") and error.value.param == place
+
+
+@pytest.mark.parametrize("marked", [0, 1])
+def test_calls_behind_a_mark_are_not_kept(marked: int) -> None:
+    """A turn's text is kept, or its text and the first of its two calls."""
+    encoder = with_template(
+        "{{ tools }} <tool_call> arguments\n"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} "
+        "{% for call in m.tool_calls or () %}<tool_call> {{ call.function | tojson }}{% endfor %}\n"
+        "{% endfor %}"
+    )
+    calls = [{"type": "tool_use", "id": f"c{n}", "name": "look", "input": {"n": n}} for n in (1, 2)]
+    turn: list[Any] = [part(DOCUMENT), *calls]
+    results = [{"type": "tool_result", "tool_use_id": f"c{n}", "content": "red"} for n in (1, 2)]
+    ask = {"model": "m", "max_tokens": 9}
+    ask |= {"tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+
+    def read(kept: Any = None, **body: Any) -> ParsedRequest:
+        return parse_request("messages", json.dumps(ask | body).encode(), encoder, LIMITS, (), kept)
+
+    def messages(*blocks: Any) -> list[Any]:
+        return [user("Look."), {"role": "assistant", "content": list(blocks)}, user(*results)]
+
+    want = read(messages=messages(*turn))
+    turn[marked] = turn[marked] | {"cache_control": MARK}
+    [kept] = read(messages=messages(*turn)).contexts
+    assert len(kept.messages[-1].get("tool_calls", ())) == marked
+    got = read(kept, messages=messages(*turn[marked + 1 :])[1:], context="c")
+    assert got.prompts[0].tokens.tolist() == want.prompts[0].tokens.tolist()
+
+
+def test_a_mark_within_a_block_keeps_the_block() -> None:
+    text = part(DOCUMENT, cache_control=MARK)
+    source = {"type": "content", "content": [text, part("The end.")]}
+    for block in (
+        {"type": "tool_result", "tool_use_id": "c1", "content": [text, part("The end.")]},
+        {"type": "document", "source": source},
+    ):
+        messages = [user(block, part("Why?")), HELLO, user("So?")]
+        [kept] = parsed("messages", messages=messages, max_tokens=9).contexts
+        assert kept.messages[-1]["content"].endswith("The end.") and kept.ttl == 3600
+
+
+def test_many_documents_and_marks_are_looked_at_once() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "Red."}
+    document = {"type": "document", "source": source, "cache_control": MARK}
+    with mock.patch.object(CountTokensBody, "cites", mock.PropertyMock(return_value=False)) as seen:
+        with pytest.raises(RequestError, match="at most 4 blocks may have cache_control, got 300"):
+            parsed("messages", messages=[user(*[document] * 300)], max_tokens=9)
+        assert seen.call_count <= 4
 
 
 def with_template(template: str) -> PromptEncoder:

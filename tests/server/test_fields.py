@@ -291,3 +291,12 @@ def test_unknown_fields_may_be_ignored(warning: ServerProcess) -> None:
     assert "'audio'" not in warning.log
     wrong = httpx.post(f"{url}/v1/completions", json={"model": "smollm2", "prompt": 7, "odd": 1})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+
+
+def test_tools_that_are_ignored_contradict_nothing() -> None:
+    """A model that knows no tools, asked by a client that always sends some."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    fields: Any = {"tools": [tool], "response_format": {"type": "json_object"}}
+    found = parsed("chat", LIMITS._replace(unknown_fields="warn"), **fields)
+    assert found.ignored == ["tools"] and found.tools is None
+    assert found.prompts[0].params.structured_outputs is not None

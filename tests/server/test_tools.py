@@ -289,12 +289,12 @@ def test_a_forced_choice_is_a_grammar() -> None:
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
     assert structured is not None and structured.json == PARAMETERS
     assert request.tools == ToolUse("named", ["get_time"])
-    assert request.constrained_by == "tools"  # which errors name
+    assert request.names["structured_outputs"] == "tools"  # which errors name
     bare = TOOLS[1] | {"function": {"name": "get_time", "parameters": {"properties": {}}}}
     [prompt] = parse_chat(HERMES, tools=[bare], tool_choice=named).prompts
     assert prompt.params.structured_outputs.json == {"type": "object", "properties": {}}
     request = parse_chat(HERMES, tool_choice="required")
-    assert request.constrained_by == "tools"
+    assert request.names["structured_outputs"] == "tools"
     schema: dict[str, Any] = {}
     for _ in range(450):
         schema = {"anyOf": [schema]}
