@@ -73,8 +73,8 @@ def continued(encoder: PromptEncoder, kept: KeptText, text: str) -> tuple[Ints, 
     if len(text) < kept.length or _digest(text[: kept.length]) != kept.digest:
         raise RequestError(
             "the conversation does not begin as its context does: tools, chat_template_kwargs, "
-            "reasoning_effort and whatever else the chat template writes before the context must "
-            "be as they were when it was kept",
+            "reasoning_effort and all else that the chat template writes before the context, such "
+            "as the date, must be as they were when it was kept",
             param="context",
         )
     # The second is slower, and the same.
