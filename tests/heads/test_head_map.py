@@ -215,7 +215,7 @@ def test_map_for_another_configuration() -> None:
 
 def test_shipped_maps() -> None:
     assert HeadMap.load(shipped_head_map("smollm2")).model == "smollm2"
-    with pytest.raises(HeadMapError, match="razor-dist identify org/name --out"):
+    with pytest.raises(HeadMapError, match="razor-dist identify razor org/name --out"):
         shipped_head_map("org/name")
 
 
@@ -226,7 +226,7 @@ def test_a_model_folder_brings_its_own_map(tmp_path: Path, monkeypatch: pytest.M
         make().save(tmp_path / name / "head_map.json")
     assert default_head_map("./mine").resolve() == tmp_path / "mine" / "head_map.json"
     assert default_head_map("smollm2") == shipped_head_map("smollm2"), "the embedded model"
-    with pytest.raises(HeadMapError, match="razor-dist identify /nope --out"):
+    with pytest.raises(HeadMapError, match="razor-dist identify razor /nope --out"):
         default_head_map("/nope")
     config = EngineConfig(model="./mine")
     assert head_map_of(config, SHAPE, "sha256:0") == make(), "an engine takes it"

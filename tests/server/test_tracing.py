@@ -164,7 +164,7 @@ def test_without_opentelemetry_the_setting_is_refused() -> None:
     missing = {"opentelemetry.exporter.otlp.proto.http.trace_exporter": None}
     with (
         mock.patch.dict(sys.modules, missing),
-        pytest.raises(ConfigError, match=r"otlp_endpoint needs OpenTelemetry .*razor-dist\[otel\]"),
+        pytest.raises(ConfigError, match=r"otlp_endpoint needs OpenTelemetry .*pip install .*otel"),
     ):
         exporting("http://127.0.0.1:4318")
     provider = exporting("http://127.0.0.1:4318/own/path")
