@@ -296,6 +296,7 @@ def test_the_counters_of_several_engines(reader: Reader) -> None:
     expect(reader.ahead).to_have_attribute("data-known", "true")
     reader.answered("What is sent?")
     expect(reader.gauge).to_contain_text("Sent between 2 ranks")
+    reader.page.unroute_all(behavior="wait")  # the page goes on asking
 
 
 # Answers with the marks of Markdown in places where offsets could be lost.
