@@ -95,15 +95,16 @@ class Exchange:
         self._sends: dict[int, list[Interval]] = {}
         self._receives: dict[int, list[Interval]] = {}
         in_order = sorted(holdings, key=lambda h: h[0].begin)
+        own = [(held, holder) for held, holder in in_order if holder == rank]
         for receiver, wanted in enumerate(wants):
             for want in union(wanted):
-                for held, holder in in_order:
+                for held, holder in in_order if receiver == rank else own:
                     both = held & want
                     if not len(both) or holder == receiver:
                         continue
                     if holder == rank:
                         self._sends.setdefault(receiver, []).append(both)
-                    elif receiver == rank:
+                    else:
                         self._receives.setdefault(holder, []).append(both)
 
     @property

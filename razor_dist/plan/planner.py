@@ -30,6 +30,9 @@ from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import Memory, MemoryPlanner
 
+# Memory and traffic are counted rank by rank, which takes about a minute for this many ranks.
+_MOST_RANKS = 256
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -213,6 +216,10 @@ def plan(
     limit; ``retrieval`` a fraction of KV heads to take for retrieval heads, instead of a head map.
     Raises `ConfigError`, `ModelError` or `HeadMapError` if settings, model or head map are wrong.
     """
+    if config.world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"world_size is {config.world_size}, but plan counts up to {_MOST_RANKS} ranks"
+        )
     if context is None:
         context = config.max_model_len or Deployment.of(config, device.kind).shape.max_positions
     max_model_len = config.max_model_len or context

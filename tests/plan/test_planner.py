@@ -62,7 +62,7 @@ def million() -> Plan:
 
 
 def test_operations_of_a_million_tokens(million: Plan) -> None:
-    """360 PFLOP of full attention, 17 of all else; 30 % of it, and an 8K window."""
+    """PFLOP: 360 of full attention, 30 % of that for retrieval heads, 17 of linear layers."""
     work = million.work
     assert work.full == 4 * 128 * 32 * 40 * N * (N + 1) // 2
     assert work.full / 1e15 == pytest.approx(360, rel=0.005)
@@ -96,7 +96,7 @@ def test_decode_on_h200() -> None:
 
 @pytest.mark.usefixtures("any_context")
 def test_decode_in_tensor_mode() -> None:
-    """A layer waits for a rank with its retrieval heads and a streaming one: 3.1 GB of weights."""
+    """A layer waits for the rank with its retrieval heads and a streaming one: 3.1 GB weights."""
     found = plan(settings(decode="auto"), load_device("h200"), context=N, retrieval=0.3)
 
     def layer(kept: int) -> int:  # rows of q, k, v; columns of eight heads; an eighth of the MLP
@@ -217,8 +217,8 @@ def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kv_dtype", "width"), [("int8", 128), ("int4", 64)])
-def test_codes_save_what_the_pool_is_smaller(kv_dtype: str, width: int) -> None:
-    """Keys that are converted a block at a time leave activations as they were."""
+def test_codes_save_memory_in_the_page_pool_alone(kv_dtype: str, width: int) -> None:
+    """Keys are converted a block at a time, so activations stay the same."""
     device = load_device("h200")
     bf16, codes = (
         MemoryPlanner(Deployment.of(settings(kv_dtype=name), "cuda", 0.3), device).at(N, N)
@@ -263,7 +263,7 @@ def test_a_share_is_planned_beside_full_attention(
 
 
 def test_caches_of_many_sequences_leave_room_for_choosing_blocks() -> None:
-    """Of a million tokens on eight ranks it takes as much as the weights."""
+    """Choosing blocks of a million tokens on eight ranks takes over 15 GB, near the weights' 19."""
     config, device = settings(retrieval_share=1 / 128, max_num_seqs=64), load_device("h100")
     planner = MemoryPlanner(Deployment.of(config, "cuda", 0.3), device)
     memory = planner.at(N, N)
@@ -344,7 +344,7 @@ def test_the_fewest_ranks_fit_and_half_of_them_do_not() -> None:
 
 
 @pytest.mark.usefixtures("any_context")
-def test_long_windows_are_said_to_take_what_a_plan_without_them_saves() -> None:
+def test_a_warning_of_long_windows_has_the_seconds_of_a_plan_without_them() -> None:
     device = load_device("h200")
     long = plan(settings(window_max=None), device, context=N, retrieval=0.3)
     short = plan(settings(window_max=8192), device, context=N, retrieval=0.3)
@@ -355,7 +355,7 @@ def test_long_windows_are_said_to_take_what_a_plan_without_them_saves() -> None:
     )
 
 
-def test_a_longest_context_beyond_the_models_own_is_said_to_be(million: Plan) -> None:
+def test_a_longest_context_beyond_the_models_own_is_named_beside_it(million: Plan) -> None:
     assert million.longest > N
     assert million.longest_text.endswith("; the model's own is 1,048,576 (1M)")
     short = dataclasses.replace(million, longest=N)
@@ -391,7 +391,7 @@ def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_nothing_is_said_of_good_settings(million: Plan) -> None:
-    """Chunks of the default length are among them."""
+    """The default length of chunks is one of the good settings."""
     assert million.warnings == []
     assert million.deployment.chunked_prefill_size == 8 * 32768
 
@@ -452,6 +452,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         plan(settings(), load_device("h200"), context=0)
     with pytest.raises(ConfigError, match="above max_model_len"):
         plan(settings(max_model_len=1024), load_device("h200"), context=2048)
+    with pytest.raises(ConfigError, match="world_size is 100000, but plan counts up to"):
+        plan(settings(world_size=100_000), load_device("h200"))
     with pytest.raises(ModelError, match="has no config"):
         plan(settings(model=str(Path(GLM).parent)), load_device("h200"))
 
@@ -483,7 +485,7 @@ def test_rows_of_vllm_are_by_the_same_rates(
     assert 8 * kv == copies * 40 * 2**30 * itemsize
 
     def milliseconds(sequences: int) -> str:
-        """From the best to the worst that the device's file expects."""
+        """Return the range by the best and the worst numbers of the device's file."""
         found = []
         for end in (device.at("best"), device.at("worst")):
             bandwidth = end.bandwidth(8) * end.efficiency.bandwidth
