@@ -175,6 +175,9 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in rope.values()):
         return "its layers differ in their rotary embedding"
+    for name, value in rope.items():
+        if isinstance(value, str) and name not in ("rope_type", "type"):
+            return f"rope_parameters.{name} in its config.json must be a number, got {value!r}"
     kind = rope.get("rope_type", "default")
     # Such frequencies would differ from one rank's slice, or one decode step, to the next.
     if kind == "dynamic" or (kind == "longrope" and config.model_type not in _LONGROPE):

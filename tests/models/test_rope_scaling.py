@@ -161,6 +161,15 @@ def test_a_file_that_scales_already_refuses_it(yarn: Path) -> None:
         read_config(yarn, rope_scaling=RopeScaling("yarn", 2.0, 64))
 
 
+@pytest.mark.parametrize("name", ["factor", "attention_factor"])
+def test_a_text_for_a_number_in_the_file_is_named(name: str, yarn: Path) -> None:
+    fields = json.loads((yarn / "config.json").read_text())
+    fields["rope_parameters"][name] = "4.0"
+    (yarn / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=rf"rope_parameters\.{name} .* a number, got '4.0'"):
+        read_config(yarn)
+
+
 def test_the_setting_reaches_the_ranks() -> None:
     config = load_config(EngineConfig, {"rope_scaling": json.dumps(YARN)}, {})
     again = EngineConfig.from_json(config.engine_json())
