@@ -122,6 +122,10 @@ def show(
     from razor_dist.heads.head_map import HeadMap
 
     found = HeadMap.load(head_map)
+    if plot is not None:  # before anything is printed: it may be refused
+        from razor_dist.heads.plot import plot_head_map
+
+        plot_head_map(found, plot)
     summary = HeadMapSummary.of(str(head_map), found)
     typer.echo(f"model   {found.model} ({found.fingerprint})")
     typer.echo(f"method  {found.method}")
@@ -144,9 +148,6 @@ def show(
     for row in drawn_rows(found):
         typer.echo(row)
     if plot is not None:
-        from razor_dist.heads.plot import plot_head_map
-
-        plot_head_map(found, plot)
         typer.echo(f"wrote {plot}")
 
 

@@ -87,11 +87,14 @@ def repetitions(
             f"tokens is {settings.tokens}, but the context of {shape.max_positions} positions "
             f"holds texts of up to {room} tokens twice"
         )
-    for index in range(settings.samples):
+
+    def sample(index: int) -> Sample:
         draw = random.Random(f"{settings.seed}:{index}")
         text = [token for part in prose.take(settings.tokens, draw) for token in part]
         ids = torch.tensor([*before, *text, *request, *text])
-        yield Sample(ids, torch.arange(len(ids)) >= len(before) + len(text))
+        return Sample(ids, torch.arange(len(ids)) >= len(before) + len(text))
+
+    return map(sample, range(settings.samples))
 
 
 def read_scores(files: Sequence[Path]) -> Scores:

@@ -112,7 +112,10 @@ def texts(
             f"tokens is {settings.tokens}, but the context of {shape.max_positions} positions "
             f"holds texts of up to {shape.max_positions - len(start)}"
         )
-    for index in range(settings.samples):
+
+    def sample(index: int) -> Sample:
         parts = prose.take(settings.tokens, random.Random(f"{settings.seed}:{index}"))
         ids = torch.tensor([*start, *(token for part in parts for token in part)])
-        yield Sample(ids, torch.ones(len(ids), dtype=torch.bool))
+        return Sample(ids, torch.ones(len(ids), dtype=torch.bool))
+
+    return map(sample, range(settings.samples))

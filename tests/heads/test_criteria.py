@@ -180,9 +180,9 @@ def test_reach_is_the_area_under_the_weights_of_means(family: str, tmp_path: Pat
 def test_samples_that_cannot_be(planted: PreTrainedModel, tmp_path: Path) -> None:
     shape = ModelShape.from_config(planted.config)
     with pytest.raises(ConfigError, match="holds texts of up to 2044 tokens twice"):
-        next(repetitions(prose(), KVzipSettings(tokens=2045), shape, ([BOS], [])))
+        repetitions(prose(), KVzipSettings(tokens=2045), shape, ([BOS], []))
     with pytest.raises(ConfigError, match="holds texts of up to 4095"):
-        next(reach.texts(prose(), ReachSettings(tokens=4096), shape, [BOS]))
+        reach.texts(prose(), ReachSettings(tokens=4096), shape, [BOS])
     bloom = load_model(make_alibi("bloom", tmp_path), device=CPU, dtype=torch.float32)
     with pytest.raises(ModelError, match="have no rotary embeddings"):
         Reach(bloom, ReachSettings())

@@ -120,6 +120,14 @@ def test_show(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert image.width > 500 and len(image.getcolors(1 << 24) or ()) > 50
 
 
+def test_a_picture_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("show", SMOLLM2, "--plot", tmp_path / "none" / "a.png") == 2
+    shown = capsys.readouterr()
+    assert "No such file or directory" in shown.err and not shown.out
+
+
 def test_what_needs_no_model_does_not_import_torch() -> None:
     code = (
         "import sys; from razor_dist.cli import main;"
