@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any, Self
 
+from razor_dist.config.errors import RazorError
 from razor_dist.frontend.guard import guarded
 
 
@@ -83,7 +84,8 @@ def _answer(connection: Connection, function: Callable[..., Any], *arguments: An
         found = function(*arguments)
     except Exception as error:
         traceback.print_exc()
-        found = {"failed": str(error) or type(error).__name__}
+        own = isinstance(error, RazorError)  # whose message says all
+        found = {"failed": str(error) if own else f"{type(error).__name__}: {error}"}
     connection.send(found)
 
 

@@ -98,8 +98,25 @@ def failures(failed: Mapping[str, str]) -> str:
     return "\n\n".join(["## Failed", "\n".join(lines)]) if lines else ""
 
 
-def interval(numbers: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean, by resampling."""
+# What reports call an `interval`.
+INTERVAL = (
+    "95 % interval (of 2,000 resamplings; where all are equal, by Clopper and Pearson's bound)"
+)
+
+
+def interval(
+    numbers: Sequence[float], lowest: float = 0.0, highest: float = 1.0
+) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of numbers from ``lowest`` to ``highest``.
+
+    It is found by resampling, except for equal numbers, whose resamplings are all alike. There,
+    ``1 - 0.025 ** (1 / n)`` bounds the share of other values that n samples can have missed
+    (Clopper and Pearson's bound for none of n), and these may be as far away as the range allows.
+    """
+    if min(numbers) == max(numbers):
+        unseen = 1 - 0.025 ** (1 / len(numbers))
+        low, high = (numbers[0] + unseen * (end - numbers[0]) for end in (lowest, highest))
+        return low, high
     draw = random.Random(0)
     means = sorted(fmean(draw.choices(numbers, k=len(numbers))) for _ in range(2000))
     return means[50], means[-51]

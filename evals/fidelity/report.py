@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from razor_dist.evals.fidelity.task import GROUP, KIND
 from razor_dist.evals.report import (
+    INTERVAL,
     Run,
     draw_legend,
     failures,
@@ -71,8 +72,9 @@ _MEANS = {
 }
 _COPYING = (
     "Copying, and the blocks that are chosen for it, in the last {tokens} tokens, which repeat a "
-    "passage. Right is how often the likeliest token is the text's, with the interval that holds "
-    "95 % of 2,000 resamplings of runs of {group} tokens; loss is above full attention's. Read "
+    "passage. Right is how often the likeliest token is the text's, with its "
+    f"{INTERVAL} "
+    "over runs of {group} tokens; loss is above full attention's. Read "
     "is the share of blocks of 128 keys before a query that it reads, and that the union of 16 "
     "queries reads, means over retrieval heads. KL and same are of all text that is no copy."
 )

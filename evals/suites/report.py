@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from razor_dist.evals.baselines.presses import KVPRESS
 from razor_dist.evals.methods import FULL
 from razor_dist.evals.report import (
+    INTERVAL,
     Run,
     draw_legend,
     failures,
@@ -81,7 +82,7 @@ class Scores:
         """Return samples lost and gained, and the mean change; nothing if none has both."""
         if not (changes := self.changes(method, task, length)):
             return []
-        low, high = interval(changes)
+        low, high = interval(changes, -100, 100)
         counts = map(str, self.lost_and_gained(method, task, length))
         return [*counts, f"{fmean(changes):+.1f} ({low:+.1f} to {high:+.1f})"]
 
@@ -91,7 +92,7 @@ class Scores:
             if scores := self.of(*at):
                 cell = dict(zip(("method", "task", "length"), at, strict=True))
                 cell |= {"samples": len(scores), "score": fmean(scores)}
-                cell["interval"] = interval(scores)
+                cell["interval"] = interval(scores, 0, 100)
                 cell["lost"], cell["gained"] = self.lost_and_gained(*at)
                 cells.append(cell)
         return cells
@@ -106,7 +107,7 @@ class Scores:
             for number, method in enumerate(self.methods):
                 for row, task in enumerate(self.tasks):
                     if scores := self.of(method, task, length):
-                        mean, (low, high) = fmean(scores), interval(scores)
+                        mean, (low, high) = fmean(scores), interval(scores, 0, 100)
                         axis.errorbar(
                             mean,
                             row + step * (number - (len(self.methods) - 1) / 2),
@@ -139,8 +140,8 @@ def report(
     parts = [
         f"# {title}: {task['model']}",
         f"{task['samples']} samples of each task and length, seed {task['seed']}, prose: "
-        f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent, with the "
-        "interval that holds 95 % of 2,000 resamplings of the samples."
+        f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent, with their "
+        f"{INTERVAL}."
         + (" Questions are turns of one conversation." if task.get("in_turns") else ""),
     ]
     if failed:
@@ -213,7 +214,7 @@ def _presses(task: Mapping[str, Any], engines: Mapping[str, Mapping[str, Any]]) 
 def _cell(scores: Sequence[float]) -> str:
     if not scores:
         return "-"
-    low, high = interval(scores)
+    low, high = interval(scores, 0, 100)
     return f"{fmean(scores):.1f} ({low:.0f}-{high:.0f})"
 
 

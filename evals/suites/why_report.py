@@ -8,7 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from razor_dist.evals.report import interval, join, markdown, section, write_json, write_page
+from razor_dist.evals.report import (
+    INTERVAL,
+    interval,
+    join,
+    markdown,
+    section,
+    write_json,
+    write_page,
+)
 from razor_dist.evals.suites.why import KEPT, LOST, UNSURE, verdict
 
 SUMMARY, PAGE = "why.json", "report.md"
@@ -93,7 +101,7 @@ def _beside_kept(results: Sequence[Result]) -> str:
         if own:
             rows.append([kind, str(len(own)), *(_mean(own, name) for name in _FIGURES)])
     note = (
-        "Means with the interval that holds 95 % of 2,000 resamplings: of the attention to the "
+        f"Means with their {INTERVAL}: of the attention to the "
         "tokens that state the answer, the part that is the retrieval heads' (where they are "
         "stated); and of streaming heads' attention the part that their windows drop."
     )

@@ -179,8 +179,13 @@ def report(
                 f"{folder} holds results of {kind}, and only needle tests are compared; "
                 "give such a folder by itself"
             )
-    pages = [writers[kinds[folder]](folder) for folder in folders]
-    typer.echo(pages[0] if out is None else needle.compare(folders, out))
+    try:
+        pages = [writers[kinds[folder]](folder) for folder in folders]
+        page = pages[0] if out is None else needle.compare(folders, out)
+    except OSError as error:
+        what = error.filename or "the report"
+        raise ConfigError(f"cannot write {what}: {error.strerror}") from None
+    typer.echo(page)
 
 
 @eval.command("grid")

@@ -247,7 +247,9 @@ def test_constants_are_those_that_the_kernel_has() -> None:
 def test_a_process_gives_its_result_or_the_reason(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         assert call(json.loads, '{"a": 1}', output=log) == {"a": 1}
-        assert call(json.loads, "{", output=log)["failed"].startswith("Expecting property")
+        assert call(json.loads, "{", output=log)["failed"].startswith(
+            "JSONDecodeError: Expecting property"
+        )
         assert "Traceback" in (tmp_path / "log").read_text()
     assert call(os._exit, 3) == {"failed": "exit code 3"}
     assert call(os.abort) == {"failed": "ended by signal 6"}

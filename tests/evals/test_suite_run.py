@@ -13,6 +13,7 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
+from razor_dist.evals.report import interval
 from razor_dist.evals.suites.config import (
     GraphConfig,
     NonliteralConfig,
@@ -147,6 +148,13 @@ def test_prose_is_wanted(letters: Path, tmp_path: Path) -> None:
     config = WorldConfig(model=str(letters), lengths=1000, haystack=str(tmp_path))
     with pytest.raises(ConfigError, match=r"the haystack .* has no prose: give texts with"):
         SuiteTask.plan(config)
+
+
+def test_equal_scores_have_an_interval_as_well() -> None:
+    """Of ten right answers, Clopper and Pearson's; resampling would give a point."""
+    assert interval([1.0] * 10) == pytest.approx((0.6915, 1), abs=1e-4)
+    assert interval([0.0] * 20, 0, 100) == pytest.approx((0, 16.84), abs=0.01)
+    assert interval([0.0] * 10, -100, 100) == pytest.approx((-30.85, 30.85), abs=0.01)
 
 
 def test_lost_and_gained_are_of_the_same_samples() -> None:

@@ -98,6 +98,16 @@ def test_each_question_before_its_document_reads_it_anew(tmp_path: Path) -> None
     assert all(text.startswith("What is the special magic number of") for text in full.read)
 
 
+def test_a_report_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path)
+    (tmp_path / "report.md").mkdir()
+    assert cli.main(["eval", "report", str(tmp_path)]) == 2
+    said = f"razor-dist: cannot write {tmp_path / 'report.md'}: Is a directory"
+    assert said in capsys.readouterr().err
+
+
 def test_a_second_run_asks_nothing_and_other_settings_are_refused(tmp_path: Path) -> None:
     run(tmp_path)
     _, made = run(tmp_path)
