@@ -189,7 +189,7 @@ class DecodeGraphs:
 
     ``forward`` gives a step's `Results` from its inputs and block tables. It may run several times
     for a step: it must not do more than compute, and write the new token's keys and values. Lengths
-    are padded (`padded_length`), and batches as the recorder has it; beyond `_MOST` recordings,
+    are padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings,
     the one that was not used for longest goes. While ``enabled``, which is the same on every rank,
     steps are still recorded.
     """
@@ -200,9 +200,10 @@ class DecodeGraphs:
         caches: Caches,
         forward: Forward,
         recorder: Recorder,
+        most: int = _MOST,
     ) -> None:
         self._comm, self._caches, self._forward = comm, caches, forward
-        self._recorder, self._most = recorder, _MOST
+        self._recorder, self._most = recorder, most
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self.most_tokens = recorder.most_alike  # of a step with drafts
         self.enabled = True

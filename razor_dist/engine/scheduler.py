@@ -95,7 +95,12 @@ class Scheduler:
 
     @property
     def compiling(self) -> list[Future[Grammar]]:
-        """The grammars that requests wait for."""
+        """The grammars that requests wait for; none while a step has sequences to compute.
+
+        Such a step waits for no grammar, and among thousands of requests the search takes time.
+        """
+        if self.prefills or self.running:
+            return []
         return [r.grammar for r in self.waiting if r.grammar and not r.grammar.done()]
 
     def add(self, request: Request) -> None:

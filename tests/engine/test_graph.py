@@ -328,8 +328,8 @@ def test_one_recording_serves_any_sequences(tiny: Tiny) -> None:
 @needs_compiler
 def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
-    assert both.graphs.graphs is not None
-    both.graphs.graphs._most = 2
+    runner, tape = both.graphs, both.tape
+    runner.graphs = DecodeGraphs(both.comm, runner.caches, runner.decode_logits, tape, most=2)
     for key in range(3):
         both.open(key, 20)
     for keys in ((0,), (0,), (0, 1), (0, 1), (2,)):  # both are recorded, one of one was used last
@@ -363,7 +363,7 @@ def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
 
 
 class Broken(CountingTape):
-    """Fails on some ranks: as it records, or by giving wrong numbers, none, or always the same."""
+    """A tape that fails as it records, or whose replays are wrong, NaN or always the same."""
 
     def __init__(self, comm: Communicator, how: str) -> None:
         super().__init__(comm)
@@ -388,7 +388,7 @@ class Broken(CountingTape):
 
 
 def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float, bool, str, int]:
-    """Logits stay the eager ones; what was logged, and how often anything was recorded."""
+    """Return the logits' largest error, if graphs are still used, the log, and all recordings."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -439,7 +439,7 @@ def test_what_cannot_be_recorded_stays_eager_on_every_rank(
 @needs_compiler
 @pytest.mark.parametrize(("noise", "enabled"), [(0.03, True), (0.003, False)])
 def test_a_replay_may_differ_as_two_eager_steps_do(noise: float, enabled: bool, tiny: Tiny) -> None:
-    """As where ranks add up in an order that changes: here an eager step is run twice."""
+    """Ranks that add up in a changing order make two eager steps differ; here added noise does."""
     case = case_of(tiny("llama"))
     _, runner = make_pair(Communicator(None), case, CountingTape(Communicator(None)))
     graphs = runner.graphs
@@ -523,7 +523,7 @@ def test_the_tape_repeats_operations_of_every_kind() -> None:
 
 @needs_compiler
 def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:
-    """And those of few are of as many as there are."""
+    """Two sequences are few enough here, and their recording has two rows."""
     tape, case = Tape(Communicator(None)), case_of(tiny("llama"))
     tape.most_sequences = 2
     _, runner = make_pair(Communicator(None), case, tape)
@@ -538,8 +538,8 @@ def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:
 
 
 @needs_compiler
-def test_steps_of_some_sequences_are_recorded_with_rows_of_none_on_cpu(tiny: Tiny) -> None:
-    """Beyond eight, where no step is rounded as one of another number of sequences."""
+def test_recordings_of_more_than_eight_sequences_have_spare_rows_on_cpu(tiny: Tiny) -> None:
+    """Up to eight they have none: there, the number of rows changes the rounding."""
     case = case_of(tiny("llama"))
     pair = make_pair(Communicator(None), case, Tape(Communicator(None)), 17)
     for runner, key in itertools.product(pair, range(17)):
@@ -589,7 +589,7 @@ def logits_of_steps(runner: ModelRunner, case: Case) -> torch.Tensor:
 def test_recorded_steps_are_those_of_the_cpu(
     model: str, dtype: torch.dtype, device: str, tiny: Tiny
 ) -> None:
-    """In bfloat16 as far as it goes, whose results without recordings are as far off."""
+    """In bfloat16, the error is at most 1.5 times that of eager steps."""
     cpu = case_of(tiny(model), retrieval=SPLIT if model == "llama" else SPLIT[1:])
     case = dataclasses.replace(cpu, device=device, dtype=dtype, kv_dtype=dtype)
     exact, _ = make_pair(Communicator(None), cpu, CountingTape(Communicator(None)))
