@@ -124,7 +124,7 @@ def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
 
 @pytest.mark.parametrize(("dtype", "steps", "width"), [(INT8, 127, 8), (INT4, 7.5, 4)])
 def test_codes_are_read_as_they_were_written(dtype: torch.dtype, steps: float, width: int) -> None:
-    """A long run of pages is read as it lies, others are copied together, 4,096 tokens at most."""
+    """A long run of pages is read in place; scattered ones are copied, 4,096 tokens at a time."""
     long, single = 150, 1100  # pages
     cpu = torch.device("cpu")
     pool = PagePool(ROWS, 2 * single + long, SIZE, 8, dtype=dtype, device=cpu)

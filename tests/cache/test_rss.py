@@ -96,7 +96,7 @@ def measure(model: str, attention: str) -> Growth:
 
 
 def measure_many(model: str) -> tuple[int, int, int]:
-    """Bytes that caches reserve, that 64 short sequences hold of them, that the process grows."""
+    """Return bytes: reserved by caches, held there by 64 sequences, and the process's growth."""
     torch.set_num_threads(1)
     process = psutil.Process()
     config = EngineConfig(model=model, attention="streaming", block=64, chunked_prefill_size=CHUNK)

@@ -26,7 +26,7 @@ def make_cache(
     dim: int = 2,
     tail: int = 0,
 ) -> StreamingCache:
-    """Room for two sequences; what nobody has written or cleared is NaN."""
+    """A cache with room for two sequences, filled with NaN."""
     arena, device = Arena.of(policy, longest, 2, tail), torch.device("cpu")
     cache = StreamingCache(1, 2, arena, dim, dtype=torch.float32, device=device)
     cache.k.fill_(math.nan)
@@ -103,7 +103,7 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(
     tail=st.integers(0, 100),
     data=st.data(),
 )
-def test_the_state_at_any_cut_is_the_sequences_that_was_read_to_there(
+def test_the_state_at_a_cut_is_that_of_a_sequence_that_ends_there(
     policy: StreamingPolicy, length: int, tail: int, data: st.DataObject
 ) -> None:
     cache = make_cache(policy, length, tail=tail)
@@ -186,10 +186,10 @@ def new_keys(slot: StreamingSlot, end: int) -> torch.Tensor:
 
 @settings(max_examples=100, deadline=None)
 @given(totals=st.lists(st.integers(1, 9), max_size=60), data=st.data())
-def test_what_is_no_larger_than_what_is_free_is_allocated(
+def test_a_slot_that_fits_the_free_places_is_allocated(
     totals: list[int], data: st.DataObject
 ) -> None:
-    """However the free places are scattered; and slots keep what they hold when they move."""
+    """Even if the free places are scattered: slots move together, and keep their contents."""
     arena, cpu = Arena(SIX, 30), torch.device("cpu")
     cache = StreamingCache(1, 9, arena, 2, dtype=torch.float32, device=cpu)
     cache.k.fill_(math.nan)

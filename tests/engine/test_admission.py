@@ -296,7 +296,7 @@ def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start()
     assert runner.streaming[0].free_places == runner.streaming[0].arena.places
 
 
-def test_who_waits_for_a_prefix_that_is_being_read_lets_others_pass() -> None:
+def test_others_pass_a_request_whose_prefix_is_being_prefilled() -> None:
     core, _ = make_core(pages=30)
     core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "doc", 24, pin=True)
@@ -333,7 +333,7 @@ def test_a_released_prompt_that_a_pinned_one_continues_counts() -> None:
 
 
 def test_a_sequence_in_use_is_never_evicted() -> None:
-    """Not even one that is worth less than what is kept: it costs less to read again."""
+    """Even if reading it again would cost less than what the cache keeps."""
     core, runner = make_core(pages=14, share=True)
     add(core, "kept", 12, salt="1")
     run(core)
@@ -438,7 +438,7 @@ class Engine(RuleBasedStateMachine):
             self.pinned.append(name)
 
     def was_right_to_refuse(self, prompt: int, answer: int, prefix: str | None) -> None:
-        """Once all that ends by itself has ended, there is still no room."""
+        """Assert that there is no room even when all requests have ended that end by themselves."""
         run(self.core)
         runner = self.runner
         if self.core.scheduler.room.prefix_cache is not None:
@@ -530,7 +530,7 @@ def test_a_prompt_of_fewer_tokens_than_shards_is_not_read_beyond_its_end() -> No
     assert runner.lengths == {}
 
 
-def test_priority_does_not_pass_who_alone_keeps_a_released_prefix() -> None:
+def test_priority_overtakes_no_request_that_alone_keeps_a_released_prefix() -> None:
     core, runner = make_core(pages=10, slots=3, by_priority=True)
     add(core, "doc", 8, pin=True)
     run(core)
@@ -544,8 +544,8 @@ def test_priority_does_not_pass_who_alone_keeps_a_released_prefix() -> None:
     assert runner.lengths == {}
 
 
-def test_what_waits_for_a_prefill_is_looked_for_once() -> None:
-    """Not at every step: among a million tokens that takes milliseconds for each that waits."""
+def test_a_request_that_waits_for_a_prefill_is_looked_up_once() -> None:
+    """In a prefix of a million tokens, a look-up takes milliseconds for each waiting request."""
     core, _ = make_core(pages=120, slots=8, places=9 * WIDEST, share=True)
     core.scheduler.prefill_policy.joins = lambda *_: False
     looked: list[str] = []
@@ -561,7 +561,7 @@ def test_what_waits_for_a_prefill_is_looked_for_once() -> None:
 
 
 def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
-    """That goes on when all of the first priority have ended: there may always be more of them."""
+    """That prefill may rest for ever: requests of an earlier priority may keep coming."""
     core, _ = make_core(pages=120, share=True, by_priority=True)
     core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "later", 30, priority=1)
@@ -590,7 +590,7 @@ def test_a_prefix_is_prefilled_with_the_priority_of_what_waits_for_it() -> None:
     assert ends == ["question", "first"]
 
 
-def test_a_prefill_of_the_same_priority_is_waited_for_while_others_come_before_it() -> None:
+def test_a_request_waits_for_a_prefill_of_its_own_priority_while_others_go_first() -> None:
     core, _ = make_core(pages=120, share=True, by_priority=True)
     core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "later", 30, priority=1)

@@ -17,8 +17,8 @@ N = 1 << 20
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_long_windows_are_told_of_in_both_modes_of_decoding(shared: bool) -> None:
-    """Sharing windows among the ranks makes a prompt no shorter to read."""
+def test_long_windows_are_reported_in_both_decode_modes(shared: bool) -> None:
+    """Ranks that share windows read a prompt no faster."""
     config = EngineConfig(model=GLM, world_size=8, decode="tensor", max_model_len=N)
     d = Deployment.of(config, "cuda", 0.3)
     [said] = about_settings(config, d.shape, d.head_map, N, shared=shared)

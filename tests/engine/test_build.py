@@ -163,7 +163,7 @@ def test_the_package_ring_computes_on_cuda_only(tiny: Callable[[str], Path]) -> 
         ({"attention": "full"}, None),
     ],
 )
-def test_an_engine_says_of_windows_that_they_are_no_shorter_than_shards(
+def test_the_log_warns_of_windows_that_are_no_shorter_than_shards(
     settings: dict[str, Any],
     words: str | None,
     tiny: Callable[[str], Path],
@@ -179,7 +179,7 @@ def test_an_engine_says_of_windows_that_they_are_no_shorter_than_shards(
         assert re.search(words, said[0])
 
 
-def test_an_engine_says_of_a_head_map_that_it_keeps_nearly_all(
+def test_the_log_warns_of_a_head_map_that_keeps_nearly_all_heads(
     tiny: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny("llama")

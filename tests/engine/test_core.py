@@ -344,7 +344,7 @@ def test_a_released_prefix_counts_while_another_continues_it(tiny: Callable[[str
     assert pin("c", 150, most) == first
 
 
-def test_a_priority_is_heard_under_its_policy_alone(tiny: Callable[[str], Path]) -> None:
+def test_a_priority_needs_the_scheduling_policy_priority(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"))
     first = dataclasses.replace(GREEDY, priority=-1)
     with pytest.raises(RequestError, match="under scheduling_policy: priority") as error:
@@ -588,7 +588,7 @@ def test_a_context_longer_than_the_model_is_refused(tiny: Callable[[str], Path])
         build_engine(config, Communicator(None), torch.device("cpu"))
 
 
-def test_caches_that_are_not_as_rank_0_counts_them_are_noticed(tiny: Callable[[str], Path]) -> None:
+def test_caches_that_differ_from_rank_0s_account_are_an_error(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"))
     core.add("a", prompt(20), SamplingParams(temperature=0.0, max_tokens=2))
     run(core)

@@ -54,7 +54,7 @@ def test_a_device_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
 def test_kernels_are_compiled_ahead_for_ranks_on_cpu(
     name: str, gpu: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where ranks are on other hosts, such as Ray's, the process that starts them needs no GPU."""
+    """Ranks on GPUs may be on other hosts, such as Ray's: this process may have no GPU."""
     begun: list[bool] = []
     monkeypatch.setattr(device, "compile_ahead", lambda: begun.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)

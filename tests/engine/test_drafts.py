@@ -55,7 +55,7 @@ class Ask:
     name: str
     ids: tuple[int, ...]
     params: SamplingParams
-    tokens: int | None = None  # it is aborted after so many
+    tokens: int | None = None  # aborted after this many
     wait: bool = False
 
 
@@ -69,7 +69,7 @@ class Scene:
 
 
 class Planted:
-    """Drafts of which some are right: the truth, up to where a wrong token is planted."""
+    """Drafts of the true tokens, one of which is made wrong in half of the drafts."""
 
     def __init__(self, truth: Truth, seed: int) -> None:
         self._truth, self._random = truth, random.Random(seed)
@@ -157,7 +157,7 @@ def in_runs_by_compiled(
 
 
 def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[Any, Any]:
-    """Rank 0's logits of the forced tokens: one by one, and in runs of which only some stay."""
+    """Rank 0's logits of the forced tokens: one by one, and in runs that keep half of theirs."""
     runner = make_runner(comm, case, 2)
     prefill(runner, 0, case)
     n = len(case.prompt)
@@ -256,7 +256,7 @@ def test_every_feature_in_company(
 
 
 def without_logits(comm: Communicator, scene: Scene, truth: Truth) -> tuple[Answers, int]:
-    """`answered`, while steps of answers alone have logits that nothing can read; how many had."""
+    """`answered`, with logits that cannot be read in steps of answers alone; and count these."""
     step, hidden = ModelRunner._step, []
 
     def hide(runner: ModelRunner, entries: Sequence[BatchEntry]) -> Any:
@@ -272,7 +272,7 @@ def without_logits(comm: Communicator, scene: Scene, truth: Truth) -> tuple[Answ
 
 @pytest.mark.parametrize(("world", "decode"), [(1, "replicated"), (2, "replicated"), (2, "tensor")])
 def test_greedy_answers_need_no_logits(world: int, decode: str, ranks: Ranks, tiny: Tiny) -> None:
-    """The step has chosen, recorded or not; also after each token of a draft."""
+    """A step itself chooses the tokens, recorded or eager, also after each token of a draft."""
     greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     asks = tuple(Ask(f"{n}", tuple(prompt(n, n)), greedy) for n in (61, 20, 90))
     scene = Scene(str(tiny("llama")), asks, {"decode": decode})
@@ -323,7 +323,7 @@ def test_heads_biased_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> 
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[int, Scene, int]:
-    """Ranks, requests that continue each other's texts in any company, and a seed."""
+    """A number of ranks; requests that continue each other's texts, side by side; and a seed."""
     world = draw(st.sampled_from([1, 1, 2, 3]))
     block, tail = draw(st.integers(2, 12)), draw(st.integers(0, 30))
     changed = {

@@ -154,7 +154,7 @@ def test_a_draft_pays_or_is_not_made(terms: tuple[float, float, float]) -> None:
 
 
 def test_a_step_that_seems_to_take_no_time_can_have_drafts() -> None:
-    """While a long prompt is read beside every answer, the fit may leave nothing to the answers."""
+    """If every step of answers reads a prompt, too, the fit may give the answers no time at all."""
     cost, position = StepCost(), 0
     for step, n in enumerate((512, 2048, 1024, 4096)):  # of which an answer is in the last two
         answers, pairs = int(step > 1), n * (position + n / 2)
@@ -198,7 +198,7 @@ def test_runs_have_few_lengths_and_share_a_step() -> None:
 
 
 @pytest.mark.parametrize(("setting", "longest"), [(1, 1), (2, 1), (4, 3), (8, 7), (63, 63)])
-def test_the_longest_draft_is_the_last_position_that_is_counted(setting: int, longest: int) -> None:
+def test_acceptance_is_counted_up_to_the_longest_draft(setting: int, longest: int) -> None:
     made = drafts((1.0, 1e-6, 0.0), method="ngram", num_speculative_tokens=setting)
     asked: Any = Answer(list(range(100)) * 2)
     asked.generated.append(0)
@@ -208,7 +208,7 @@ def test_the_longest_draft_is_the_last_position_that_is_counted(setting: int, lo
     assert made.counts["num_accepted_tokens_per_pos"] == [1] * longest
 
 
-def test_the_default_is_a_length_that_drafts_have() -> None:
+def test_drafts_can_be_as_long_as_the_default() -> None:
     assert SpeculativeConfig().longest_draft == SpeculativeConfig().num_speculative_tokens
 
 

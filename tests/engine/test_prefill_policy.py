@@ -118,7 +118,7 @@ def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
             spent += seconds
 
 
-def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
+def test_one_request_a_minute_does_not_make_chunks_short() -> None:
     def waited(*arrivals: float) -> tuple[list[float], list[float]]:
         """Return short prompts' waits, and the long one's chunks after the first came."""
         shorts = [prefill(key, 50, at) for key, at in enumerate(arrivals, 1)]
@@ -138,7 +138,7 @@ def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
 
 
 def learned(ranks: int = 1, *, shared: bool = False) -> PrefillPolicy:
-    """Turns that know a step's 0.05 s, of several ranks 0.05 more for a chunk, and 2 ms a token."""
+    """A policy that knows: 0.05 s a step, on several ranks 0.05 s a chunk, 2 ms a token."""
     policy, chunk = PrefillPolicy(STEP, ranks, shared=shared), int(ranks > 1)
     for tokens in (100, 200, 400) * 20:
         policy.cost.learn(Work(answers=0), 0.05)
@@ -164,7 +164,7 @@ def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
 
 
 def test_what_stays_sharded_is_not_repeated() -> None:
-    """A question after a million tokens: every rank attends to its own part of them."""
+    """Each rank reads a question itself, but attends to its own part of a million tokens before."""
     policy = PrefillPolicy(STEP, 8)
     for tokens, context in ((1000, 0), (4000, 500_000), (2000, 10**6), (500, 10**5)) * 15:
         policy.cost.learn(Work(answers=0), 0.01)
@@ -192,7 +192,7 @@ def test_prompts_share_a_step_as_far_as_it_goes() -> None:
     assert urgent.together([*prompts, first])[0] == [first]
 
 
-def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
+def test_a_chunk_takes_the_time_that_joining_prompts_leave() -> None:
     policy, long = learned(), prefill(0, 40_000, 0.0)
     # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
@@ -200,7 +200,7 @@ def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
         assert found == pytest.approx(tokens, rel=0.02)
 
 
-def test_who_joins_a_step() -> None:
+def test_prompts_that_join_a_step() -> None:
     policy = learned(2)
     assert policy.joins(prefill(0, 187, 0.0)) and not policy.joins(prefill(0, 189, 0.0))  # 0.375 s
     begun = prefill(0, 100, 0.0)
@@ -254,7 +254,7 @@ def test_nobody_starves_and_work_is_conserved(prompts: list[Prefill]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(arrivals)
 def test_the_oldest_gets_at_least_half_of_the_time(prompts: list[Prefill]) -> None:
-    """Up to one step, from when it is the oldest until it is read."""
+    """Counted from when it becomes the oldest until it is read, and short of half by one step."""
     turns_of = Simulation(prompts).run()
     present: dict[int, Prefill] = {p.key: p for p in prompts}
     now, own, others, oldest = 0.0, 0.0, 0.0, -1
@@ -305,7 +305,7 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
 
 
 def test_chunks_of_about_one_length_tell_what_each_costs_anyway() -> None:
-    """On a machine whose speed varies, as far as that: 0.05 s of 2.05 are less than it varies."""
+    """The machine's speed varies by more than the 0.05 of 2.05 s that are to be found."""
     cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
     cost.learn(Work(answers=1), 0.03)
     for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
@@ -315,7 +315,7 @@ def test_chunks_of_about_one_length_tell_what_each_costs_anyway() -> None:
 
 
 def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
-    """As when another program computes: then a step costs much, and its tokens little more."""
+    """Another program may slow the machine: a step then costs much, and each token little more."""
     policy, random = PrefillPolicy(STEP), np.random.default_rng(0)
 
     def cuts(s: float, a: float) -> int:
@@ -425,7 +425,7 @@ def test_answers_do_not_cut_a_million_tokens_into_small_pieces(
 
 
 def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
-    """Nor what a chunk costs whatever its length: chunks would become ever shorter."""
+    """Nor is the fixed cost of a chunk: chunks would become ever shorter."""
     policy, random = PrefillPolicy(STEP, 2), np.random.default_rng(0)
 
     def noise() -> float:

@@ -33,13 +33,13 @@ def test_nccl_wants_a_gpu_for_each_rank(devices: list[str], backend: str) -> Non
     assert backend_of(devices) == backend
 
 
-def test_ranks_without_a_gpu_among_others_are_told() -> None:
+def test_ranks_without_a_gpu_among_others_are_named() -> None:
     with pytest.raises(ConfigError, match=r"ranks \[1, 3\] see no GPU .* set device: cpu"):
         backend_of(["GPU-a", "cpu", "GPU-b", "cpu"])
 
 
 def decide(comm: Communicator, devices: list[str]) -> str:
-    """Return the choice of a rank that knows its own device and hears of the others'."""
+    """Gather the devices of all ranks; return the backend that this rank chooses."""
     heard = [""] * comm.size
     dist.all_gather_object(heard, devices[comm.rank], group=comm.group)
     return backend_of(heard)

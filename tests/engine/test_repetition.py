@@ -103,7 +103,7 @@ def test_lawful_repetition_is_not_cut(kind: str) -> None:
         ({"max_pattern_size": True}, "max_pattern_size must be an integer"),
     ],
 )
-def test_wrong_parameters_are_told(value: Any, problem: str) -> None:
+def test_wrong_parameters_are_named(value: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=problem) as error:
         SamplingParams(repetition_detection=value)
     assert error.value.param == "repetition_detection"

@@ -110,7 +110,7 @@ def test_every_row_is_drawn_as_if_alone_and_literally(
 
 
 def test_a_vocabulary_of_a_real_size_alone_and_in_company() -> None:
-    """To the last bit, whoever shares the step: flat rows and peaked ones, all filters."""
+    """Equal to the last bit alone and beside other rows: flat ones and peaked ones, all filters."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([0.1, 1.0, 3.0]).repeat(4).unsqueeze(-1)
     logits = torch.randn(12, 49157, generator=generator) * scales
@@ -137,7 +137,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 
 
 def test_places_and_seeds_draw_independently() -> None:
-    """Of 64 places or neighbouring seeds, among 50 equal tokens: no correlation, all tokens."""
+    """64 seeds × 64 places, of 50 equal tokens: all are drawn alike, and neighbours by chance."""
     size, kinds = 64, 50
     flat, params = torch.zeros(size * size, kinds), [SamplingParams()] * size**2
     pairs = [Draw(seed, place) for seed in range(size) for place in range(size)]
@@ -153,7 +153,7 @@ def test_places_and_seeds_draw_independently() -> None:
 
 @pytest.mark.long
 def test_logits_that_differ_by_rounding_draw_the_same_tokens() -> None:
-    """As those of other ranks do, and of tensor-parallel decode: 1e-5 of a flat distribution."""
+    """Ranks and tensor-parallel decode round differently, here by 1e-5 of a flat distribution."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 49157, generator=generator)
     others = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
@@ -248,7 +248,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert set(draws(logits, top_p=1.0)) == {0, 1, 2}
 
 
-def test_top_k_keeps_so_many_and_their_equals() -> None:
+def test_top_k_keeps_k_tokens_and_their_equals() -> None:
     assert set(draws([1.0, 3.0, 2.9, 2.8], top_k=1)) == {1}
     assert set(draws([1.0, 3.0, 2.9, 2.8], top_k=2)) == {1, 2}
     assert set(draws([3.0, 3.0, 3.0, -9.0], top_k=1)) == {0, 1, 2}

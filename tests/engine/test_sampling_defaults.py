@@ -39,6 +39,6 @@ def test_no_file_and_none_mean_openais_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"temperature": 7}, {"top_p": "much"}, [1]])
-def test_a_file_that_cannot_be_used_is_told_of(values: Any, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_refused(values: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json .* --generation-config none"):
         sampling_defaults(write(tmp_path, values), "auto")

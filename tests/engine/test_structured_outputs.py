@@ -149,8 +149,8 @@ def asked_again(
 ) -> tuple[list[Any], list[int], list[list[int]]]:
     """Ask a question whose grammar fails with the answer's token ``fails_at``, and ask it again.
 
-    Rank 0 returns the messages about the failure; what the cache had for the same question after a
-    whole answer and after the failure; and these answers' tokens.
+    Rank 0 returns the messages about the failure; the cached tokens of the same question, asked
+    after a whole answer and after the failure; and the tokens of the first answer and of these two.
     """
     config = EngineConfig(model=path, world_size=comm.size, **SETTINGS)
     model, _ = model_and_shape(path)

@@ -78,7 +78,7 @@ def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:
 
 
 def passes(comm: Communicator, case: Case) -> int:
-    """How often the model runs to warm up an engine that records nothing."""
+    """Count the forward passes that warm up an engine without recordings."""
     runner = make_runner(comm, case, 8)
     with mock.patch.object(runner, "_forward", wraps=runner._forward) as forward:
         warm_up(runner)
@@ -86,7 +86,7 @@ def passes(comm: Communicator, case: Case) -> int:
     return forward.call_count
 
 
-def test_without_recordings_little_is_read(ranks: Ranks, tiny: Tiny) -> None:
-    """Two prompts, a step of one answer, and a step of both: each may gather all weights."""
+def test_without_recordings_four_passes_warm_up(ranks: Ranks, tiny: Tiny) -> None:
+    """Two prompts, a step of one answer, a step of both: few, as each may gather all weights."""
     case = dataclasses.replace(case_of(tiny("llama")), prompt=(0,) * 70)
     assert ranks(2).run(passes, case) == [4, 4]

@@ -1,4 +1,4 @@
-"""Rank 0's end of the socket: what is told to the frontend, and what rank 0 has to tell itself."""
+"""Rank 0's end of the socket: what it sends to the frontend, and what it raises instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def linked(folder: Path) -> Iterator[tuple[Link, socket.socket]]:
             yield link, frontend
 
 
-def test_a_front_that_does_not_listen(tmp_path: Path) -> None:
+def test_a_frontend_that_does_not_listen(tmp_path: Path) -> None:
     with pytest.raises(FrontendUnreachableError, match=r"does not listen on .*: No such file"):
         Link(str(tmp_path / "engine"))
     with socket.socket(socket.AF_UNIX) as killed:
@@ -49,7 +49,7 @@ def test_a_front_that_does_not_listen(tmp_path: Path) -> None:
         Link(str(tmp_path / "engine"))
 
 
-def test_the_frontend_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
+def test_the_frontend_can_read_why_rank_0_ends(tmp_path: Path) -> None:
     with linked(tmp_path) as (link, frontend):
         told = []
 
@@ -67,7 +67,7 @@ def test_the_frontend_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
         assert isinstance(message.exception, EngineError)
 
 
-def test_what_a_lost_frontend_cannot_tell_is_raised(tmp_path: Path) -> None:
+def test_an_error_that_reaches_no_frontend_is_raised(tmp_path: Path) -> None:
     with linked(tmp_path) as (link, frontend):
         frontend.close()
         with pytest.raises(FrontendClosedError):
@@ -76,7 +76,7 @@ def test_what_a_lost_frontend_cannot_tell_is_raised(tmp_path: Path) -> None:
             link.send_failure(ConfigError("world_size must be at least 1"))
 
 
-def test_a_frontend_that_ends_for_its_own_reason_tells_it_itself(
+def test_an_error_after_the_frontends_shutdown_is_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with linked(tmp_path) as (link, frontend):

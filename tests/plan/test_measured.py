@@ -72,7 +72,7 @@ def one_head_at_once() -> AbstractContextManager[object]:
 def measure(
     comm: Communicator, settings: str, retrieval: tuple[tuple[bool, ...], ...], prompt: int
 ) -> Measured:
-    """Run the engine's steps on every rank, told by rank 0 as the engine tells them."""
+    """Run an engine's steps on every rank, sent by rank 0 as an engine sends them."""
     config = EngineConfig.from_json(settings)
     model, _ = model_and_shape(config.model)
     runner = make_engine(model, config, HeadRoles(retrieval), comm, eos_token_ids=()).runner

@@ -51,7 +51,7 @@ class Ask:
     name: str
     ids: tuple[int, ...]
     params: SamplingParams = GREEDY
-    steps: int | None = None  # it is aborted after so many
+    steps: int | None = None  # aborted after this many
     salt: str | None = None
     cache_prompt: bool = True
     pin: bool = False
@@ -109,7 +109,7 @@ def serve(
 
 
 def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
-    """Answer requests; all that they leave is saved before the next that waits."""
+    """Answer requests; the engine ends all work, saving included, where they say ``wait``."""
     answers: Answers = {}
     cached: Told = {}
     for ask in asks:
@@ -139,7 +139,7 @@ def alone(ranks: Ranks, path: Path, asks: tuple[Ask, ...], **changed: Any) -> An
 
 
 def assert_alike(found: Answers, want: Answers, tolerance: float = 1e-4) -> None:
-    """The same tokens, and logprobs that differ by so much at most."""
+    """Assert equal tokens, and logprobs that differ by at most ``tolerance``."""
     assert found.keys() == want.keys()
     for name, answer in want.items():
         assert [token for token, _ in found[name]] == [token for token, _ in answer], name

@@ -42,8 +42,10 @@ def test_questions_turns_and_documents_that_share_a_half(
 
 
 @pytest.mark.parametrize("pin", [False, True])
-def test_a_copy_has_no_more_than_what_it_is_a_copy_of(pin: bool, ranks: Ranks, tiny: Tiny) -> None:
-    """``b`` is copied of ``a``, which is being answered or pinned, and ``c`` would be of ``b``."""
+def test_a_copy_can_be_cut_no_further_back_than_its_source(
+    pin: bool, ranks: Ranks, tiny: Tiny
+) -> None:
+    """``b`` copies a cut of ``a``, which is in use; ``c`` needs a cut that neither has."""
     path, document = tiny("llama"), ids((1, 65))
     params = dataclasses.replace(GREEDY, max_tokens=30)
     asks = (
@@ -117,7 +119,7 @@ def test_a_long_answer_leaves_its_prompts_end(ranks: Ranks, tiny: Tiny) -> None:
 
 
 def test_long_and_short_frequencies_are_kept_apart(ranks: Ranks, tiny: Tiny) -> None:
-    """phi3's keys differ by how long the sequence may become (LongRoPE; the limit is 64)."""
+    """phi3's keys depend on whether the sequence may grow beyond 64 tokens (LongRoPE)."""
     path = tiny("phi3")
     short = dataclasses.replace(GREEDY, max_tokens=4)
     asks = (

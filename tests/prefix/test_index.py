@@ -44,7 +44,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 class Index(RuleBasedStateMachine):
-    """Entries of two kinds, on the device and beyond: a search for one does not see the other."""
+    """Entries of two kinds, on the device and in the tiers below; a search sees one kind only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Index(RuleBasedStateMachine):
         most: int,
         but: Entry | None = None,
     ) -> int:
-        """The longest prefix that any entry but one can be cut to."""
+        """The longest prefix to which any entry except ``but`` can be cut."""
         lengths = [0]
         for entry, (own, tokens) in self.entries.items():
             length = min(common(tokens, text), most)
@@ -125,7 +125,7 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=30, deadline
 
 
 def test_a_prompt_with_nothing_in_common_looks_at_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store may hold thousands, and a waiting prompt is looked for at every step."""
+    """A store may hold thousands of entries, and waiting prompts are looked up at every step."""
     index, space = PrefixIndex(Cost()), (None, 0)
     for key in range(3):
         index.add(space, ids([key, 5, 6]), Stored(key, 3, 0, 0.0, {"disk"}))

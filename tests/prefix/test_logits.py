@@ -31,7 +31,7 @@ GROWING = StreamingPolicy(window_min=8, window_ratio=4, window_max=30, sinks=3, 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that branches off another, or the first one; its tokens are counted from there."""
+    """A text that branches off an earlier one, or is the first; numbers are of its own tokens."""
 
     source: int  # index of the text whose caches it is forked from; -1 for the first
     place: float  # of the cut, from the least possible (0) to the source's end (1)

@@ -96,7 +96,7 @@ def lines(comm: Communicator) -> int:
 
 
 def end(comm: Communicator, number: int, kill: bool) -> None:
-    """End an engine, or leave everything as it is, except what the kernel does at a kill."""
+    """End an engine; with ``kill`` only release its lock, as the kernel would."""
     engine, _ = ENGINES.pop(number)
     tiers = engine.core.scheduler.room.tiers
     if kill:
@@ -109,9 +109,9 @@ def end(comm: Communicator, number: int, kill: bool) -> None:
 
 
 def assert_same(found: Answer, want: Answer, bound: float) -> None:
-    """Compare two answers, as far as they have the same tokens.
+    """Compare two answers up to the first token that differs, that one included.
 
-    Tokens are the likeliest: where they differ, their log-probabilities are the same all the same.
+    Both tokens are the likeliest, so their log-probabilities must agree even there.
     """
     assert len(found) == len(want)
     for (token, logprob, sources), (other, wanted, told) in zip(found, want, strict=True):
@@ -275,7 +275,7 @@ def test_a_node_that_is_written_anew_while_it_is_loaded(
     shared.close()
 
 
-def test_what_is_on_disk_follows_on_nothing_that_host_memory_alone_has(
+def test_a_node_on_disk_follows_no_node_that_is_in_host_memory_alone(
     ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
     shared = Shared(ranks, str(tiny("llama")), "fp32", tmp_path / "store")
@@ -295,14 +295,14 @@ def test_what_is_on_disk_follows_on_nothing_that_host_memory_alone_has(
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What happens to the engines and the store, and then a request to one of the engines."""
+    """An event for the engines or the store, and then a request to one engine."""
 
     event: str
-    world: int  # of an engine that begins, beyond the first one's, and its settings
-    given: dict[str, Any]
-    which: int
+    world: int  # added to the ranks of the first engine, for a new engine
+    given: dict[str, Any]  # settings of the new engine
+    which: int  # chooses the engine of the request
     prompt: tuple[int, ...]
-    steps: int | None  # that the engine takes then
+    steps: int | None  # of the engine with the request; None: all
 
 
 @st.composite

@@ -154,8 +154,8 @@ def held(
 ) -> tuple[int, dict[int, tuple[bytes, bytes]], list[dict[str, Tensor]]]:
     """Answer a prompt; return what a rank then holds of its first ``end`` tokens.
 
-    That is how many were found in a cache; the bytes of the retrieval heads' keys and of their
-    values at each position; and of each window the streaming heads' state.
+    The result has the number of tokens that were found in a cache; by position, the bytes of the
+    retrieval heads' keys and values; and by window, the streaming heads' state.
     """
     engine = engine_of(comm, path, given)
     found = 0
@@ -215,7 +215,7 @@ def test_host_memory_holds_what_leaves_the_device(world: int, ranks: Ranks, tiny
     assert 0 < stats["host"]["bytes"] <= 5e-4 * 2**30
 
 
-def test_salts_are_apart_on_disk_and_not_told(ranks: Ranks, tiny: Tiny, tmp_path: Path) -> None:
+def test_salts_are_apart_on_disk_and_not_written(ranks: Ranks, tiny: Tiny, tmp_path: Path) -> None:
     path, store = tiny("llama"), {"prefix_store": str(tmp_path)}
     salted = [dataclasses.replace(q(0), name=f"s{n}", salt=f"a secret {n}") for n in range(3)]
     first, second = ranks(1).run(
@@ -246,7 +246,7 @@ def test_a_prompt_that_is_not_to_be_cached_is_kept_nowhere(
 
 
 @pytest.mark.parametrize("size", [0, 31, 100])
-def test_a_damaged_secret_is_told_at_the_start(tmp_path: Path, size: int) -> None:
+def test_a_damaged_secret_is_refused_at_the_start(tmp_path: Path, size: int) -> None:
     (tmp_path / "secret").write_bytes(b"x" * size)
     sentence = f"{tmp_path / 'secret'} must hold 32 bytes and holds {size}: put back a copy"
     with pytest.raises(ConfigError, match=re.escape(sentence)):

@@ -56,10 +56,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Do:
-    """What happens to the request or context of a number, or to a server."""
+    """An event for a server, or for one of its requests or contexts."""
 
     what: str  # "step", "hang up", "end", "expire", "die" or "restart"
-    number: int
+    number: int  # of steps; or it chooses the request or context
 
 
 Action = Ask | Do
