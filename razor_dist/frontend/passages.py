@@ -76,11 +76,23 @@ class PromptText:
 
     def passage(self, position: int) -> Place:
         """Return the sentence in which a token ends; `_NOWHERE` outside all parts."""
-        at = int(self.ends[position]) - 1
-        for index, part in enumerate(self.parts):
-            if 0 <= at - part.begin < part.searched:
-                return index, *sentence_around(part.text, at - part.begin, part.searched)
-        return _NOWHERE
+        index = int(self._part_of[position])
+        if index < 0:
+            return _NOWHERE
+        part = self.parts[index]
+        at = int(self.ends[position]) - 1 - part.begin
+        return index, *sentence_around(part.text, at, part.searched)
+
+    @cached_property
+    def _part_of(self) -> npt.NDArray[np.int32]:
+        """[n], the first part in which each token ends; -1 outside all parts."""
+        # By character; the last is of none, and stands for tokens without text, whose end is 0.
+        found = np.full(self.ends.max(initial=0) + 1, -1, np.int32)
+        # Where a template has stripped the space between parts, they overlap.
+        for index, part in reversed([*enumerate(self.parts)]):
+            found[max(0, part.begin) : max(0, part.begin + part.searched)] = index
+        found[-1] = -1
+        return found[self.ends - 1]
 
     def question_match(self, source: Source) -> float | None:
         """Return how well a passage has the question's words, of 1 for that which has them best.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -64,6 +65,30 @@ def test_a_template_may_strip_and_leave_out() -> None:
     assert [(p.message, p.begin, p.text) for p in parts] == [(1, 4, "  user \n"), (3, 16, "user")]
     assert text[parts[0].begin + 2 : parts[0].begin + 6] == "user"
     assert [part.searched for part in parts] == [8, 0]
+
+
+@given(st.data())
+def test_a_token_is_in_the_first_part_that_has_it(data: st.DataObject) -> None:
+    """Parts overlap where a template has stripped the space between them."""
+    parts = [
+        Part("x" * size, begin, data.draw(st.integers(0, size)))
+        for begin, size in data.draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9))))
+    ]
+    ends = data.draw(st.lists(st.integers(0, 40), min_size=1))
+    text = PromptText(parts, np.array(ends, np.int32))
+    for position, end in enumerate(ends):
+        having = (n for n, part in enumerate(parts) if 0 < end - part.begin <= part.searched)
+        assert text.passage(position)[0] == next(having, -1)
+
+
+def test_a_passage_among_many_parts_is_found_at_once() -> None:
+    count = 20_000
+    parts = [Part("ab. ", 4 * index, 4) for index in range(count)]
+    text = PromptText(parts, np.arange(1, 4 * count + 1, dtype=np.int32))
+    began = time.process_time()
+    assert [text.passage(4 * count - n)[0] for n in (1, 5)] == [count - 1, count - 2]
+    assert all(text.passage(position) for position in range(4 * count - 400, 4 * count))
+    assert time.process_time() - began < 0.5  # 2 to 4 s, if all parts are walked for each
 
 
 @pytest.mark.parametrize(
