@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.prefix.index import Namespace
 from razor_dist.protocol.messages import AboutRequest, Progress, PromptLogprobs, Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
@@ -109,12 +109,12 @@ class Request:
         return self.grammar is None or (self.grammar.done() and self.refusal is None)
 
     @property
-    def refusal(self) -> RequestError | None:
+    def refusal(self) -> RequestError | EngineError | None:
         """Why its grammar cannot be compiled, once that is known."""
         if self.grammar is None or not self.grammar.done():
             return None
         error = self.grammar.exception()
-        assert error is None or isinstance(error, RequestError)
+        assert error is None or isinstance(error, RequestError | EngineError)
         return error
 
     @property

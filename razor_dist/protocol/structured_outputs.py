@@ -20,7 +20,7 @@ from dataclasses import fields as fields_of
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.protocol.grammar_bounds import LONGEST, grammar_problem, schema_problem
 from razor_dist.protocol.vocabulary import (
     library,
@@ -305,7 +305,10 @@ class GrammarCompiler:
         self._submit(self._vocabulary)
 
     def compile(self, params: StructuredOutputsParams | GrammarText) -> Future[Grammar]:
-        """Return a future grammar, to be copied; its exception is a `RequestError`."""
+        """Return a future grammar, to be copied.
+
+        Its exception is a `RequestError`, or an `EngineError` if the tokenizer cannot be loaded.
+        """
 
         def compiled() -> Grammar:
             params.check()
@@ -323,7 +326,12 @@ class GrammarCompiler:
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:
-            tokenizer = serialized(self._load())
+            try:
+                loaded = self._load()
+            except Exception as error:  # the model's folder may be gone by now
+                problem = f"the model's tokenizer cannot be loaded: {one_line(str(error))}"
+                raise EngineError(problem) from error
+            tokenizer = serialized(loaded)
             vocabulary = vocabulary_of(tokenizer, self._vocab_size, self._ends)
             self._tokenizer = load_vocabulary(vocabulary)
         return self._tokenizer

@@ -23,7 +23,7 @@ from llguidance import LLTokenizer
 from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import ModelError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
@@ -269,6 +269,26 @@ def test_a_grammar_may_be_ready_while_a_step_is_scheduled(
     monkeypatch.setattr(core.scheduler, "next", plan)
     core.add("a", [50], params)
     assert len(tokens(run(core)["a"])) == 5
+
+
+@pytest.mark.parametrize("error", [ModelError("it is broken"), FileNotFoundError("it is gone")])
+def test_a_tokenizer_that_is_gone_fails_its_request_alone(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    load = mock.Mock(side_effect=error)
+    grammars = GrammarCompiler(load, core.runner.shape.vocab_size, [2])
+    monkeypatch.setattr(core._intake, "_grammars", grammars)
+    params = SamplingParams(n=2, max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
+    core.add("free", [50], SamplingParams(max_tokens=3, ignore_eos=True))
+    core.add("a", [50], params)
+    found = run(core)
+    assert len(tokens(found["free"])) == 3
+    for name in ("a", "a/1"):
+        [failed] = found[name]
+        assert failed.code == "engine_error" and failed.message.endswith(f"loaded: {error}")
+    load.side_effect, load.return_value = None, core.grammars._load()
+    core.add("again", [50], params)
+    assert len(tokens(run(core)["again"])) == 5
 
 
 def after(given: str, asked: list[dict[str, Any]]) -> list[list[str]]:
