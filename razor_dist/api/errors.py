@@ -24,6 +24,7 @@ _STATUS_OF_CODE = {
     "unreadable_document": 422,
     "queue_full": 429,
     "bodies_full": 429,
+    "pinned_prefixes_hold_cache": 429,
     "rate_limit_exceeded": 429,
 }
 # Characters of an error's message and of its param: both may quote what the client has sent.

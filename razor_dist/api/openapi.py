@@ -246,7 +246,7 @@ _PROBLEMS = {
     413: "The body is too large.",
     415: "The body is not said to be JSON.",
     422: "The file cannot be read; the message says why.",
-    429: "The queue is full, or a limit of the key is reached; see Retry-After.",
+    429: "The queue is full, contexts hold the room, or a key's limit is reached; see Retry-After.",
     500: "The engine failed.",
     503: "The engine is not ready; see Retry-After.",
 }

@@ -13,6 +13,9 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Phase, Request
 from razor_dist.parallel.sharding import shard_sizes
 
+# Pinned prefixes that a refusal names: the server cuts a long message at its end.
+_NAMED = 3
+
 
 class CacheNeed:
     """Quantities are those of `CacheAccounts`, without the last row, the scratch pool's."""
@@ -61,9 +64,11 @@ class CacheNeed:
             )
         else:
             return
+        names = [one.id for one in pinned[:_NAMED]] + ["..."] * (len(pinned) > _NAMED)
         raise RequestError(
-            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {held_text}; release one "
-            f"that is not needed or start the engine with {setting}",
+            f"pinned prefixes hold {held_text}; release one that is not needed, wait until a "
+            f"context expires, or start the engine with {setting} ({len(pinned)} are pinned: "
+            f"{', '.join(names)})",
             code="pinned_prefixes_hold_cache",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -186,6 +187,11 @@ class Contexts:
             for one in stored
             if one.head.owner == owner and one.head.id not in self._contexts
         ]
+
+    def retry_after(self) -> int:
+        """Whole seconds, at least 1, until the first pinned context may expire."""
+        pinned = [context.expires for context in self._contexts.values() if context.is_pinned]
+        return max(1, math.ceil(min(pinned, default=0.0) - time.time()))
 
     def end(self, id_: str, owner: str | None) -> None:
         """End a context; requests that continue it go on."""

@@ -207,8 +207,10 @@ class Service:
         """Whole seconds until a request that was refused by this error may be sent again."""
         if isinstance(error, RateLimitError):
             return self.client.retry_after(error.groups)
-        full = isinstance(error, RequestError) and error.code == "queue_full"
-        return self.client.retry_after() if full else 1
+        code = error.code if isinstance(error, RequestError) else None
+        if code == "pinned_prefixes_hold_cache":
+            return self.contexts.retry_after()
+        return self.client.retry_after() if code == "queue_full" else 1
 
     async def _read_files(self, files: Sequence[tuple[str, bytes]]) -> list[Document]:
         """Read the files of a request's fields; it counts for ``max_queue`` meanwhile."""
