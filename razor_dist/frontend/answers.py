@@ -166,7 +166,11 @@ class LiveChoices:
         for stream in self._streams:
             stream.close()
         if self._pinned is not None:
-            self._pinned.close()
+            self._pinned.close(
+                answered=all(
+                    choice.pieces and choice.pieces[-1].finish_reason for choice in self.choices
+                )
+            )
 
     async def _pump(
         self,
@@ -182,6 +186,9 @@ class LiveChoices:
                     if isinstance(message, Progress):
                         choice.cached_tokens = message.cached
                         if self._pinned is not None:
+                            # Rank 0 refuses a pin before it tells of a prompt that comes later.
+                            if self._pinned.error is not None:
+                                raise self._pinned.error
                             found = self._pinned.counts(message.cached)
                             choice.cached_tokens, choice.pinned_tokens = found
                         if self._report_progress:

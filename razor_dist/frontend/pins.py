@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
@@ -28,6 +29,7 @@ class Pin:
         behind: Pin | None = None,
         quota: tuple[str, int] | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         base, before = (0, None) if behind is None else (behind.tokens, behind.stream)
         self.stream: RequestStream
@@ -36,7 +38,7 @@ class Pin:
         [self.stream] = client.submit(
             uuid.uuid4().hex,
             tokens[base:],
-            SamplingParams(),
+            SamplingParams(priority=priority),
             pin=True,
             quota=quota,
             prefix=before,
@@ -72,13 +74,19 @@ class Pin:
 
 
 class Pinned:
-    """The prefix that a request's prompts continue: the last of ``pins``, each behind another.
+    """The prefix that a request's prompts continue: the last of ``pins``, by ascending length.
 
-    Those in ``new`` are prefilled for it. ``end`` is called once, when it has ended.
+    Those in ``new`` are pinned for it, each behind the pin before. The prompts do not wait for a
+    new pin in front of one that was there already. ``end`` is called once, when the request has
+    ended, with whether it was answered.
     """
 
-    def __init__(self, pins: Sequence[Pin], new: Sequence[Pin], end: Callable[[], None]) -> None:
-        self._pins, self._new, self._end = pins, new, end
+    def __init__(
+        self, pins: Sequence[Pin], new: Sequence[Pin], end: Callable[[bool], None]
+    ) -> None:
+        self._pins, self._end = pins, end
+        self._awaited = [*takewhile(lambda pin: pin in new, reversed(pins))][::-1]
+        self._beside = [pin for pin in new if pin not in self._awaited]
         self.last = pins[-1]
         self._heard: dict[Pin, Callable[[Progress], None]] = {}
         self._closed = False
@@ -90,7 +98,7 @@ class Pinned:
 
     def counts(self, cached: int) -> tuple[int, int]:
         """Return the tokens that were in the caches, of ``cached`` now, and those pinned anew."""
-        begins = [pin.cached for pin in self._new if pin.cached is not None]
+        begins = [pin.cached for pin in self._awaited if pin.cached is not None]
         return (begins[0], self.last.tokens - begins[0]) if begins else (cached, 0)
 
     def listen(self, listener: Callable[[bool, Progress], None]) -> None:
@@ -99,13 +107,13 @@ class Pinned:
         Its first argument tells if it is prefilled for this request.
         """
         for pin in self._pins:
-            if not pin.is_whole:
-                self._heard[pin] = partial(listener, pin in self._new)
+            if not (pin.is_whole or pin in self._beside):
+                self._heard[pin] = partial(listener, pin in self._awaited)
                 pin.listeners.add(self._heard[pin])
 
-    def close(self) -> None:
+    def close(self, *, answered: bool = False) -> None:
         if not self._closed:
             self._closed = True
             for pin, hear in self._heard.items():
                 pin.listeners.discard(hear)
-            self._end()
+            self._end(answered)

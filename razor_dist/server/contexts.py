@@ -39,7 +39,7 @@ class Context:
     kept: KeptContext
     parent: Context | None = None  # with whose tokens it begins
     pin: Pin | None = None  # None after a restart, until it is used
-    is_read: bool = False  # its prefix was pinned as a whole, once
+    stays: bool = False  # until it expires: it was pinned as a whole once, or an answer named it
     stored: bool = False  # in a file
     users: int = 0  # requests in flight that continue it
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
@@ -140,7 +140,7 @@ class Contexts:
         if found is None or found[0].head.owner != owner:
             return None
         stored, kept = found
-        context = Context(*stored, kept, is_read=True, stored=True)
+        context = Context(*stored, kept, stays=True, stored=True)
         left = context.expires - time.time()
         if left < 0:
             self._remember(context, _expired(context))
@@ -203,22 +203,24 @@ class Contexts:
         kept: Sequence[KeptContext],
         owner: str | None,
         salt: str | None,
+        priority: int = 0,
     ) -> tuple[Pinned, list[Context]] | None:
         """Return what a request continues that names ``base``, and whose beginnings are kept.
 
         With it the contexts come that it uses, which do not expire before it has ended. None if it
-        continues nothing. Raises as `EngineClient.submit`, and as `find` if ``base`` has ended.
+        continues nothing. What is pinned for it has its ``priority``. Raises as
+        `EngineClient.submit`, and as `find` if ``base`` has ended.
         """
         used, new = list[Context](), list[Pin]()
         try:
             if base is not None:
                 used.append(self.find(base.id, owner))  # it may have ended since it was found
-                self._require_pin(used[0], used[0].parent, new)
+                self._require_pin(used[0], used[0].parent, new, priority)
                 salt = used[0].head.salt
             for one in kept:
                 before = used[-1] if used else None
                 if before is None or len(one.text.tokens) > len(before.kept.text.tokens):
-                    used.append(self._one(one, before, owner, salt, new))
+                    used.append(self._one(one, before, owner, salt, new, priority))
         except BaseException:
             self._drop_unread(used)
             raise
@@ -228,13 +230,14 @@ class Contexts:
             context.users += 1
             self._touch(context)
 
-        def end() -> None:
+        def end(answered: bool) -> None:
             for context in used:
                 context.users -= 1
             for context in used:
                 self._touch(context)
-                if context.pin is not None and context.pin.is_whole:
-                    context.is_read = True
+                pin = context.pin
+                if pin is not None and (pin.is_whole or (answered and pin.is_kept)):
+                    context.stays = True
                     self._write(context)
             self._drop_unread(used)
 
@@ -243,7 +246,7 @@ class Contexts:
     def _drop_unread(self, contexts: Sequence[Context]) -> None:
         """Forget contexts that were refused, or whose requests have gone before they were read."""
         for context in contexts:
-            if not (context.users or context.is_read):
+            if not (context.users or context.stays):
                 self._forget(context, "")
 
     def _one(
@@ -253,6 +256,7 @@ class Contexts:
         owner: str | None,
         salt: str | None,
         new: list[Pin],
+        priority: int,
     ) -> Context:
         """Return the context of what is to be kept: one that is there, or a new one."""
         now = time.time()
@@ -262,20 +266,29 @@ class Contexts:
         found = self._by_name.get(blank.name)
         if found is None or not self._is_there(found):
             found = blank
-        self._require_pin(found, before, new)
-        found.parent, found.ttl = before, kept.ttl
+        self._require_pin(found, before, new, priority)
+        found.parent, found.ttl = before, max(found.ttl, kept.ttl)
         self._contexts[found.id] = self._by_name[found.name] = found
         self._touch(found, stated=True)
         return found
 
-    def _require_pin(self, context: Context, before: Context | None, new: list[Pin]) -> None:
+    def _require_pin(
+        self, context: Context, before: Context | None, new: list[Pin], priority: int
+    ) -> None:
         """Have a context be pinned, unless it is; behind another, if that is pinned."""
         if context.is_pinned:
             return
         behind = before.pin if before is not None and before.is_pinned else None
         tokens, head = context.kept.text.tokens, context.head
         quota = head.owner or "", self.most
-        context.pin = Pin(self._client, tokens, behind=behind, quota=quota, cache_salt=head.salt)
+        context.pin = Pin(
+            self._client,
+            tokens,
+            behind=behind,
+            quota=quota,
+            cache_salt=head.salt,
+            priority=priority,
+        )
         new.append(context.pin)
 
     def _touch(self, context: Context, *, stated: bool = False) -> None:

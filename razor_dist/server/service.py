@@ -183,7 +183,8 @@ class Service:
     ) -> tuple[ParsedRequest, LiveChoices]:
         """Ask for a request's answers, after the contexts that it continues or has kept."""
         salt, pinned = self._salt(parsed.cache_salt), None
-        if found := self.contexts.use(context, parsed.contexts, current_record().key, salt):
+        key, priority = current_record().key, prompts[0].params.priority
+        if found := self.contexts.use(context, parsed.contexts, key, salt, priority):
             pinned, used = found
             parsed = replace(parsed, kept_as=[one.brief for one in used])
         try:

@@ -136,7 +136,7 @@ async def test_a_request_does_not_wait_while_its_context_is_read() -> None:
         context = np.array([fake_engine.SLOW_PREFILL, 5, 6, 7], np.int32)
         pin = Pin(client, context)
         prompt = Checked(np.append(context, np.int32(fake_engine.HANG)), MANY)
-        pinned = Pinned([pin], [pin], pin.close)
+        pinned = Pinned([pin], [pin], lambda _: pin.close())
         choices = LiveChoices(client, None, [prompt], report_progress=True, pinned=pinned)
         event = await anext(choices.events())
         assert event is not None and isinstance(event.what, Progress)
@@ -160,7 +160,7 @@ async def test_nor_while_its_context_is_read_for_another_request() -> None:
         pin = Pin(client, context)
         first, second = (
             LiveChoices(client, None, [prompt], report_progress=True, pinned=pinned)
-            for pinned in (Pinned([pin], [pin], lambda: None), Pinned([pin], [], lambda: None))
+            for pinned in (Pinned([pin], [pin], lambda _: None), Pinned([pin], [], lambda _: None))
         )
         first.close()  # the second still hears of it
         while not pin.is_whole:
