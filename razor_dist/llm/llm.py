@@ -209,10 +209,10 @@ class LLM(EngineHandle):
     def _pinned(
         self, prompt: Prompt, use_tqdm: UseTqdm | None, chat_text: str | None = None
     ) -> Prefix:
-        if self.config.max_num_seqs < 2:
+        if self.config.max_num_seqs < 2 and not self.config.caches_prefixes:
             raise RequestError(
                 "a prefix and what continues it are two sequences: start the engine with "
-                "max_num_seqs of at least 2",
+                "max_num_seqs of at least 2, or with prefix_cache",
                 param="max_num_seqs",
             )
         [(_, checked)] = self._ready(encode, [prompt], SamplingParams(max_tokens=1), None)

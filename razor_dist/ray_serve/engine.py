@@ -197,7 +197,8 @@ class Engine:
             if state.state != "ready":
                 reason = state.reason or f"it is {state.state}"
                 return [Unanswered(self._replica, True, reason)]
-            if status == 429 and b'"queue_full"' in data:  # and not a limit of the key's
+            full = b'"queue_full"' in data or b'"pinned_prefixes_hold_cache"' in data
+            if status == 429 and full:  # and not a limit of the key's
                 return [Unanswered(self._replica, False, "it is full")]
             if status == 404 and request.route.holder not in ("", engine_tag(self._replica)):
                 return [Unanswered(self._replica, False, "it has no such context")]

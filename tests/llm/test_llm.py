@@ -292,7 +292,7 @@ def test_parameters_must_be_as_many_as_prompts(llm: LLM) -> None:
 
 def test_an_engine_of_one_sequence_has_no_room_for_a_prefix() -> None:
     with (
-        FakeLLM(max_num_seqs=1) as llm,
+        FakeLLM(max_num_seqs=1, prefix_cache=False) as llm,
         pytest.raises(RequestError, match="max_num_seqs of at least 2") as error,
     ):
         llm.prefill([5])

@@ -313,6 +313,15 @@ def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:
     assert held(llm) == 0
 
 
+def test_one_sequence_leaves_room_for_as_many_prefixes_as_a_request_marks(model: Path) -> None:
+    with LLM(str(model), threads=1, attention="full", max_model_len=MAX_LEN, max_num_seqs=1) as llm:
+        prefixes = [llm.prefill(DOCUMENT[: 20 * n]) for n in range(1, 5)]
+        for prefix in (*prefixes, None):
+            assert llm.generate(QUESTIONS[0], GREEDY, prefix=prefix)
+        with pytest.raises(RequestError, match="hold 4 of the engine's 4 sequences"):
+            llm.prefill(DOCUMENT)
+
+
 class FailingLLM(LLM):
     """One whose last rank raises in the middle of its first prompt, once."""
 
