@@ -32,7 +32,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 def server() -> Iterator[ServerProcess]:
     command = [sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"]
     # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck one.
-    command += ["--heartbeat-timeout", "5", "--speculative-config", '{"method": "lookup"}']
+    command += ["--heartbeat-timeout", "10", "--speculative-config", '{"method": "lookup"}']
     with executed():
         started = ServerProcess(*command)
     with started as process:
