@@ -174,5 +174,6 @@ def join(*parts: str) -> str:
 
 def write_page(path: Path, *parts: str) -> str:
     page = join(*parts)
-    path.write_text(page + "\n", encoding="utf-8")
+    with replacing(path) as draft:
+        draft.write_text(page + "\n", encoding="utf-8")
     return page

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from razor_dist.config.errors import ConfigError, DocumentError
 DIGEST = 12
 
 
-@contextmanager
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a draft to be written, which takes a file's place at the end of the ``with`` block.
 
-    After a crash, whenever it comes, the file is the old one or the new one, whole.
+    After a crash, whenever it comes, the file is the old one or the new one, whole. Raises
+    `ConfigError` if it cannot be written, also for an `OSError` of the block.
     """
     draft = path.with_name(f"{path.name}.new")
     try:
@@ -27,9 +28,12 @@ def replacing(path: Path) -> Iterator[Path]:
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         draft.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
-        draft.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def sync_folder(folder: Path) -> None:
@@ -68,12 +72,20 @@ class Line:
     digest: str
 
     def read(self) -> bytes:
-        """Return the line; raises `DocumentError` if the file holds another there now."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read(self.length)
-        if digest_of(data) != self.digest:
-            where = f"line {self.number} of {self.path}"
+        """Return the line; `DocumentError` if it cannot be read, or is another now.
+
+        Both are retryable: the file may have been moved, or this host may not have it.
+        """
+        where = f"line {self.number} of {self.path}"
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.length)
+        except OSError as error:
+            raise DocumentError(
+                f"{where} cannot be read: {error.strerror}", retryable=True
+            ) from None
+        if _digest_of_line(data) != self.digest:
             raise DocumentError(f"{where} was changed since the job began", retryable=True)
         return data
 
@@ -85,10 +97,18 @@ def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
         with open(path, "rb") as file:
             for number, data in enumerate(file, start=1):
                 if data.strip():
-                    yield Line(absolute, number, offset, len(data), digest_of(data)), data
+                    yield Line(absolute, number, offset, len(data), _digest_of_line(data)), data
                 offset += len(data)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _digest_of_line(data: bytes) -> str:
+    """Name a line by its text: a last line is the same when another is appended, and CRLF is LF.
+
+    Lines that end in LF have the names that folders of earlier versions know.
+    """
+    return digest_of(data.rstrip(b"\r\n") + b"\n")
 
 
 def digest_of(data: bytes) -> str:

@@ -194,11 +194,8 @@ class Frontend:
         path = self.config.url_file
         if path is None:
             return
-        try:
-            with replacing(Path(path)) as draft:
-                draft.write_text(self._url)
-        except OSError as error:
-            raise ConfigError(f"url_file {path} cannot be written: {error.strerror}") from None
+        with replacing(Path(path)) as draft:
+            draft.write_text(self._url)
 
     @property
     def _url(self) -> str:
