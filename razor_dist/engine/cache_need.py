@@ -35,6 +35,7 @@ class CacheNeed:
                 f"n is {sequences}, and the engine has {self._cache.max_sequences} sequences; "
                 "ask for fewer answers or start it with a larger max_num_seqs",
                 param="n",
+                code="max_num_seqs_exceeded",
             )
         own = self._lasting([request])
         need = self._lasting([request, *request.prefixes])

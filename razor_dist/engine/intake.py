@@ -124,6 +124,7 @@ class Intake:
             raise RequestError(
                 "priority is heard only if the engine runs under scheduling_policy: priority",
                 param="priority",
+                code="priority_not_heard",
             )
         if params.return_sources and not self._runner.source_heads.count:
             raise RequestError(

@@ -40,6 +40,8 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/responses": "responses",
 }
 _FIELDS = ("custom_id", "method", "url", "body")
+# Refusals by settings that the next run may have changed (`razor_dist.jobs.task`, `_INDIFFERENT`).
+_OF_SETTINGS = {"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"}
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024
 # Names of ignored fields that are logged.
@@ -148,7 +150,8 @@ class BatchTask:
         except RequestError as error:
             yield ItemSize(0)  # it has read nothing
             failure = Failure.of(error)
-            return {"status_code": failure.status, "body": failure.body()}
+            refused = {"status_code": failure.status, "body": failure.body()}
+            return {**refused, "retryable": True} if error.code in _OF_SETTINGS else refused
         return {"status_code": 200, "body": body}
 
     def _limits(self, llm: LLM) -> Limits:
@@ -183,8 +186,9 @@ def _answer(
         raise RequestError("timeout is not supported in a batch", param="timeout")
     if parsed.context is not None:
         raise RequestError("context is not supported in a batch", param="context")
-    # Draws depend on the request alone, so that a second run repeats them.
-    digest = hashlib.sha256(item_id.encode()).hexdigest()
+    # Draws depend on the request and `--seed` alone, so that a second run repeats them.
+    named = item_id if llm.config.seed is None else f"{item_id}#{llm.config.seed}"
+    digest = hashlib.sha256(named.encode()).hexdigest()
     prompts = []
     for number, prompt in enumerate(parsed.prompts):
         seed = prompt.params.seed
@@ -214,7 +218,8 @@ def output_lines(
         if entry.problem is not None:
             error = {"code": "invalid_request", "message": f"line {number}: {entry.problem}"}
         elif (record := records[entry.item_id])["status"] == "done":
-            response = {"request_id": f"req_{digest}", **record["result"]}
+            answer = {name: record["result"][name] for name in ("status_code", "body")}
+            response = {"request_id": f"req_{digest}", **answer}
         else:
             message = "line {}: {type}: {message}".format(number, **record["error"])
             error = {"code": "engine_error", "message": message}

@@ -15,7 +15,8 @@ A line of the results is a JSON object with
 ==============  =====================================================================
 ``id``          the item's
 ``status``      ``done`` or ``failed``
-``result``      the task's; null if it failed
+``result``      the task's; null if it failed. With ``"retryable": true`` the next run computes it
+                again
 ``error``       ``{"type", "message"}`` if it failed, and ``"retryable": true`` if the next run
                 tries it again; null otherwise
 ``settings``    the hash in ``job.json``
@@ -133,7 +134,8 @@ class ResultStore(contextlib.ExitStack):
                 return cls._take(candidate, settings)
             if not new_folder:
                 break
-            candidate = folder.with_name(f"{folder.name}-{number}")
+            place = Path(os.path.abspath(folder))  # "." has no name
+            candidate = place.with_name(f"{place.name}-{number}")
         raise ConfigError(
             f"{folder} holds results of other settings ({'; '.join(found)}); "
             "name another folder, or ask for a new one (--new-folder)"
@@ -182,13 +184,16 @@ class ResultStore(contextlib.ExitStack):
         self._parts.append({"id": id, "part": key, "result": dict(result)})
 
     def drop_failed(self, *, retryable: bool = False) -> int:
-        """Forget the failures, or the ``retryable`` ones alone, so that their items are missing.
+        """Forget the failures, or with ``retryable`` only what the next run tries again by itself.
 
-        Returns their number.
+        Their items are missing then. Returns their number.
         """
         before = len(self.records)
-        dropped = is_retryable if retryable else has_failed
-        self._results.rewrite(r for r in self.records.values() if not dropped(r))
+        self._results.rewrite(
+            r
+            for r in self.records.values()
+            if not is_retryable(r) and (retryable or not has_failed(r))
+        )
         return before - len(self.records)
 
     def finish(self, ids: Sequence[str]) -> None:
@@ -207,8 +212,8 @@ def has_failed(record: Record) -> bool:
 
 
 def is_retryable(record: Record) -> bool:
-    """Return whether a record is of a failure that the next run tries again by itself."""
-    return has_failed(record) and bool(record["error"].get("retryable"))
+    """Return whether the next run tries a record's item again by itself."""
+    return bool((record["error"] or record["result"] or {}).get("retryable"))
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:

@@ -161,9 +161,10 @@ class Task(Protocol):
         prefix that is not released) takes room in the caches from the next item.
 
         The result is plain JSON data without NaN. Measured times belong under the key ``timing``:
-        the rest is to be the same in every run. An item of many hours is a generator that returns
-        it, and yields a `PartResult` whenever something is done that no later attempt need repeat,
-        and an `ItemSize` once it knows it.
+        the rest is to be the same in every run. One with ``"retryable": True`` is computed again by
+        the next run, whose engine may have other settings. An item of many hours is a generator
+        that returns it, and yields a `PartResult` whenever something is done that no later attempt
+        need repeat, and an `ItemSize` once it knows it.
 
         Raises `EngineError` if the engine fails: the item is tried again, on this engine or
         another. Anything else is recorded as the item's failure, and it is not tried again.

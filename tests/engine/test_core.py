@@ -227,7 +227,7 @@ def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], P
     core = make_core(tiny("llama"), max_num_seqs=3, attention="full", kv_tokens=400)
     with pytest.raises(RequestError, match="n is 4, and the engine has 3 sequences") as refused:
         core.add("a", prompt(20), dataclasses.replace(GREEDY, n=4))
-    assert refused.value.param == "n"
+    assert (refused.value.param, refused.value.code) == ("n", "max_num_seqs_exceeded")
     with pytest.raises(RequestError, match="for 3 answers"):
         core.add("a", prompt(100), dataclasses.replace(GREEDY, n=3, max_tokens=200))
     core.add("a", prompt(100), dataclasses.replace(GREEDY, n=2, max_tokens=100))
@@ -349,7 +349,7 @@ def test_a_priority_needs_the_scheduling_policy_priority(tiny: Callable[[str], P
     first = dataclasses.replace(GREEDY, priority=-1)
     with pytest.raises(RequestError, match="under scheduling_policy: priority") as error:
         core.add("a", prompt(20), first)
-    assert error.value.param == "priority"
+    assert (error.value.param, error.value.code) == ("priority", "priority_not_heard")
     core = make_core(tiny("llama"), scheduling_policy="priority", max_num_seqs=1)
     core.add("a", prompt(20), GREEDY)
     core.step()  # admitted: a place that is taken stays taken

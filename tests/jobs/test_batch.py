@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from pathlib import Path
@@ -13,10 +14,10 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from razor_dist import cli
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.batch import BatchTask, read_batch
-from razor_dist.jobs.task import ItemSize
+from razor_dist.jobs.task import ItemSize, Work
 from tests.fake_engine import ENDLESS
 from tests.fake_llm import FakeLLM
 from tests.hostile_grammars import chained_references
@@ -298,3 +299,64 @@ def test_answers_end_in_a_batch_as_on_the_server(batch: Batch) -> None:
     assert special["choices"][0]["text"] == f"{decode([600])}<|im_start|>{decode([500])}"
     assert last["choices"][0]["text"] == decode([600]) + decode([500])
     assert last["usage"]["prompt_tokens"] == 2
+
+
+def test_what_settings_refuse_is_tried_again_by_the_next_run(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(FakeLLM):
+        def call(self) -> Any:
+            raise RequestError("start it with a larger kv_tokens", code="kv_capacity_exceeded")
+
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Small)
+    line = request("long", prompt=" one two")
+    [refused] = batch.answers([line], "--kv-tokens", "512", code=3)
+    assert refused["response"].keys() == {"request_id", "status_code", "body"}
+    assert refused["response"]["status_code"] == 400
+    assert refused["response"]["body"]["error"]["code"] == "kv_capacity_exceeded"
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    [body] = batch.bodies([line], "--kv-tokens", "1024")
+    assert body["choices"][0]["text"] == " two one"
+
+
+def test_draws_depend_on_the_seed_of_the_command(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [request("x", prompt=" one two")])
+    ids = []
+    for seed in (None, 1, 2):
+        config = EngineConfig(attention="full", seed=seed)
+        task = BatchTask({"default": config}, config.model, read_batch(tmp_path / "in.jsonl"))
+        with FakeLLM(attention="full", seed=seed) as llm:
+            [item] = task.items()
+            ids.append(_result(task.run(llm, item))["body"]["id"])
+    assert len(set(ids)) == 3
+
+
+def _result(work: Work) -> Any:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_request_is_the_same_whatever_ends_its_line(tmp_path: Path, end: str) -> None:
+    file, one, two = tmp_path / "in.jsonl", json.dumps(request("a")), json.dumps(request("b"))
+    file.write_text(one)
+    [alone] = read_batch(file)
+    file.write_bytes(f"{one}{end}{two}".encode())
+    first, second = read_batch(file)
+    assert first.item_id == alone.item_id
+    assert first.line.read() == f"{one}{end}".encode() and second.line.read() == two.encode()
+    assert alone.line.read() == one.encode()
+    # The name in folders of earlier versions.
+    assert alone.line.digest == hashlib.sha256(f"{one}\n".encode()).hexdigest()[:12]
+
+
+def test_a_batch_file_that_was_moved_may_come_back(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [request("x", prompt=" one two")])
+    [entry] = read_batch(tmp_path / "in.jsonl")
+    (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
+    with pytest.raises(DocumentError, match=r"line 1 of .*in\.jsonl cannot be read: No") as error:
+        entry.line.read()
+    assert error.value.retryable

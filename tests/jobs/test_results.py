@@ -105,6 +105,32 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert ids(tmp_path) == ["a", "b"]
 
 
+def test_a_full_disk_while_results_are_put_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        store.append(record("a"))
+        store.append(record("b"))
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(ConfigError, match=r"cannot write .*results\.jsonl: No space left"):
+            store.finish("ba")
+    assert ids(tmp_path) == ["a", "b"]
+
+
+def test_the_current_folder_can_have_a_new_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    ResultStore.open(".", SETTINGS).close()
+    with ResultStore.open(".", {"task": {}, "engines": {}}, new_folder=True) as store:
+        assert store.folder == tmp_path / "here-2"
+
+
 def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
     ResultStore.open(tmp_path, SETTINGS).close()
     other = {"task": {"lengths": [1, 3], "seed": 4}, "engines": {"razor": {"model": "n"}}}
