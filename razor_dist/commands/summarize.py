@@ -74,9 +74,11 @@ def summarize(
     def keep_prefixes(folder: Path) -> None:  # no engine is open yet
         engines["default"] = _resuming(config, folder.absolute() / _PREFIXES)
 
-    folder = run_job(task, config, out, on_open=keep_prefixes).folder
-    if config.prefix_store is None:
-        shutil.rmtree(folder / _PREFIXES, ignore_errors=True)
+    def drop_prefixes(folder: Path) -> None:
+        if config.prefix_store is None:
+            shutil.rmtree(folder / _PREFIXES, ignore_errors=True)
+
+    folder = run_job(task, config, out, on_open=keep_prefixes, on_done=drop_prefixes).folder
     found = {record["id"]: record for record in read_job(folder).records}
     records = [found[item.id] for item in task.items()]
     pages = ""

@@ -107,6 +107,8 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
 
 def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, bool]]:
     """Yield the files that an input names, with True for those that can be read."""
+    if not name:  # a variable of a script that is not set; `Path` takes it for the current folder
+        raise ConfigError("an input is empty; name a folder (. is this one), a file or a pattern")
     path = Path(name)
     if path.is_dir():
         for file in _not_of_jobs(path, path.rglob("*")):

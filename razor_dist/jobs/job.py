@@ -16,14 +16,14 @@ from razor_dist.config.extras import install_command
 from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
-from razor_dist.jobs.results import Record, ResultStore, json_line
+from razor_dist.jobs.results import Record, ResultStore, has_failed, json_line
 from razor_dist.jobs.task import Item, PartResult, Task, at_once, job_settings, measured
 
 log = logging.getLogger(__name__)
 
 
 class JobSummary(NamedTuple):
-    """The end of a run: the counts of all records in its folder."""
+    """The end of a run: the counts of its task's items; the folder may hold others."""
 
     folder: Path
     done: int
@@ -37,6 +37,7 @@ def run_job(
     folder: str | Path,
     *,
     on_open: Callable[[Path], None] | None = None,
+    on_done: Callable[[Path], None] | None = None,
 ) -> JobSummary:
     """Compute what ``folder`` lacks of a task's results, on Ray or on processes of this host.
 
@@ -59,7 +60,7 @@ def run_job(
         from razor_dist.jobs.host_engine import host_pool
 
         pool = host_pool(task, config.engines or 1)
-    return run_task(task, folder, pool, config, on_open=on_open)
+    return run_task(task, folder, pool, config, on_open=on_open, on_done=on_done)
 
 
 def run_task(
@@ -69,14 +70,16 @@ def run_task(
     config: JobConfig | None = None,
     *,
     on_open: Callable[[Path], None] | None = None,
+    on_done: Callable[[Path], None] | None = None,
 ) -> JobSummary:
     """Compute the results of a task that its folder does not hold yet, on any engines.
 
     When nothing is missing any more, the results are put into the order of the task's items.
     ``pool`` is entered only if anything is missing. ``on_open`` is called before any work with the
     folder, which may be another than the one asked for; what it writes there stays however the run
-    ends. Raises `ConfigError` if the folder or the items do not fit (`ResultStore.open`), and
-    another `RazorError` if no engine can be opened any more; the results so far are kept.
+    ends. ``on_done`` is called at the end, while no other process may write to the folder. Raises
+    `ConfigError` if the folder or the items do not fit (`ResultStore.open`), and another
+    `RazorError` if no engine can be opened any more; the results so far are kept.
     """
     config = config or JobConfig()
     items = _checked(task)
@@ -113,8 +116,10 @@ def run_task(
             )
             raise
         store.finish([item.id for item in items])
-        failed = sum(record["status"] == "failed" for record in store.records.values())
-        return JobSummary(store.folder, len(store.records) - failed, failed, earlier)
+        if on_done is not None:
+            on_done(store.folder)
+        failed = sum(has_failed(store.records[item.id]) for item in items)
+        return JobSummary(store.folder, len(items) - failed, failed, earlier)
 
 
 def _checked(task: Task) -> Sequence[Item]:

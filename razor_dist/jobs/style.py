@@ -61,6 +61,10 @@ class Style:
             )
         if "document" not in names:
             raise ConfigError("the template has no {document}, where the text is to stand")
+        if self.template.count("{document}") > 1:
+            raise ConfigError(
+                "the template has {document} twice; a document that is cut stands in one place"
+            )
         _ = self.sampling  # the temperature's range is SamplingParams' to refuse
 
     @property

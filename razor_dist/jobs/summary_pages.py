@@ -7,16 +7,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import shorten
 
+from razor_dist.config.errors import ConfigError
+from razor_dist.files import digest_of, replacing
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.summary_sources import Json
 
 _QUOTE = 240  # characters of a passage on a page
 
 
-def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:
+def write_pages(records: Iterable[Record], folder: Path) -> set[Path]:
     """Write a Markdown page for each summary among the records of a `SummaryTask`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
+    written: set[Path] = set()
     for record in records:
         if record["status"] != "done":
             continue
@@ -25,9 +30,12 @@ def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:
         # File systems take 255 bytes, and letters may have four.
         name = name.encode()[-200:].decode(errors="ignore")
         path = folder / f"{name}-{digest}.md"
-        # The name of a document need not be UTF-8.
-        path.write_text(_page(record), encoding="utf-8", errors="replace")
-        written.append(path)
+        if path in written:  # the same text, under an id that differs in what the name leaves out
+            path = path.with_stem(f"{path.stem}-{digest_of(id.encode(errors='backslashreplace'))}")
+        with replacing(path) as draft:
+            # The name of a document need not be UTF-8.
+            draft.write_text(_page(record), encoding="utf-8", errors="replace")
+        written.add(path)
     return written
 
 

@@ -115,6 +115,13 @@ def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> Non
     assert summary == JobSummary(tmp_path, 6, 0, 3)
 
 
+def test_failures_of_items_that_are_no_longer_asked_are_not_counted(tmp_path: Path) -> None:
+    task = Completions({"full": FULL}, count=8, harm={"full-7": "error"})
+    assert run_task(task, tmp_path, pool(task)) == JobSummary(tmp_path, 7, 1, 0)
+    fewer = Completions({"full": FULL})
+    assert run_task(fewer, tmp_path, no_pool()) == JobSummary(tmp_path, 6, 0, 6)
+
+
 def test_a_failure_that_is_not_the_items_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
     harm = {"full-0": "error", "full-1": "reader"}
     task = Completions({"full": FULL}, harm=harm)

@@ -17,10 +17,11 @@ from unittest import mock
 import pytest
 
 from razor_dist import cli
+from razor_dist.config.errors import ConfigError
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs import host_engine
-from razor_dist.jobs.results import read_job
+from razor_dist.jobs.results import ResultStore, read_job
 from razor_dist.llm.generation import Encoded
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
@@ -105,6 +106,19 @@ def test_pages_of_names_that_are_long_or_not_utf8(folder: Path, opened: list[Quo
     assert len(pages) == 4 and any(page.startswith("# in/caf\\xe9.txt\n") for page in pages)
 
 
+def test_equal_texts_with_names_that_differ_little_have_a_page_each(
+    folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a b.txt", "a,b.txt", "a;b.txt"):
+        Path("in", name).write_text("fact10")
+    for _ in range(2):
+        assert summarize("--markdown") == 0
+        assert "6 pages beside it" in capfd.readouterr().out
+        heads = [path.read_text().splitlines()[0] for path in Path("out/pages").iterdir()]
+        assert len(heads) == 6
+        assert {"# in/a b.txt", "# in/a,b.txt", "# in/a;b.txt"} <= set(heads)
+
+
 @pytest.mark.parametrize("out", ["out", "in", "in/out"])
 def test_nothing_is_summarised_twice_nor_results_among_the_documents(
     folder: Path, opened: list[Quoter], out: str
@@ -182,6 +196,8 @@ def test_mistakes_are_told_before_an_engine_is_opened(
     assert "no file matches the pattern in/*.docx" in capfd.readouterr().err
     assert cli.main(["summarize", "in", "--out", "out", "--words", "0", *FLAGS]) == 2
     assert "words must be at least 1, got 0" in capfd.readouterr().err
+    assert cli.main(["summarize", "", "--out", "out", *FLAGS]) == 2
+    assert "an input is empty; name a folder" in capfd.readouterr().err
     assert not opened and not Path("out").exists()
 
 
@@ -198,6 +214,21 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", open_engine)
     return found
+
+
+def test_prefixes_are_removed_while_no_other_run_may_write(
+    folder: Path, stores: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+
+    def remove(place: Path, **_: Any) -> None:
+        with pytest.raises(ConfigError, match="another process is writing"):
+            ResultStore.open(place.parent, read_job(place.parent).settings)
+        removed.append(place)
+
+    monkeypatch.setattr("razor_dist.commands.summarize.shutil.rmtree", remove)
+    assert summarize() == 0
+    assert removed == [Path("out/.prefixes")]
 
 
 def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[Path]) -> None:

@@ -168,6 +168,7 @@ def test_templates() -> None:
         ({"language": " "}, "language must not be empty"),
         ({"template": "{document} {word}"}, r"unknown placeholder \{word\}"),
         ({"template": "{words}"}, r"no \{document\}"),
+        ({"template": "{document} {words} {document}"}, r"\{document\} twice"),
     ],
 )
 def test_a_style_that_makes_no_sense_is_refused(style: dict[str, Any], problem: str) -> None:
