@@ -51,9 +51,13 @@ def check_writable(*files: Path | None) -> None:
         if file is None:
             continue
         folder = file.absolute().parent
-        if not folder.is_dir():
+        try:
+            has_folder, is_folder = folder.is_dir(), file.is_dir()
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+        if not has_folder:
             raise ConfigError(f"cannot write {file}: there is no folder {folder}")
-        if file.is_dir():
+        if is_folder:
             raise ConfigError(f"cannot write {file}: it is a folder")
 
 

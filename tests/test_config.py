@@ -124,6 +124,11 @@ def test_every_variable_of_the_code_may_be_set() -> None:
         assert load_config(EngineConfig, {}, {name: "0"}) == load_config(EngineConfig)
 
 
+def test_a_name_of_a_file_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(EngineConfig, yaml_path="x" * 300)
+
+
 def test_an_old_name_is_taken_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

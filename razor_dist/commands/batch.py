@@ -40,11 +40,14 @@ def batch(
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, json_line, read_job
 
-    if out.is_dir():
-        raise ConfigError(f"--out must be a file for the answers, and {out} is a folder")
-    work = out.with_name(f"{out.name}.job")
-    if not work.exists():
-        _refuse_existing(out)
+    try:
+        if out.is_dir():
+            raise ConfigError(f"--out must be a file for the answers, and {out} is a folder")
+        work = out.with_name(f"{out.name}.job")
+        if not work.exists():
+            _refuse_existing(out)
+    except OSError as denied:  # a name that is too long, or a folder without access
+        raise ConfigError(f"cannot write --out {out}: {denied.strerror}") from None
     entries = read_batch(file)
     if not entries:
         raise ConfigError(f"{file} holds no line")

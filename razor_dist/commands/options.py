@@ -38,8 +38,8 @@ def documents(inputs: Sequence[str], encoding: str | None) -> list[Source]:
     from razor_dist.documents.collect import collect
 
     sources, left_out = collect(inputs, encoding)
-    for path in left_out:
-        typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
+    for path, problem in left_out.items():
+        typer.echo(f"{path}: left out, {problem}", err=True)
     return sources
 
 

@@ -93,7 +93,7 @@ def _config_text(name: str) -> str:
     An installed wheel has no ``configs`` folder beside it, so that the names of those files stand
     for them wherever the command runs.
     """
-    if not Path(name).expanduser().exists():
+    if not os.path.exists(Path(name).expanduser()):  # also of a name that is too long
         files = (resources.files("razor_dist.configs")).iterdir()
         shipped = {Path(file.name).stem: file for file in files if file.name.endswith(".yaml")}
         wanted = name.removeprefix("configs/").removesuffix(".yaml")

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,15 +64,16 @@ class Source:
 
 class Collection(NamedTuple):
     sources: list[Source]
-    left_out: list[Path]  # files that are passed over
+    left_out: dict[Path, str]  # files and folders that are passed over, and the reasons
 
 
 def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     """Find documents in folders and all folders in them, in patterns, and in files.
 
     A file that is found twice is taken once. ``encoding`` is that of plain text that is not UTF-8.
-    ``left_out`` of the result are files in folders, or matched by patterns, that cannot be read by
-    their names or are binary files without a suffix, and hidden files in folders.
+    Links to files and folders are followed. ``left_out`` of the result are files in folders, or
+    matched by patterns, that cannot be read by their names or are binary files without a suffix;
+    broken links, and files and folders without access; and hidden files in folders.
 
     Raises `ConfigError` if an input names nothing, or nothing that can be read, two documents have
     one id, or the encoding is unknown.
@@ -81,13 +83,16 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
         "".encode(encoding or "utf-8")
     except (LookupError, UnicodeError):  # "undefined" is an encoding that fails always
         raise ConfigError(f"unknown encoding {encoding!r}; try latin-1 or cp1252") from None
-    found: dict[Path, Path] = {}
-    left_out: dict[Path, Path] = {}
+    found: dict[str, Path] = {}
+    left_out: dict[str, tuple[Path, str]] = {}
     for name in inputs:
         paths = dict(_files(name, encoding))
-        for path, readable in paths.items():
-            (found if readable else left_out).setdefault(path.resolve(), path)
-        if not any(paths.values()):
+        for path, problem in paths.items():
+            if problem is None:
+                found.setdefault(os.path.realpath(path), path)
+            else:
+                left_out.setdefault(os.path.realpath(path), (path, problem))
+        if None not in paths.values():
             raise ConfigError(f"{name} holds no document; these are read: {_KNOWN}")
     sources: list[Source] = []
     places: dict[str, str] = {}
@@ -102,31 +107,71 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
             sources.append(source)
     if not sources:
         raise ConfigError(f"{', '.join(inputs)}: no line with a document")
-    return Collection(sources, list(left_out.values()))
+    return Collection(sources, dict(left_out.values()))
 
 
-def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, bool]]:
-    """Yield the files that an input names, with True for those that can be read."""
+def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, str | None]]:
+    """Yield the files that an input names, each with the reason if it cannot be read."""
     if not name:  # a variable of a script that is not set; `Path` takes it for the current folder
         raise ConfigError("an input is empty; name a folder (. is this one), a file or a pattern")
     path = Path(name)
-    if path.is_dir():
-        for file in _not_of_jobs(path, path.rglob("*")):
-            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            yield file, not hidden and _is_document(file, encoding)
-    elif path.exists():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
+    if is_folder:
+        found = _walk(path)
+        if path in found:
+            raise ConfigError(f"cannot read {name}: {found[path]}")
+        for file in _not_of_jobs(path, found):
+            hidden = "hidden" if _is_hidden(file, path) else None
+            yield file, hidden or found[file] or _problem(file, encoding)
+    elif exists:
         if kind_of(path) is None:
             raise ConfigError(f"{name} cannot be read; these are: {_KNOWN}")
-        yield path, True
+        yield path, None
     elif glob.has_magic(name):
         fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        files = _not_of_jobs(Path(*fixed), map(Path, glob.glob(name, recursive=True)))
+        matches = (Path(file) for file in glob.glob(name, recursive=True))
+        files = _not_of_jobs(Path(*fixed), (file for file in matches if not os.path.isdir(file)))
         if not files:
             raise ConfigError(f"no file matches the pattern {name}")
         for file in files:
-            yield file, _is_document(file, encoding)
+            yield file, _problem(file, encoding)
     else:
         raise ConfigError(f"{name}: no such file or folder")
+
+
+def _walk(folder: Path) -> dict[Path, str | None]:
+    """Return the files in a folder and in all folders in it, and the folders that deny access.
+
+    The latter have the reason. Links to folders are followed unless they are hidden, after all
+    other folders: a folder that is reached twice is listed once, by its own name if it has one.
+    """
+    found: dict[Path, str | None] = {}
+
+    def deny(error: OSError) -> None:
+        found[Path(error.filename)] = error.strerror
+
+    places, seen = [folder], set[str]()
+    for begin in places:  # which grows
+        for place, folders, files in os.walk(begin, onerror=deny):
+            if (real := os.path.realpath(place)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders.sort()  # so that the next run has the same names
+            found |= dict.fromkeys(Path(place, file) for file in files)
+            for link in filter(os.path.islink, [Path(place, inner) for inner in folders]):
+                if _is_hidden(link, folder):
+                    found[link] = None
+                else:
+                    places.append(link)
+    return found
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _not_of_jobs(folder: Path, paths: Iterable[Path]) -> list[Path]:
@@ -138,7 +183,7 @@ def _not_of_jobs(folder: Path, paths: Iterable[Path]) -> list[Path]:
 
     @cache
     def is_job(place: Path) -> bool:
-        return all((place / name).is_file() for name in _RESULTS)
+        return all(os.path.isfile(place / name) for name in _RESULTS)
 
     def is_of_a_job(file: Path) -> bool:
         inside = file.relative_to(folder)
@@ -146,7 +191,17 @@ def _not_of_jobs(folder: Path, paths: Iterable[Path]) -> list[Path]:
             return True
         return inside.parts[0] in _OF_A_JOB and is_job(folder)
 
-    return sorted(path for path in paths if path.is_file() and not is_of_a_job(path))
+    return sorted(path for path in paths if not is_of_a_job(path))
+
+
+def _problem(file: Path, encoding: str | None) -> str | None:
+    """Return why a file that was found is left out; None if it can be read."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            return "not a file"
+    except OSError as error:  # a broken link, or a folder whose files may be listed alone
+        return error.strerror
+    return None if _is_document(file, encoding) else "not a kind of document that can be read"
 
 
 def _is_document(file: Path, encoding: str | None) -> bool:

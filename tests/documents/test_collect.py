@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from pathlib import Path
 
@@ -45,6 +47,48 @@ def test_a_name_that_is_no_utf_8_is_escaped(folder: Path) -> None:
         file.write("text")
     [source] = collect(["in/caf*.txt"]).sources
     assert source.id == source.path == r"in/caf\xe9.txt" and source.read().text == "text"
+
+
+def test_links_to_folders_are_followed_once_each(folder: Path) -> None:
+    for name in ("other/x.txt", "other/inner/y.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("text")
+    links = {"a": "deep", "other": "../other", "again": "../other/inner", "loop": "..", ".h": ".."}
+    for name, target in links.items():
+        Path("in", name).symlink_to(target)
+    before = collect(["in/deep", "in/b.txt", "in/lines.jsonl", "GPL-3", "other"]).sources
+    sources, left_out = collect(["in"])
+    assert {source.digest for source in sources} == {source.digest for source in before}
+    assert len(sources) == len(before)
+    found = {source.id for source in sources}
+    assert found >= {"in/deep/a.md", "in/again/y.txt", "in/loop/GPL-3", "in/loop/other/x.txt"}
+    assert left_out[Path("in/.h")] == "hidden"
+
+
+def test_what_cannot_be_reached_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("in/closed").mkdir()
+    Path("in/broken.txt").symlink_to("nowhere.txt")
+    Path("in/turns.txt").symlink_to("turns.txt")
+    scan, stat = os.scandir, Path.stat
+
+    def deny(path: str | Path) -> None:
+        if os.fspath(path) in ("in/closed", "in/deep/a.md"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    # Root has access to everything, and tests may run as root.
+    monkeypatch.setattr(os, "scandir", lambda path: deny(path) or scan(path))
+    monkeypatch.setattr(Path, "stat", lambda self, **k: deny(self) or stat(self, **k))
+    sources, left_out = collect(["in"])
+    assert [source.id for source in sources[:2]] == ["in/b.txt", "x"]
+    problems = {path.name: problem for path, problem in left_out.items()}
+    assert problems["closed"] == problems["a.md"] == "Permission denied"
+    assert problems["broken.txt"] == "No such file or directory"
+    assert problems["turns.txt"] == "Too many levels of symbolic links"
+    assert problems["c.txt"] == "hidden"
+    assert problems["picture.png"] == "not a kind of document that can be read"
+    assert Path("in/broken.txt") in collect(["in/*.txt"]).left_out
+    with pytest.raises(ConfigError, match="cannot read in/closed: Permission denied"):
+        collect(["in/closed"])
 
 
 def test_patterns(folder: Path) -> None:
@@ -109,6 +153,7 @@ def test_a_file_that_is_gone_is_told_of_with_the_others(folder: Path) -> None:
         (["in/*.epub"], r"no file matches the pattern in/\*.epub"),
         (["in/*.png"], "holds no document; these are read: .txt"),
         (["in/picture.png"], "cannot be read; these are"),
+        (["x" * 300], "cannot read x+: File name too long"),
         (["missing.txt"], "missing.txt: no such file or folder"),
         (["empty.jsonl"], "no line with a document"),
         (["twice.jsonl"], "the id 'x': line 1 of twice.jsonl and line 2 of twice.jsonl"),

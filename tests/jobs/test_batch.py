@@ -163,6 +163,8 @@ def test_answers_need_a_file(
     told = capfd.readouterr().err
     assert told == f"razor-dist: --out must be a file for the answers, and {out} is a folder\n"
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "in.jsonl"}
+    assert cli.main(["batch", "in.jsonl", "--out", "x" * 300, "--no-ray"]) == 2
+    assert "File name too long" in capfd.readouterr().err
 
 
 def test_unknown_fields_are_ignored_if_that_is_wanted(
