@@ -52,7 +52,7 @@ def plan(
     """Plan memory, time and traffic of MODEL; reads no weights.
 
     Takes the engine's settings as serve does, also from a YAML file made for it. The exit code is 1
-    if the deployment does not fit.
+    if the deployment does not fit, or the engine refuses its settings.
     """
     config = load_config(ServerConfig, flags | {"model": model}, os.environ, config_file)
     length = None if context is None else parse_size(context)

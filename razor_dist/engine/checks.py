@@ -9,7 +9,7 @@ import torch
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
-from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype
+from razor_dist.engine.device import check_ring, ring_of, torch_dtype, torch_kv_dtype
 from razor_dist.heads.head_map import HeadMap, head_map_of
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
@@ -22,24 +22,44 @@ def check_settings(config: EngineConfig, folder: Path, device: torch.device) -> 
     Reads ``config.json`` and the head map, which takes milliseconds. Raises `ConfigError`,
     `ModelError` or `HeadMapError` where settings, device, model and head map do not fit together.
     """
-    dtype = torch_dtype(config, device)
-    ring_of(config, device, dtype, torch_kv_dtype(config, dtype))
-    _check_weights(config, device)
+    check_store(config.prefix_store)
     model_config = read_config(folder, **config.model_options)
     shape = ModelShape.from_config(model_config)
+    check_shape(config, shape, device)
+    dtype = torch_dtype(config, device)
+    ring_of(config, device, dtype, torch_kv_dtype(config, dtype))
+    return head_map_of(config, shape, model_fingerprint(model_config))
+
+
+def check_store(prefix_store: str | None) -> None:
+    """Raise `ConfigError` if an engine's number in the name of a store was not filled in."""
+    if "{engine}" in (prefix_store or ""):
+        raise ConfigError(
+            f"prefix_store is {prefix_store}, but only jobs and Ray Serve put a number in place of "
+            "{engine}; name the folder of this engine"
+        )
+
+
+def check_shape(config: EngineConfig, shape: ModelShape, device: torch.device) -> None:
+    """Check settings against a model's shape and a kind of device, which need not be here.
+
+    Raises `ConfigError`.
+    """
+    dtype = torch_dtype(config, device)
+    check_ring(config, device, dtype, torch_kv_dtype(config, dtype))
+    _check_weights(config, device)
     context_length(config, shape)
     if config.kv_dtype == "int4" and shape.head_dim % 2:
         raise ConfigError(
             f"kv_dtype is int4, which keeps two dimensions in a byte, and heads of {config.model} "
             f"have {shape.head_dim}; use int8"
         )
-    reason = share_refusal(config, shape)
+    reason = _share_refusal(config, shape)
     if reason is not None:
         raise ConfigError(f"retrieval_share {reason}; leave it out")
-    return head_map_of(config, shape, model_fingerprint(model_config))
 
 
-def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
+def _share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
     """Say why retrieval heads cannot choose blocks of keys; None if they can."""
     if not config.retrieval_share:
         return None

@@ -98,8 +98,19 @@ def ring_of(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> RingAttention:
     """The ring that the settings name; `ConfigError` unless it can compute here in this dtype."""
+    check_ring(config, device, dtype, kv_dtype)
     if config.ring == "own":
         return ring_attention
+    load_zigzag()
+    return ring_flash_attention
+
+
+def check_ring(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Raise `ConfigError` unless the ring can compute on such a device in this dtype."""
+    if config.ring == "own":
+        return
     if device.type != "cuda" or dtype == torch.float32:
         raise ConfigError(
             "ring is ring_flash_attn, which computes in bf16 on cuda only; here it is "
@@ -110,8 +121,6 @@ def ring_of(
             "ring is ring_flash_attn, whose keys and values have the dtype of the queries; set "
             "kv_dtype: auto, or use ring: own"
         )
-    load_zigzag()
-    return ring_flash_attention
 
 
 def wait_for_device(device: torch.device, seconds: float) -> None:

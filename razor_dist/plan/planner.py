@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
-from razor_dist.engine.checks import share_refusal
+from razor_dist.engine.checks import check_shape
 from razor_dist.engine.device import kv_dtype_name
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.advice import faster_windows, fewest_ranks, remedies
@@ -64,7 +66,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """True if the engine takes the settings and has the memory."""
+        return self.refusal is None and self.has_memory
+
+    @property
+    def has_memory(self) -> bool:
         return self.memory.total <= self.budget
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the engine refuses these settings on such a device; None if it takes them."""
+        d = self.deployment
+        try:
+            check_shape(d.config, d.shape, torch.device(d.kind))
+        except ConfigError as error:
+            return str(error)
+        return None
 
     @property
     def full_kv_per_rank(self) -> float:
@@ -80,10 +97,10 @@ class Plan:
 
     @cached_property
     def verdict(self) -> list[str]:
-        """Two lines: if it fits, with advice if it does not; and the fewest ranks that fit."""
+        """Lines: why the engine refuses it; if it fits, else advice; the fewest ranks that fit."""
         memory = f"{self.memory.total / 1e9:.1f} GB per rank of {self.budget / 1e9:.1f}"
         found = None
-        if self.fits:
+        if self.has_memory:
             said = [f"fits: {memory}"]
         else:
             found = remedies(
@@ -95,7 +112,7 @@ class Plan:
             said[0] += f" (weights, whole on every rank, take {self.memory.weights / 1e9:.1f} GB)"
         if not self.device.shared:
             said.append(fewest_ranks(self.deployment, self._fits, found))
-        return said
+        return said if self.refusal is None else [f"the engine refuses it: {self.refusal}", *said]
 
     def _bytes(self, changes: dict[str, Any]) -> int:
         """Bytes per rank with some settings changed."""
@@ -133,11 +150,10 @@ class Plan:
             selected = d.head_map.selected_fraction if d.head_map.selected else None
             said += about_heads(d.head_map.kv_fraction, selected)
         said += _about_windows(self)
-        if self.context > d.shape.max_positions:
-            verdict = "warns of" if d.shape.alibi else "refuses"
+        if d.shape.alibi and self.context > d.shape.max_positions:
             said.append(
                 f"the model was made for {tokens(d.shape.max_positions)} positions; the engine "
-                f"{verdict} a context of {tokens(self.context)}"
+                f"warns of a context of {tokens(self.context)}"
             )
         said += faster_windows(d, self.context, self.prefill_time.seconds, self._prefill_seconds)
         held = self.memory.sequence_retrieval_kv + self.memory.sequence_streaming_cache
@@ -157,8 +173,6 @@ class Plan:
                     "with retrieval_share, decode steps are not replayed from CUDA graphs, and "
                     "the time of a token here is that of a replay"
                 )
-            if (reason := share_refusal(d.config, d.shape)) is not None:
-                said.append(f"the engine refuses retrieval_share: it {reason}")
         if d.exact:
             said.append(
                 "prefill is exact: every head rides the ring and keeps everything until the prompt "
@@ -185,6 +199,7 @@ class Plan:
             "kv_fraction": d.head_map.kv_fraction,
             "parameters": dataclasses.asdict(d.weights),
             "memory": memory | {"total": self.memory.total, "fits": self.fits},
+            "refusal": self.refusal,
             "budget": self.budget,
             "longest": self.longest,
             "verdict": self.verdict,

@@ -65,7 +65,7 @@ def _why(plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     memory, activations = plan.memory, plan.memory.activations
     pool, slots = _gb(memory.sequence_retrieval_kv), _gb(memory.sequence_streaming_cache)
-    verdict = "fits" if plan.fits else "does not fit"
+    verdict = "fits" if plan.has_memory else "does not fit"
     table = _table("memory per rank, GB (10⁹ bytes)", "", "GB", "of it, one sequence")
     table.add_row("weights", _gb(memory.weights))
     if memory.weight_copies:

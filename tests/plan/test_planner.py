@@ -250,9 +250,7 @@ def test_a_share_is_planned_beside_full_attention(
         context=tokens,
         retrieval=fraction,
     )
-    refused = [said for said in found.warnings if "the engine refuses retrieval_share" in said]
-    assert len(refused) == (refusal is not None)
-    assert refusal is None or refusal in refused[0]
+    assert found.refusal is None if refusal is None else refusal in str(found.refusal)
     d = found.deployment
     config = d.config.model_copy(update={"retrieval_share": 0.0})
     without = dataclasses.replace(d, config=config)
@@ -433,6 +431,25 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert (found["world_size"], found["context"], found["dtype"]) == (2, 8192, "float32")
     assert found["heads"] == "head map shipped with the model"
     assert found["memory"]["total"] > found["memory"]["weights"] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ("weight_dtype: int8", "weight_dtype: int8 is for device: cpu"),
+        ("{ring: ring_flash_attn, kv_dtype: int8}", "ring is ring_flash_attn, whose keys"),
+        ("max_model_len: 100K", "max_model_len is 102400, but smollm2 was made for 8192"),
+    ],
+)
+def test_what_the_engine_refuses_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: str, refusal: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(given)
+    assert cli.main(["plan", "smollm2", "--config", str(file), "--context", "1K", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["refusal"].startswith(refusal) and not found["memory"]["fits"]
+    assert found["verdict"][0] == f"the engine refuses it: {found['refusal']}"
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
