@@ -326,6 +326,16 @@ def test_a_store_that_is_a_file_is_refused(
     assert capfd.readouterr().err == wanted
 
 
+def test_a_store_by_the_engines_number_is_refused_where_there_is_no_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "{engine}")
+    for command in (["prefill", __file__, "--store"], ["serve", "smollm2", "--prefix-store"]):
+        assert cli.main([*command, store]) == 2
+        assert f"prefix_store is {store}, but only jobs and Ray Serve" in capfd.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_mistyped_method_is_no_model(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["identify", "razr", "smollm2", "--out", "x.json"]) == 2
     assert capfd.readouterr().err == "razor-dist: unknown method 'razr'; did you mean 'razor'?\n"

@@ -43,17 +43,18 @@ def prefill(
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.config.logs import set_up_logging
+    from razor_dist.engine.checks import check_store
     from razor_dist.llm.llm import LLM
     from razor_dist.prefix.store import WriterLock
 
+    check_store(config.prefix_store)
     sources = documents(inputs, encoding)
     try:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--store: cannot make the folder {store}: {error.strerror}") from None
     lock = WriterLock(store)
-    if not lock.acquire():
-        raise ConfigError(f"another process writes to {store}: stop that server first")
+    lock.require()
     lock.release()
     set_up_logging("warning")
     fields = {name: getattr(config, name) for name in config.model_fields_set}
@@ -93,7 +94,10 @@ def _entitle(store: Path, before: set[Path], title: str) -> bool:
 
     new = _nodes(store) - before
     for path in new:
-        write_title(path, title)
+        try:
+            write_title(path, title)
+        except OSError as error:
+            typer.echo(f"{title}: its name could not be written: {error.strerror}", err=True)
     return bool(new)
 
 
@@ -125,6 +129,15 @@ def _read(llm: Any, text: str) -> tuple[int, int]:
         [output] = llm.chat([{"role": "user", "content": text}], params, use_tqdm=True)
     else:
         [output] = llm.generate(text, params, use_tqdm=True)
-    while llm.stats()["prefix_cache"]["saving"]:
+    while _is_saving(llm):
         time.sleep(0.05)
     return len(output.prompt_token_ids), output.num_cached_tokens
+
+
+def _is_saving(llm: Any) -> bool:
+    from razor_dist.frontend.client import EngineBusyError
+
+    try:
+        return bool(llm.stats()["prefix_cache"]["saving"])
+    except EngineBusyError:  # it answers between two steps; if it has died, with another error
+        return True

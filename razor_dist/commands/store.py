@@ -44,7 +44,8 @@ def list_(directory: Directory) -> None:
             try:
                 found, _ = read_node(path)
             except BadPartError as error:
-                table.add_row(read_title(path), path.name, f"damaged: {error}")
+                if path.exists():  # else a server has removed it
+                    table.add_row(read_title(path), path.name, f"damaged: {error}")
                 continue
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(_used(path)))
             own = f"{found.begin}-{found.end}"
@@ -62,26 +63,37 @@ def list_(directory: Directory) -> None:
 
 @store.command()
 def verify(directory: Directory) -> None:
-    """Read everything and name what is damaged; the exit code is 1 then."""
+    """Read everything and name what is damaged; the exit code is 1 then.
+
+    A server may use the directory meanwhile.
+    """
     from razor_dist.prefix.parts import BadPartError
     from razor_dist.prefix.store import check_node, node_folders
 
-    whole, damaged = 0, 0
+    whole, bad = 0, set[Path]()
     for folder in _folders(directory):
         found: dict[str, Manifest] = {}
-        for path in node_folders(folder):
-            try:
-                found[path.name] = check_node(path)
-            except BadPartError as error:
-                damaged += 1
-                typer.echo(f"{path}: {error}", err=True)
+        # Twice, since the first list may lack a node that was written meanwhile, and have the
+        # nodes that follow on it.
+        for _ in range(2):
+            for path in node_folders(folder):
+                if path.name in found or path in bad:
+                    continue
+                try:
+                    found[path.name] = check_node(path)
+                except BadPartError as error:
+                    if path.exists():  # else a server has removed it
+                        bad.add(path)
+                        typer.echo(f"{path}: {error}", err=True)
         for name in _lost(found):
-            damaged += 1
-            typer.echo(f"{folder / name}: what it follows on is missing", err=True)
+            # A server removes a node after those that follow on it.
+            if (folder / name).exists():
+                bad.add(folder / name)
+                typer.echo(f"{folder / name}: what it follows on is missing", err=True)
             del found[name]
         whole += len(found)
-    typer.echo(f"{whole} prefixes are whole, {damaged} are not")
-    raise typer.Exit(1 if damaged else 0)
+    typer.echo(f"{whole} prefixes are whole, {len(bad)} are not")
+    raise typer.Exit(1 if bad else 0)
 
 
 @store.command()
@@ -111,8 +123,7 @@ def prune(
 
     folders = _folders(directory)
     lock = WriterLock(directory)
-    if not lock.acquire():
-        raise ConfigError(f"a server writes to {directory}: stop it first")
+    lock.require()
     removed = remove_leftovers(directory)
     found: dict[Path, Manifest] = {}
     for folder in folders:

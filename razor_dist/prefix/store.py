@@ -50,7 +50,10 @@ _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
 # Names of what a killed process leaves. Drafts of files are written without the lock, so that only
 # those older than `_FILE_SECONDS` have no writer.
 _FOLDER_LEFT = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(new|old)")
-_FILE_LEFT = re.compile(r"(about\.json|ctx_[0-9a-f]{32}\.context\.)[0-9a-f]{8}\.new")
+_FILE_LEFT = re.compile(
+    r"(about\.json|ctx_[0-9a-f]{32}\.context\.|[0-9a-f]{32}\.title\.)[0-9a-f]{8}\.new"
+)
+_TITLE = re.compile(r"[0-9a-f]{32}\.title")
 _FILE_SECONDS = 600.0
 
 # Of a node's folder: inode, and the time in ns when files came or went. `PrefixStore.touch` leaves
@@ -88,7 +91,10 @@ class PrefixStore:
         """
         if self.lock.held:
             return True
-        if not self.lock.acquire():
+        try:
+            if not self.lock.acquire():
+                return False
+        except OSError:  # the directory may only be read
             return False
         remove_leftovers(self._root)
         for path in node_folders(self.folder):
@@ -167,6 +173,7 @@ class WriterLock:
     """Held by the one process that writes to a directory of prefixes or prunes it."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._lock = filelock.FileLock(directory / _LOCK, mode=0o600)
 
     @property
@@ -174,11 +181,21 @@ class WriterLock:
         return self._lock.is_locked
 
     def acquire(self) -> bool:
+        """Take the lock, unless another process has it; `OSError` if it cannot be taken at all."""
         try:
             self._lock.acquire(timeout=0)
-        except (filelock.Timeout, OSError):
+        except filelock.Timeout:
             return False
         return True
+
+    def require(self) -> None:
+        """Take the lock; `ConfigError` if another process has it, or it cannot be taken."""
+        try:
+            taken = self.acquire()
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self._directory}: {error.strerror}") from None
+        if not taken:
+            raise ConfigError(f"a server writes to {self._directory}: stop it first")
 
     def release(self) -> None:
         self._lock.release()
@@ -221,8 +238,17 @@ def read_node(path: Path) -> tuple[Manifest, Tokens]:
 
 
 def write_title(path: Path, title: str) -> None:
-    """Note what a node was read from; beside it, for a node's folder never changes."""
-    write_file(_title_file(path), title.encode("utf-8", "replace"))
+    """Note what a node was read from; beside it, for a node's folder never changes.
+
+    Raises `OSError`.
+    """
+    file = _title_file(path)
+    draft = file.with_name(f"{file.name}.{secrets.token_hex(4)}{_NEW}")
+    try:
+        write_file(draft, title.encode("utf-8", "replace"))
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_title(path: Path) -> str:
@@ -275,7 +301,9 @@ def remove_leftovers(directory: Path) -> int:
         with contextlib.suppress(OSError):
             if _FOLDER_LEFT.fullmatch(path.name):
                 shutil.rmtree(path)
-            elif _FILE_LEFT.fullmatch(path.name) and path.stat().st_mtime < old:
+            elif (_FILE_LEFT.fullmatch(path.name) and path.stat().st_mtime < old) or (
+                _TITLE.fullmatch(path.name) and not path.with_suffix("").exists()
+            ):
                 path.unlink()
             else:
                 continue

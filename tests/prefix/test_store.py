@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
-from razor_dist.prefix.store import PrefixStore, WriterLock, remove_leftovers
+import filelock
+import pytest
+
+from razor_dist.cli import main
+from razor_dist.commands.prefill import _is_saving
+from razor_dist.frontend.client import EngineBusyError
+from razor_dist.prefix.parts import BadPartError
+from razor_dist.prefix.store import (
+    PrefixStore,
+    WriterLock,
+    read_title,
+    remove_leftovers,
+    write_title,
+)
 
 
 def test_leftovers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
@@ -16,9 +34,17 @@ def test_leftovers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
     dead = [ours / f"ctx_{node}.context.{3:08x}.new", store.draft(node)]
     dead.append(ours / f"{node}.{4:08x}.old")
     dead[-1].mkdir()
+    dead.append(ours / f"{1:032x}.title")  # of a node that is gone
+    (ours / node).mkdir()
     stays = [*drafts, ours / "notes.old", ours / f"{node}.title", tmp_path / "project/thesis.old"]
     (tmp_path / "project/site.new").mkdir(parents=True)
-    for path in (*stays, tmp_path / "project/site.new/index.html", dead[0], dead[1] / "kv"):
+    for path in (
+        *stays,
+        tmp_path / "project/site.new/index.html",
+        dead[0],
+        dead[1] / "kv",
+        dead[3],
+    ):
         path.write_text("my only copy")
     past = time.time() - 3600
     for path in (dead[0], ours / "notes.old"):
@@ -29,3 +55,65 @@ def test_leftovers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
     assert store.acquire()
     assert not any(path.exists() for path in dead)
     assert all(path.exists() for path in (*stays, tmp_path / "project/site.new/index.html"))
+
+
+def test_a_title_that_is_there_already_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for title in ("first", "second"):
+        write_title(tmp_path / "node", title)
+        assert read_title(tmp_path / "node") == title
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(OSError):
+        write_title(tmp_path / "node", "third")
+    assert read_title(tmp_path / "node") == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["node.title"]
+
+
+def test_a_directory_that_cannot_be_written_has_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = PrefixStore(tmp_path, {"model": "m"})
+    denied = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(filelock.FileLock, "acquire", mock.Mock(side_effect=denied))
+    assert not store.acquire()
+    (tmp_path / "a.txt").write_text("text")
+    for command in (["store", "prune"], ["prefill", str(tmp_path / "a.txt"), "--store"]):
+        assert main([*command, str(tmp_path)]) == 2
+        said = f"razor-dist: cannot write to {tmp_path}: Read-only file system\n"
+        assert capsys.readouterr().err == said
+
+
+def test_a_store_that_a_server_changes_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes go between the list of names and their reading, children before their parents."""
+    folder = PrefixStore(tmp_path, {"model": "m"}).folder
+    parents = {"parent": None, "child": "parent", "late": None, "early": "late", "gone": None}
+    for name in parents:
+        (folder / name).mkdir()
+    (folder / "late").rmdir()
+
+    def check(path: Path) -> Any:
+        if path.name in ("parent", "gone"):
+            for gone in ("child", path.name):
+                shutil.rmtree(folder / gone, ignore_errors=True)
+            raise BadPartError("No such file or directory")
+        (folder / "late").mkdir(exist_ok=True)
+        return SimpleNamespace(parent=parents[path.name])
+
+    monkeypatch.setattr("razor_dist.prefix.store.check_node", check)
+    assert main(["store", "verify", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.out == "2 prefixes are whole, 0 are not\n" and not told.err
+    shutil.rmtree(folder / "late")
+    parents["late"] = "missing"
+    assert main(["store", "verify", str(tmp_path)]) == 1
+    assert "what it follows on is missing" in capsys.readouterr().err
+
+
+def test_prefill_waits_for_an_engine_that_is_busy() -> None:
+    busy = EngineBusyError("the engine is busy")
+    saving = [{"prefix_cache": {"saving": saving}} for saving in (True, False)]
+    llm = mock.Mock(stats=mock.Mock(side_effect=[busy, *saving]))
+    assert [_is_saving(llm) for _ in range(3)] == [True, True, False]
