@@ -119,7 +119,8 @@ def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
             [sys.executable, "-c", code.format(end)], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == status, done.stderr
-        assert not any(_runs(int(pid)) for pid in done.stdout.split())
+        pids = [int(pid) for pid in done.stdout.split()]
+        assert wait_until(lambda pids=pids: not any(map(_runs, pids)), 20)
 
 
 def _runs(pid: int) -> bool:
