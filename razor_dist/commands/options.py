@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origi
 import typer
 from typing_extensions import Doc
 
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import RENAMED, EngineConfig
 from razor_dist.config.sizes import takes_sizes
 from razor_dist.config.sources import load_config, shipped_names
@@ -74,14 +75,17 @@ def with_config_flags(
         groups: dict[str, Any] = {k: v for k, v in kinds.items() if dataclasses.is_dataclass(v)}
         options = [_options(groups[k]) if k in groups else {k: p} for k, p in own.items()]
 
-        def run(config: str | None, **given: Any) -> None:
+        def run(config: list[str] | None, **given: Any) -> None:
+            if config and len(config) > 1:  # typer would drop all but the last
+                raise ConfigError(f"--config: give one file, not {' and '.join(config)}")
+            path = config[0] if config else None
             for name, kind in groups.items():
                 given[name] = kind(**{option: given.pop(option) for option in _options(kind)})
             flags = {name: _as_text(given.pop(name)) for name in (*names, *old)}
             if loads:
-                command(config=load_config(cls, flags, os.environ, config), **given)
+                command(config=load_config(cls, flags, os.environ, path), **given)
             else:
-                command(config_file=config, flags=flags, **given)
+                command(config_file=path, flags=flags, **given)
 
         file = typer.Option(None, "--config", metavar="FILE", help="YAML file with settings.")
         hidden = typer.Option(None, hidden=True)
@@ -89,7 +93,7 @@ def with_config_flags(
             *(p.replace(kind=p.KEYWORD_ONLY) for found in options for p in found.values()),
             *(_flag(cls, name) for name in names),
             *(_parameter(name, str | None, hidden) for name in old),
-            _parameter("config", str | None, file),
+            _parameter("config", list[str] | None, file),
         ]
         return _signed(run, command, parameters)
 

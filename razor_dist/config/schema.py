@@ -50,7 +50,11 @@ def _split(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+def _names(value: Any) -> Any:
+    return [] if value == "" else _split(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class EngineConfig(BaseModel):
@@ -204,8 +208,10 @@ class EngineConfig(BaseModel):
         except ValidationError as error:
             raise explain(error, type(self).model_fields) from None
         if self.window_max is not None and self.window_max < self.window_min:
-            raise ConfigError(
-                f"window_max ({self.window_max}) must not be below window_min ({self.window_min})"
+            raise SettingError(
+                f"window_max ({self.window_max}) must not be below window_min ({self.window_min})",
+                "window_max",
+                "window_min",
             )
         for name in ("prefix_store", "prefix_host_gb"):
             if getattr(self, name) and not self.caches_prefixes:

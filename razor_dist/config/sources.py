@@ -52,9 +52,9 @@ def load_config(
     """Merge all sources of settings; raise `ConfigError` if one is wrong, unknown or unreadable.
 
     In ``cli``, which holds flags by field name, ``None`` means that a flag was not given, and
-    ``"none"`` sets an optional setting to none. Of ``env`` only ``RAZOR_*`` is looked at.
-    ``implied`` settings follow from the surroundings (torchrun's world size): they are weaker than
-    what the user said, stronger than the model's shipped defaults.
+    ``"none"`` sets an optional setting to none and empties a list. Of ``env`` only ``RAZOR_*`` is
+    looked at. ``implied`` settings follow from the surroundings (torchrun's world size): they are
+    weaker than what the user said, stronger than the model's shipped defaults.
     """
     settings = dict(implied or {})
     if yaml_path is not None:
@@ -83,8 +83,16 @@ def _build(cls: type[Config], settings: Settings) -> Config:
     try:
         return cls(**{name: setting.value for name, setting in settings.items()})
     except SettingError as error:
-        source = settings[error.name].source
-        raise ConfigError(f"{error} (from {source})" if source else str(error)) from None
+        raise ConfigError(f"{error}{_origins(error, settings)}") from None
+
+
+def _origins(error: SettingError, settings: Settings) -> str:
+    """Say where the settings at fault were found; nothing of a keyword argument."""
+    defaults = Setting(None, "the defaults")
+    found = [(name, settings.get(name, defaults).source) for name in error.names]
+    alone = len(found) == 1
+    said = [f"from {at}" if alone else f"{name} from {at}" for name, at in found if at]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _config_text(name: str) -> str:
@@ -178,15 +186,25 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
 
 
 def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str], str]) -> Settings:
-    """Check the names, and read "none" as ``None`` where a setting may be none."""
+    """Check the names, and read "none" where a setting may be none or is a list, by default empty.
+
+    Raise `ConfigError` for unknown names, and for the old name of a setting beside the new one.
+    """
     settings = {}
     for given, value in values.items():
         name = _current(given)
         if name not in cls.model_fields:
             raise ConfigError(f"{unknown(name, cls.model_fields)} (in {source(given)})")
-        is_none = isinstance(value, str) and value.lower() == "none"
-        if is_none and is_optional(cls.model_fields[name]):
-            value = None
+        same = [one for one in values if RENAMED.get(one, one) == name]
+        if len(same) > 1:
+            problem = f"{' and '.join(same)} are the same setting; give one of them"
+            raise ConfigError(f"{problem} (in {source(given)})")
+        field = cls.model_fields[name]
+        if isinstance(value, str) and value.lower() == "none":
+            if is_optional(field):
+                value = None
+            elif field.default == ():  # which --help shows as none
+                value = ()
         settings[name] = Setting(value, source(given))
     return settings
 

@@ -55,7 +55,7 @@ class SpeculativeConfig:
     @classmethod
     def of(cls, value: object) -> SpeculativeConfig | Literal["auto"] | None:
         """Make one of a setting's value: a mapping of these fields, that as JSON, auto or none."""
-        return "auto" if value == "auto" else object_setting(cls, _NAME, value)
+        return "auto" if value == "auto" else object_setting(cls, _NAME, value, "auto or none")
 
     @property
     def longest_draft(self) -> int:

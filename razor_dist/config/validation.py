@@ -42,18 +42,25 @@ _TYPES: dict[Any, str] = {
 
 
 class SettingError(ConfigError):
-    """The value of the setting ``name`` is wrong."""
+    """The value of a setting is wrong, or those of several ``names`` are beside each other."""
 
-    def __init__(self, message: str, name: str) -> None:
+    def __init__(self, message: str, *names: str) -> None:
         super().__init__(message)
-        self.name = name
+        self.names = names
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle would give the constructor ``args`` alone
+        return type(self), (*self.args, *self.names)
 
 
 Setting = TypeVar("Setting")
 
 
-def object_setting(cls: type[Setting], name: str, value: object) -> Setting | None:
+def object_setting(
+    cls: type[Setting], name: str, value: object, words: str = "none"
+) -> Setting | None:
     """Make a dataclass of the value of the setting ``name``: a mapping of its fields, or JSON.
+
+    ``words`` are what the setting may be instead.
 
     None and objects of the class are returned as they are. `SettingError` for anything else, for
     fields that the class does not have, and for required ones that are missing.
@@ -64,7 +71,7 @@ def object_setting(cls: type[Setting], name: str, value: object) -> Setting | No
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise SettingError(f"{name} must be a JSON object: {error}", name) from None
+            raise SettingError(f"{name} must be a JSON object or {words}: {error}", name) from None
     if not isinstance(value, Mapping):
         raise SettingError(f"{name} must be an object, got {value!r:.80}", name)
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]

@@ -232,7 +232,7 @@ def test_a_run_sees_one_window_start(
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("{", "speculative_config must be a JSON object: "),
+        ("{", "speculative_config must be a JSON object or auto or none: "),
         ("[]", "must be an object, got []"),
         ('{"method": "eagle"}', "speculative_config.method must be lookup or ngram, got 'eagle'"),
         ('{"num_speculative_token": 3}', "did you mean 'num_speculative_tokens'?"),

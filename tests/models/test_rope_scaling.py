@@ -119,7 +119,7 @@ def test_a_prefix_of_another_rope_is_never_used(tiny: Tiny, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("{", "rope_scaling must be a JSON object: "),
+        ("{", "rope_scaling must be a JSON object or none: "),
         ({**YARN, "rope_type": "dynamic"}, "rope_scaling.rope_type must be yarn, got 'dynamic'"),
         ({"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings is missing"),
         ({**YARN, "type": "yarn"}, "no field 'type'; did you mean 'rope_type'?"),
