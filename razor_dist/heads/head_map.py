@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.files import replacing
 from razor_dist.heads.decision import Flags, Pairs, Scores, Windows, flags, heads_of_percent, ranked
 from razor_dist.models import smollm2
 
@@ -218,22 +219,24 @@ class HeadMap:
     def load(cls, path: str | Path) -> HeadMap:
         """Read a head map; raise `HeadMapError` if that fails, naming the field that is wrong."""
         try:
-            return _adapter.validate_json(Path(path).read_bytes())
+            return _adapter.validate_json(Path(path).expanduser().read_bytes())
         except OSError as error:
             raise HeadMapError(f"cannot read the head map {path}: {error.strerror}") from error
         except ValidationError as error:
             raise HeadMapError(f"head map {path}: {first_fault(error)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the map as JSON, one layer a line, optional fields only if they have a value."""
+        """Write the map as JSON, one layer a line, optional fields only if they have a value.
+
+        A crash or a full disk leaves the old file or the new one; raises `ConfigError` if it cannot
+        be written.
+        """
         optional = ("kv_scores", "windows", "verification")
         fields = dataclasses.asdict(self).items()
         stored = {name: value for name, value in fields if value or name not in optional}
         text = _STRING_OR_ROW.sub(_on_one_line, json.dumps(stored, indent=2)) + "\n"
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise HeadMapError(f"cannot write the head map {path}: {error.strerror}") from error
+        with replacing(Path(path).expanduser().resolve()) as draft:  # where a link leads
+            draft.write_text(text, encoding="utf-8")
 
 
 _adapter = TypeAdapter(HeadMap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,23 @@ def test_not_a_head_map(tmp_path: Path, text: str) -> None:
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(HeadMapError, match="cannot read the head map"):
         HeadMap.load(tmp_path / "none.json")
-    with pytest.raises(HeadMapError, match="cannot write the head map"):
+    with pytest.raises(ConfigError, match="cannot write"):
         make().save(tmp_path / "no" / "folder.json")
+
+
+def test_a_full_disk_leaves_the_old_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make().save("~/map.json")
+
+    def torn(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(ConfigError, match=r"cannot write .*/map\.json: No space left"):
+        make().save("~/map.json")
+    assert HeadMap.load("~/map.json") == make()
+    assert [path.name for path in tmp_path.iterdir()] == ["map.json"]
 
 
 @pytest.mark.parametrize(
