@@ -300,7 +300,7 @@ def _duo(model: ModelSource, settings: DuoSettings, own: Own) -> HeadMap | None:
     text = "reference" if haystack is None else str(haystack.resolve())
     kept, done = None, 0
     if file is not None:
-        identity = duo.run_identity(model.config, settings, source.settings, text)
+        identity = duo.run_identity(model.name, model.config, model.dtype, settings, source, text)
         state = None if options.resume is None else duo.TrainingState.load(file, identity)
         file.parent.mkdir(parents=True, exist_ok=True)
         kept, done = duo.KeptRun(file, identity, every, state), state.step if state else 0

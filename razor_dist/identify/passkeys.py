@@ -47,7 +47,7 @@ class Passkeys:
     """
 
     def __init__(self, prose: Prose, settings: PasskeySettings, start: Sequence[int] = ()) -> None:
-        self.settings = settings
+        self.settings, self.fingerprint = settings, prose.fingerprint
         self._prose, encode = prose, prose.encode
         self._start = [*start, *encode(_INTRODUCTION)]
         self._words = [encode(" " + word) for word in _WORDS.split()]

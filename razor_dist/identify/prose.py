@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs, sentences_of
+from razor_dist.files import digest_of
 
 
 class Prose:
@@ -29,6 +31,11 @@ class Prose:
         ]
         if not any(self._sentences):
             raise ConfigError("there is no text to make samples of")
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the sentences' tokens."""
+        return digest_of(json.dumps(self._sentences).encode())
 
     def take(self, tokens: int, draw: random.Random) -> list[list[int]]:
         """Take consecutive sentences of ``tokens`` tokens in all, the last one cut.

@@ -217,7 +217,13 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         TrainingState.load(file, {})
     config = read_config(models["llama"])
     settings = DuoSettings(steps=7)
-    mine = run_identity(config, settings, passkeys().settings, "reference")
+
+    def identity(
+        settings: DuoSettings, seed: int = 0, name: str = "a", dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
+        return run_identity(name, config, dtype, settings, passkeys(seed), "reference")
+
+    mine = identity(settings)
     zeros = torch.zeros(4, 2)
     TrainingState(3, zeros, zeros + 1, zeros + 2).save(file, mine)
     assert TrainingState.load(file, mine).step == 3
@@ -226,9 +232,15 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         (DuoSettings(steps=7, l1=0.1), "has l1 0.05, this one 0.1"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            TrainingState.load(file, run_identity(config, other, passkeys().settings, "reference"))
-    with pytest.raises(ConfigError, match=r"has passkeys\.seed 0, this one 1"):
-        TrainingState.load(file, run_identity(config, settings, passkeys(1).settings, "reference"))
+            TrainingState.load(file, identity(other))
+    for other_identity, problem in (
+        (identity(settings, seed=1), r"has passkeys\.seed 0, this one 1"),
+        (identity(settings, name="b"), "has model_name 'a', this one 'b'"),
+        (identity(settings, dtype=torch.bfloat16), "has dtype 'float32', this one 'bfloat16'"),
+        ({**mine, "haystack_fingerprint": "f"}, "has haystack_fingerprint '[0-9a-f]{12}', this"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            TrainingState.load(file, other_identity)
     file.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="does not hold a state of gate training"):
         TrainingState.load(file, mine)

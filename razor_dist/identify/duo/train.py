@@ -44,6 +44,7 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo import pattern as duo_pattern
 from razor_dist.identify.duo.attention import GateContext, Ulysses
+from razor_dist.identify.passkeys import Passkeys
 from razor_dist.identify.settings import DuoSettings, PasskeySettings
 from razor_dist.models.dual_chunk import check_one_chunk
 from razor_dist.models.loader import dtype_name, model_fingerprint
@@ -200,7 +201,12 @@ class KeptRun:
 
 
 def run_identity(
-    config: PretrainedConfig, settings: DuoSettings, passkeys: PasskeySettings, haystack: str
+    model_name: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    settings: DuoSettings,
+    passkeys: Passkeys,
+    haystack: str,
 ) -> dict[str, Any]:
     """Collect the settings that must be equal in a run and in the one that continues it."""
     training = asdict(settings)
@@ -208,9 +214,12 @@ def run_identity(
     del training["zero_stage"], training["sparsity"], training["threshold"]
     return {
         "model": model_fingerprint(config),
+        "model_name": model_name,  # fine-tunes of one model share its fingerprint
+        "dtype": dtype_name(dtype),
         **training,
-        **{f"passkeys.{key}": value for key, value in asdict(passkeys).items()},
+        **{f"passkeys.{key}": value for key, value in asdict(passkeys.settings).items()},
         "haystack": haystack,
+        "haystack_fingerprint": passkeys.fingerprint,
     }
 
 
