@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from razor_dist.evals.needle.config import MapsConfig
 from razor_dist.evals.report import write_json, write_page
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.identify.budget import Masses
+from razor_dist.jobs.results import differences
+from razor_dist.models.loader import dtype_name
 
 _FOUND_HERE = ("razor", "onthefly", "kvzip", "reach")  # by a few passes, without training
 _PASSKEYS = 4000  # tokens of onthefly's longest sample: it is to take about as long as the others
@@ -45,24 +47,25 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
     for percent in config.budgets:  # refused before the work
         budget = budget_of(config, model.shape, percent, config.middle_share)
     reading = reading_of(model, budget, config.tokens)
+    finding, measuring = _deciding(config, model)
+    cached = out / "maps" / "masses.json"
+    read = _kept(cached, measuring)  # refused before the work, too
     maps, seconds = {}, {}
     for name in names:
         if name == UPPER_BOUND:
             maps[name], seconds[name] = upper_bound(config, out / "alone")
         elif name in _FOUND_HERE:
-            maps[name], seconds[name] = _found(name, _common(config, out, name))
+            maps[name], seconds[name] = _found(name, _common(config, out, name), finding)
         else:
             found = HeadMap.load(name)
             maps[found.method if found.method not in names else Path(name).stem] = found
     if len(maps) < len(names):
         raise ConfigError("two head maps have the same method; give one of them")
-    cached = out / "maps" / "masses.json"
-    if cached.exists():
-        read = json.loads(cached.read_text())
+    if read is not None:
         seen: Masses = {int(window): tuple(map(tuple, rows)) for window, rows in read.items()}
     else:
         seen = measured_masses(model, budget, reading)
-        write_json(cached, seen)
+        write_json(cached, {"settings": measuring, "found": seen})
     study = Study(config, maps, seen)
     rows = study.run_in(out)
     about: dict[str, Any] = {"seconds": seconds, "budgets": config.budgets, "rows": rows}
@@ -84,16 +87,41 @@ def _common(config: MapsConfig, out: Path, name: str = "none") -> CommonOptions:
     )
 
 
-def _found(name: str, options: CommonOptions) -> tuple[HeadMap, float]:
+def _deciding(config: MapsConfig, model: ModelSource) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that decide the maps that are found, and those that decide the masses."""
+    shared = config.model_dump(mode="json", include={"seed", "rope_scaling"})
+    shared |= {"model": model.name, "dtype": dtype_name(model.dtype)}
+    own = {"tokens", "window_min", "window_max", "window_ratio", "block", "sink_tokens"}
+    return shared, shared | config.model_dump(mode="json", include=own)
+
+
+def _kept(path: Path, settings: Mapping[str, Any]) -> Any:
+    """Return what a file holds, None if there is none; `ConfigError` if it is of other settings."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if not text:  # a kill can leave an empty file
+        return None
+    read = json.loads(text)
+    # Older files do not say their settings.
+    there = read.get("settings", {}) if isinstance(read, dict) else {}
+    if found := differences(there, settings):
+        raise ConfigError(
+            f"{path} was made with other settings ({'; '.join(found)}); name another --out"
+        )
+    return read["found"]
+
+
+def _found(name: str, options: CommonOptions, settings: Mapping[str, Any]) -> tuple[HeadMap, float]:
     """Return a criterion's map and the seconds that finding it took, loading included."""
     clock = options.out.with_suffix(".seconds")
-    if not clock.exists():
+    took = _kept(clock, settings)
+    if took is None:
         began = time.monotonic()
         classes = (WindowOptions, BudgetOptions)
         own: dict[type, Any] = {cls: cls() for cls in classes}
         own[PasskeyOptions] = PasskeyOptions(max_tokens=_PASSKEYS)
         settings_class, *_ = METHODS[name][1]
         identify(name, options, settings_class(), own)
-        clock.write_text(f"{time.monotonic() - began:.1f}")
+        took = round(time.monotonic() - began, 1)
+        write_json(clock, {"settings": settings, "found": took})
     typer.echo(f"{name}: {options.out}", err=True)
-    return HeadMap.load(options.out), float(clock.read_text())
+    return HeadMap.load(options.out), took

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from razor_dist import cli
+from razor_dist.commands import maps_run
+from razor_dist.commands.identify_options import CommonOptions
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals import maps
 from razor_dist.evals.needle.config import MapsConfig
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.results import read_job
 from razor_dist.models.registry import display_name
 
@@ -77,6 +81,33 @@ def test_maps_at_equal_bytes(
     # All is there already.
     assert cli.main(command) == 0
     assert json.loads((out / "maps.json").read_text()) == found
+    capsys.readouterr()
+    # Not the masses of other windows.
+    assert cli.main([*command, "--window-min", "48"]) == 2
+    said = capsys.readouterr().err
+    assert "masses.json was made with other settings (window_min is 40 there and 48 here)" in said
+
+
+def test_a_found_map_is_taken_for_its_settings_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def identify(name: str, options: CommonOptions, *_: Any) -> None:
+        runs.append(name)
+        HeadMap.load(shipped_head_map("smollm2")).save(options.out)
+
+    monkeypatch.setattr(maps_run, "identify", identify)
+    options = CommonOptions(model="smollm2", out=tmp_path / "razor.json")
+    clock = tmp_path / "razor.seconds"
+    clock.touch()  # as a kill can leave it
+    found, seconds = maps_run._found("razor", options, {"seed": 0})
+    assert maps_run._found("razor", options, {"seed": 0}) == (found, seconds) and runs == ["razor"]
+    for older, there in ((False, "0"), (True, "not set")):
+        if older:
+            clock.write_text("12.5")
+        with pytest.raises(ConfigError, match=f"seed is {there} there and 1 here"):
+            maps_run._found("razor", options, {"seed": 1})
 
 
 def _named(method: str, key: tuple[str, float, int]) -> bool:
