@@ -64,7 +64,7 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
     if not messages or isinstance(messages[0], Mapping):
         messages = [cast("Conversation", messages)]
     for conversation in messages:
-        for message in conversation:
+        for message in conversation if isinstance(conversation, Sequence) else [conversation]:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise _no_conversation(message)
     return list(cast("Sequence[Conversation]", messages))
@@ -116,7 +116,8 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: 
 
     With ``ends``, which no prefix goes with, tell where the tokens are in a text.
 
-    Raises `RequestError` if it is not a prompt, or a text for a model without a tokenizer.
+    Raises `RequestError` if it is not a prompt, or a text for a model without a tokenizer, or has
+    another salt than the prefix.
     """
     salt: Any = None
     if isinstance(prompt, Encoded):
@@ -136,6 +137,8 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: 
                 param="cache_salt",
             )
         check_text(salt or "", "cache_salt")
+        if prefix is not None:
+            prefix.check_salt(salt)
         [(key, prompt)] = given.items()
         if isinstance(prompt, str) != (key == "prompt"):
             raise RequestError(f"{key} cannot hold {prompt!r:.80}", param=key)

@@ -144,7 +144,8 @@ class LLM(EngineHandle):
 
         A prefix takes one of the ``max_num_seqs`` sequences and its tokens' share of
         ``kv_tokens`` until it is released. What continues it is always read with local prefill,
-        whatever ``prefill`` was set to.
+        whatever ``prefill`` was set to. A ``cache_salt`` beside the prompt is that of all that
+        continues it.
 
         Takes one prompt, and ``use_tqdm``, as `generate` does. Raises `RequestError` if the prompt
         cannot be served, or leaves no room to continue it, and `EngineError` if the engine dies.
@@ -215,10 +216,10 @@ class LLM(EngineHandle):
                 "max_num_seqs of at least 2, or with prefix_cache",
                 param="max_num_seqs",
             )
-        [(_, checked)] = self._ready(encode, [prompt], SamplingParams(max_tokens=1), None)
-        request_id = str(next(self._ids))
+        [(given, checked)] = self._ready(encode, [prompt], SamplingParams(max_tokens=1), None)
+        request_id, bar = str(next(self._ids)), self._bar(use_tqdm)
         return self.loop.run(
-            read_prefix(self.client, request_id, checked, self._bar(use_tqdm), chat_text)
+            read_prefix(self.client, request_id, checked, bar, chat_text, given.cache_salt)
         )
 
     def _answers(

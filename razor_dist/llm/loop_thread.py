@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
@@ -13,13 +14,21 @@ from razor_dist.config.errors import EngineError
 T = TypeVar("T")
 
 CLOSED = "the LLM was closed; make a new one"
+FORKED = (
+    "this process was forked from the one that made the LLM, which alone can call it: make another "
+    "LLM here, or start this process with multiprocessing's spawn"
+)
 
 
 class LoopThread:
-    """Runs coroutines, for any thread, until it is finished; `EngineError` from then on."""
+    """Runs coroutines, for any thread, until it is finished; `EngineError` from then on.
+
+    So it is in a forked child, where there is no such thread: whoever waits for it, waits for ever.
+    """
 
     def __init__(self) -> None:
         self.finished = False
+        self._pid = os.getpid()
         # Reentrant: garbage collection may finish it in a thread that submits.
         self._submitting = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -30,11 +39,18 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._is_forked:  # another thread may have held the lock meanwhile
+            coroutine.close()
+            raise EngineError(FORKED)
         with self._submitting:
             if not self.finished:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         raise EngineError(CLOSED)
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self.submit(coroutine)
@@ -54,7 +70,7 @@ class LoopThread:
         In the loop's own thread, which cannot wait for itself, it is done after this returns:
         garbage collection may end the work there.
         """
-        if self.finished:
+        if self.finished or self._is_forked:
             coroutine.close()
         elif threading.current_thread() is self._thread:
             self.submit(coroutine)
@@ -62,7 +78,13 @@ class LoopThread:
             self.run(coroutine)
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run what ends everything, cancel what is left, and end the thread."""
+        """Run what ends everything, cancel what is left, and end the thread.
+
+        Nothing in a forked child: all of that is its parent's.
+        """
+        if self._is_forked:
+            coroutine.close()
+            return
 
         async def last() -> None:
             try:

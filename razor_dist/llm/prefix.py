@@ -25,8 +25,8 @@ class Prefix:
     until then. Closing the `LLM` and garbage collection release it as well.
 
     ``stream`` is the pinned request's, ``client`` that of the engine that holds it, ``loop`` the
-    client's, where the stream may be closed, and ``chat_text`` the beginning of a conversation as
-    the model reads it, up to the end of the last content.
+    client's, where the stream may be closed, ``chat_text`` the beginning of a conversation as the
+    model reads it, up to the end of the last content, and ``cache_salt`` the prompt's.
 
     Examples
     --------
@@ -41,8 +41,10 @@ class Prefix:
         tokens: Tokens,
         loop: asyncio.AbstractEventLoop,
         chat_text: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self._stream, self._client = stream, client
+        self._cache_salt = cache_salt
         self.num_tokens = len(tokens)
         self.border = tokens[-_BORDER:].tolist()  # what a continuation is tokenised behind
         self._chat_text = chat_text
@@ -68,6 +70,15 @@ class Prefix:
         if self.released:
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         return self._stream
+
+    def check_salt(self, cache_salt: str | None) -> None:
+        """Raise `RequestError` if a prompt brings another salt than the prefix has."""
+        if cache_salt not in (None, self._cache_salt):
+            raise RequestError(
+                "cache_salt differs from that of the prefix, under which all that continues it is "
+                "kept: leave it out, or prefill the prefix with it",
+                param="cache_salt",
+            )
 
     def rest_of(self, chat_text: str) -> str:
         """Return a conversation beyond this prefix; `RequestError` if it begins otherwise."""
@@ -102,10 +113,13 @@ async def read_prefix(
     prompt: Checked,
     use_tqdm: UseTqdm = False,
     chat_text: str | None = None,
+    cache_salt: str | None = None,
 ) -> Prefix:
     """Prefill a prompt that the engine then keeps; arguments as in `PromptBar` and `Prefix`."""
     tokens = len(prompt.tokens)
-    [stream] = client.submit(request_id, prompt.tokens, prompt.params, pin=True)
+    [stream] = client.submit(
+        request_id, prompt.tokens, prompt.params, pin=True, cache_salt=cache_salt
+    )
     try:
         with PromptBar(use_tqdm, [tokens]) as bar:
             async for message in stream:
@@ -117,7 +131,8 @@ async def read_prefix(
     except BaseException:  # the engine's failure, or the caller's bar, which may raise anything
         stream.close()
         raise
-    return Prefix(stream, client, prompt.tokens, asyncio.get_running_loop(), chat_text)
+    loop = asyncio.get_running_loop()
+    return Prefix(stream, client, prompt.tokens, loop, chat_text, cache_salt)
 
 
 def _close(stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:

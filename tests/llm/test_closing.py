@@ -74,6 +74,36 @@ def test_a_closed_llm_says_so() -> None:
     gc.collect()
 
 
+_FORKS = """
+import os, signal, sys
+from razor_dist import SamplingParams
+from razor_dist.config.errors import EngineError
+from tests import fake_engine
+from tests.fake_llm import FakeLLM
+
+llm = FakeLLM()
+begun = llm.stream([fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400))
+next(begun)
+if not (child := os.fork()):
+    signal.alarm(60)  # else it would wait for ever
+    for call in (lambda: llm.generate([[5]]), llm.stats, lambda: next(begun)):
+        try:
+            call()
+        except EngineError as error:
+            print(error)
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(llm.generate([[5, 6]])[0].outputs[0].token_ids[0])
+"""
+
+
+def test_a_forked_child_says_so_and_ends() -> None:
+    command = [sys.executable, "-c", _FORKS]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.split("\n")
+    assert [line[:23] for line in said[:3]] == ["this process was forked"] * 3
+    assert said[3:5] == ["0", "6"]
+
+
 async def test_an_asynchronous_engine_that_was_closed_says_so() -> None:
     engine = FakeAsyncLLM()
     endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)

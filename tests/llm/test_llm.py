@@ -17,6 +17,7 @@ import pytest
 import razor_dist
 from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
+from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.llm.progress import ReadingLog
 from razor_dist.protocol.repetition import LOOPS
@@ -218,7 +219,7 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, me
     assert llm.stats()["running"] == 0
 
 
-@pytest.mark.parametrize("messages", ["hi", 3, ["hi"], [{"content": "hi"}], [["hi"]]])
+@pytest.mark.parametrize("messages", ["hi", 3, ["hi"], [None], [{"content": "hi"}], [["hi"]]])
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"messages must be a list such as .*; got"):
         llm.chat(messages)
@@ -297,6 +298,24 @@ def test_an_engine_of_one_sequence_has_no_room_for_a_prefix() -> None:
     ):
         llm.prefill([5])
     assert error.value.param == "max_num_seqs"
+
+
+def test_a_prefix_has_the_salt_of_its_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts = []
+
+    def submit(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+        salts.append(kwargs["cache_salt"])
+        return original(self, *args, **kwargs)
+
+    original = EngineClient.submit
+    monkeypatch.setattr(EngineClient, "submit", submit)
+    llm.prefill([5]).release()
+    with llm.prefill({"prompt_token_ids": [5], "cache_salt": "mine"}) as prefix:
+        with pytest.raises(RequestError, match="cache_salt differs from that of the prefix"):
+            llm.generate({"prompt_token_ids": [6], "cache_salt": "another"}, prefix=prefix)
+        for same in ("mine", None):
+            prefix.check_salt(same)
+    assert salts == [None, "mine"]
 
 
 def test_one_failure_aborts_the_others(llm: LLM) -> None:
