@@ -43,7 +43,7 @@ def test_every_sentence_points_at_its_passage() -> None:
 
 def test_the_template_is_no_source_and_a_text_model_has_sources() -> None:
     text = document(2)
-    template = "What is said of fact9 ? Read {kind}: {document} ({document})"
+    template = "What is said of fact9 ? Read {kind}: {document}"
     for llm in (Quoter(4096), Quoter(4096, plain_tokenizer())):
         found = told(summarize(llm, text, sources=True, template=template), text)
         assert [len(sources) for words, sources in found if words == "Of fact9."] == [0]
