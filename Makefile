@@ -20,7 +20,7 @@ help:
 	@echo "make demo       ranks of the embedded model answer a question about a long document"
 	@echo "make serve      start the server on http://127.0.0.1:8000"
 	@echo "make test       the test suite, and its 25 slowest tests"
-	@echo "make test-long  the tests of eight seconds and more"
+	@echo "make test-long  the longer tests, which CI runs too"
 	@echo "make lint       ruff, clang-format, mypy and the import contracts"
 	@echo "make docs       the documentation, into site/"
 	@echo "make gpu        measurements for a machine with a GPU, into docs/benchmarks/gpu"
