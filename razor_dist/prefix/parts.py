@@ -7,9 +7,11 @@ part of and a checksum of the rest. What is damaged, cut off or of something els
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import secrets
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -74,6 +76,20 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file as `write_file` does, in place of an older one if there is any.
+
+    A reader finds the old one or the new one, whole. Raises `OSError`, and then leaves no draft.
+    """
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        write_file(draft, data)
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 class PartWriter:

@@ -41,7 +41,7 @@ import numpy as np
 from razor_dist.config.errors import ConfigError
 from razor_dist.files import sync_folder
 from razor_dist.prefix.manifest import FORMAT, Manifest, Names, Tokens, digest, tokens_digest
-from razor_dist.prefix.parts import BadPartError, read_file, unpack, write_file
+from razor_dist.prefix.parts import BadPartError, read_file, replace_file, unpack, write_file
 
 _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 _LOCK, _SECRET = "writer.lock", "secret"
@@ -242,13 +242,7 @@ def write_title(path: Path, title: str) -> None:
 
     Raises `OSError`.
     """
-    file = _title_file(path)
-    draft = file.with_name(f"{file.name}.{secrets.token_hex(4)}{_NEW}")
-    try:
-        write_file(draft, title.encode("utf-8", "replace"))
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+    replace_file(_title_file(path), title.encode("utf-8", "replace"))
 
 
 def read_title(path: Path) -> str:

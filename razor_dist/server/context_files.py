@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import time
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -19,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from razor_dist.api.contexts import KeptContext
-from razor_dist.prefix.parts import write_file
+from razor_dist.prefix.parts import replace_file
 from razor_dist.prefix.store import folders
 
 log = logging.getLogger(__name__)
@@ -66,17 +65,12 @@ class ContextFiles:
     def write(self, head: Head, ttl: int, kept: KeptContext) -> bool:
         """Write a context, and remove those that have expired; False if the disk refuses."""
         first, rest = map(msgspec.msgpack.encode, (head, kept))
-        path = self._path(head.id)
-        draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         begin = b"".join(n.to_bytes(_INT_BYTES, "big") for n in (ttl, len(first)))
         try:
             _sweep(self._folder)
-            write_file(draft, begin + first + rest)
-            draft.replace(path)
+            replace_file(self._path(head.id), begin + first + rest)
         except OSError as error:
             log.warning("a context cannot be kept on disk: %s", error)
-            with contextlib.suppress(OSError):
-                draft.unlink()
             return False
         return True
 

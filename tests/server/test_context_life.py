@@ -21,8 +21,8 @@ from razor_dist.cli import main
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
+from razor_dist.prefix import parts
 from razor_dist.prefix.store import PrefixStore
-from razor_dist.server import context_files
 from razor_dist.server import contexts as under_test
 from razor_dist.server.context_files import ContextFiles, Head
 from razor_dist.server.contexts import Context, Contexts
@@ -148,7 +148,7 @@ def test_a_disk_that_refuses_costs_no_context(
         contexts = server(tmp_path)
         write = mock.Mock(side_effect=OSError("No space left on device"))
         with monkeypatch.context() as patched:
-            patched.setattr(context_files, "write_file", write)
+            patched.setattr(parts, "write_file", write)
             context = await used(contexts, kept())
         assert write.called and not context.stored and list(tmp_path.iterdir()) == []
         assert contexts.find(context.id, "a") is context
