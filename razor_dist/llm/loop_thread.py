@@ -23,7 +23,8 @@ FORKED = (
 class LoopThread:
     """Runs coroutines, for any thread, until it is finished; `EngineError` from then on.
 
-    So it is in a forked child, where there is no such thread: whoever waits for it, waits for ever.
+    In a forked child it raises `EngineError` too: fork copies no threads, so that a call would wait
+    for ever.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ def make_cache(
 
 
 def windows_of(cache: StreamingCache, slot: StreamingSlot, position: int) -> Windows:
-    """What a decode step is given of a slot."""
+    """Return the windows of a slot as a decode step has them."""
     numbers = (position, cache.policy.start(position), slot.offset, slot.capacity)
     width = cache.arena.ring + min(slot.capacity, position + 1)
     return Windows(

@@ -561,7 +561,7 @@ def test_a_request_that_waits_for_a_prefill_is_looked_up_once() -> None:
 
 
 def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
-    """That prefill may rest for ever: requests of an earlier priority may keep coming."""
+    """Requests of an earlier priority may keep coming, so that the prefill would never go on."""
     core, _ = make_core(pages=120, share=True, by_priority=True)
     core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "later", 30, priority=1)

@@ -1,4 +1,4 @@
-"""Where drafts come from, how long they are, and the setting that asks for them."""
+"""Drafts by lookup: their source, their length, and the setting `speculative_config`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_ngram_is_vllms() -> None:
 
 
 class Answer:
-    """What `Drafts` reads of an answer."""
+    """A stand-in for a request, with the attributes that `Drafts` reads."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.generated = np.array(tokens, np.int32), []

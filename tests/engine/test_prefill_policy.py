@@ -353,7 +353,7 @@ def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> N
 
 
 class SimulatedStep(NamedTuple):
-    """Where a step of a prompt begins and ends, whether it is a chunk, and its seconds."""
+    """A step's tokens of a prompt, whether they are a chunk, and its seconds."""
 
     begin: int
     end: int

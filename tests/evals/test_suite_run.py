@@ -151,7 +151,7 @@ def test_prose_is_wanted(letters: Path, tmp_path: Path) -> None:
 
 
 def test_equal_scores_have_an_interval_as_well() -> None:
-    """Of ten right answers, Clopper and Pearson's; resampling would give a point."""
+    """Resampling equal scores would give a point; Clopper and Pearson's bound is taken instead."""
     assert interval([1.0] * 10) == pytest.approx((0.6915, 1), abs=1e-4)
     assert interval([0.0] * 20, 0, 100) == pytest.approx((0, 16.84), abs=0.01)
     assert interval([0.0] * 10, -100, 100) == pytest.approx((-30.85, 30.85), abs=0.01)
