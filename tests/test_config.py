@@ -64,6 +64,9 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
     assert load_config(ServerConfig, {"api_key": "none"}).api_key == ()
     assert load_config(ServerConfig, {}, {"RAZOR_ALLOWED_HOSTS": "none"}).allowed_hosts == ()
     assert load_config(ServerConfig, {}, {"RAZOR_ALLOWED_HOSTS": ""}).allowed_hosts == ()
+    # A comma too many is no name.
+    with pytest.raises(ConfigError, match="allowed_hosts must be a non-empty string"):
+        load_config(ServerConfig, {"allowed_hosts": "a,,b"})
     # An empty variable must not open a server that was meant to have keys.
     with pytest.raises(ConfigError, match="api_key must be a list of keys"):
         load_config(ServerConfig, {}, {"RAZOR_API_KEY": ""})

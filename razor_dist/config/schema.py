@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StringConstraints,
     ValidationError,
     field_validator,
 )
@@ -54,7 +55,8 @@ def _names(value: Any) -> Any:
     return [] if value == "" else _split(value)
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+_Name = Annotated[str, StringConstraints(min_length=1)]
+Names = Annotated[tuple[_Name, ...], BeforeValidator(_names)]
 
 
 class EngineConfig(BaseModel):

@@ -172,8 +172,14 @@ class LLM(EngineHandle):
         ...     asked = [{"role": "user", "content": f"{document}\\n\\n{question}"}]
         ...     outputs = llm.chat(asked, prefix=prefix)
         """
+        conversations = conversations_of(messages)
+        if len(conversations) > 1:
+            raise RequestError(
+                f"a prefix is the beginning of one conversation, got {len(conversations)}",
+                param="messages",
+            )
         template = {**(chat_template_kwargs or {}), "continue_final_message": True}
-        text = self._encoder.chat_text(messages, add_generation_prompt=False, **template)
+        text = self._encoder.chat_text(conversations[0], add_generation_prompt=False, **template)
         ids = self._encoder.text(text, special_tokens=False)
         return self._pinned(Encoded(None, ids), use_tqdm, text)
 

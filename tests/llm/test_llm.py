@@ -221,8 +221,15 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, me
 
 @pytest.mark.parametrize("messages", ["hi", 3, ["hi"], [None], [{"content": "hi"}], [["hi"]]])
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError, match=r"messages must be a list such as .*; got"):
-        llm.chat(messages)
+    for call in (llm.chat, llm.prefill_chat):
+        with pytest.raises(RequestError, match=r"messages must be a list such as .*; got"):
+            call(messages)
+
+
+def test_a_prefix_is_of_one_conversation(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="the beginning of one conversation, got 2"):
+        llm.prefill_chat([one, one])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [None], 3])

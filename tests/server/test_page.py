@@ -190,7 +190,8 @@ def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: Serve
 def test_a_busy_server_is_asked_again(reader: Reader, full: httpx.Response) -> None:
     turn = reader.ask("Is there room?")
     words = turn.locator(".reading p")
-    expect(words).to_have_text(re.compile(r"The server is busy\. Asking again in \d+ s\."))
+    said = r"The server is busy \(the queue is full: .*\)\. Asking again in \d+ s\."
+    expect(words).to_have_text(re.compile(said))
     full.close()
     expect(turn.locator(".answer")).to_contain_text("room")
 

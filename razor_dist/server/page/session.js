@@ -64,16 +64,17 @@ export async function* ask(request, signal, say, withoutContext) {
       return;
     } catch (error) {
       if (begun || !(error instanceof api.ApiError)) throw error;
-      if (error.isBusy) await countdown(error.retryAfter ?? 5, signal, say);
+      if (error.isBusy) await countdown(error, signal, say);
       else if ((error.isNotReady || error.isGone) && ++lost <= GONE) await untilReady(signal, say);
       else if (error.code !== "context_not_found" || !withoutContext()) throw error;
     }
   }
 }
 
-async function countdown(seconds, signal, say) {
-  for (let left = seconds; left > 0; left--) {
-    say(`The server is busy. Asking again in ${duration(left)}.`);
+/** Waits as long as a refusal says, with its reason: a full queue, kept documents, a key's limit. */
+async function countdown({ message, retryAfter }, signal, say) {
+  for (let left = retryAfter ?? 5; left > 0; left--) {
+    say(`The server is busy (${message}). Asking again in ${duration(left)}.`);
     await sleep(1, signal);
   }
   say("Asking again.");
