@@ -108,3 +108,21 @@ def test_before_a_host_stops_its_server_ends() -> None:
     assert name in script
     stop = subprocess.run([sys.executable, "-c", script.replace(name, f"{name}.mock")], timeout=60)
     assert stop.returncode == 0 and sleeping.wait(10) == -15 and zombie.wait() == 0
+
+
+def test_triton_may_write_where_nothing_else_is_writable() -> None:
+    deploy = ROOT / "deploy"
+    variable = re.compile(r"\bTRITON_HOME=(\S+)")
+    [home] = variable.findall((deploy / "Dockerfile").read_text())
+    read_only = [
+        text
+        for file in deploy.rglob("*.yaml")
+        if "readOnlyRootFilesystem: true" in (text := file.read_text())
+    ]
+    assert len(read_only) >= 2
+    for text in read_only:
+        assert text.count("readOnlyRootFilesystem: true") == text.count(f"mountPath: {home}}}")
+    for unit in deploy.glob("*.service"):
+        text = unit.read_text()
+        [folder] = re.findall(r"^CacheDirectory=(\S+)$", text, re.MULTILINE)
+        assert variable.findall(text) == [f"/var/cache/{folder}"]
