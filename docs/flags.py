@@ -26,33 +26,46 @@ name with underscores (`max_num_seqs: 4`), or in the environment (`RAZOR_MAX_NUM
 command line wins over the environment, the environment over YAML, and YAML over the defaults
 shipped for the model in `configs/models/`. `serve`, `eval`, `summarize`, `batch`, `prefill` and
 `plan` take the engine's settings. A SIZE may have a unit: `8K` is 8192, `8k` is 8000, `1M` is
-1,048,576. The flags of `identify`, `heads`, `eval`, `bench` and `demo` are in their `--help` alone.
+1,048,576. [The last table](#flags-of-each-command) names every flag of every command.
 """
 
-# Commands whose own flags have a table. `razor-dist COMMAND --help` shows those of the others.
+_NAMES = """\
+## Flags of each command
+
+"Settings of the engine" and the like stand for all flags in the table of that name. The command's
+`--help` says what the other flags do, and which defaults differ.
+
+| command | flags |
+|---|---|
+"""
+
+# Commands whose own flags have a table: those of daily use.
 _TABLES = {"serve", "summarize", "batch", "prefill", "store", "plan"}
 
 
 def page() -> str:
     """Return the page as Markdown."""
     commands = dict(_commands())
-    lines, shared = [_INTRODUCTION], set[str]()
+    lines, shared, settings = [_INTRODUCTION], set[str](), dict[str, list[str]]()
     for title, name, cls in (
         ("Settings of the engine", "serve", EngineConfig),
         ("Settings of the server", "serve", ServerConfig),
         ("Settings of jobs", "batch", JobConfig),
     ):
-        rows = _rows(p for p in commands[name].params if p.name in cls.model_fields)
-        rows = [row for row in rows if row not in shared]
-        shared.update(rows)
-        lines += [f"## {title}\n", *_table(rows)]
+        fields = [p for p in commands[name].params if p.name in cls.model_fields]
+        own = [p for p in fields if shared.isdisjoint(_rows([p]))]
+        settings[title.lower()] = _names(own)
+        shared.update(_rows(own))
+        lines += [f"## {title}\n", *_table(_rows(own))]
     lines += ["## Commands\n", "| command | what it does |", "|---|---|"]
     lines += [f"| `razor-dist {name}` | {_summary(each)} |" for name, each in commands.items()]
     lines.append("")
     for name in commands:
         if name.split()[0] in _TABLES:
-            own = [row for row in _rows(commands[name].params) if row not in shared]
-            lines += [f"### razor-dist {name}\n", *_table(own)]
+            rows = [row for row in _rows(commands[name].params) if row not in shared]
+            lines += [f"### razor-dist {name}\n", *_table(rows)]
+    lines.append(_NAMES.rstrip())
+    lines += [f"| `{name}` | {_flags(each, settings)} |" for name, each in commands.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -86,6 +99,23 @@ def _rows(parameters: Iterable[Any]) -> list[str]:
         # A bar ends a cell, and site and GitHub differ in how one is escaped within code.
         rows.append(" | ".join(cell.replace("|", ", ") for cell in cells))
     return rows
+
+
+def _names(parameters: Iterable[Any]) -> list[str]:
+    """Names of flags, ``--no-...`` after its opposite; old names are hidden."""
+    shown = (p for p in parameters if p.param_type_name == "option" and not p.hidden)
+    return [name for p in shown for name in [*p.opts, *p.secondary_opts]]
+
+
+def _flags(command: Any, settings: dict[str, list[str]]) -> str:
+    """All flags of a command; a title stands for its settings if one of them is missing at most."""
+    names, parts = _names(command.params), list[str]()
+    for title, members in settings.items():
+        missing = [f"`{name}`" for name in members if name not in names]
+        if len(missing) < 2:
+            names = [name for name in names if name not in members]
+            parts.append(" except ".join([title, *missing]))
+    return ", ".join([*(f"`{name}`" for name in names), *parts]) or "none"
 
 
 def _table(rows: list[str]) -> Iterator[str]:

@@ -128,5 +128,6 @@ FLAGS_OF_OTHERS = """
 
 
 def test_the_page_of_flags_is_what_the_code_says() -> None:
+    """Freezes the command line: a flag that is renamed or dropped breaks scripts."""
     made = runpy.run_path(str(ROOT / "docs/flags.py"))["page"]()
     assert (ROOT / "docs/flags.md").read_text() == made, "run: python docs/flags.py > docs/flags.md"

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from razor_dist.commands.serve import serve
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.server.app import build_app
 from razor_dist.server.service import Service
 from tests.server.process import ROOT
-from tests.test_cli import SERVE_OPTIONS
+from tests.test_cli import options
 
 FOLDER = ROOT / "deploy/kubernetes"
 
@@ -58,7 +59,7 @@ def test_what_is_rendered_fits_the_server(folder: str, tmp_path: Path) -> None:
             r"--[\w-]+",
             " ".join(given[given.index("--no-python") :] if "--no-python" in given else given),
         )
-        assert set(flags) - {"--no-python"} <= set(SERVE_OPTIONS.split())
+        assert set(flags) - {"--no-python"} <= options(serve)
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert mounts.keys() == volumes.keys()

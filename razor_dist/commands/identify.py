@@ -65,7 +65,7 @@ METHODS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     ),
     "alibi": (
         "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
-        (ScopeSettings,),
+        (ScopeSettings,),  # no budget: the windows follow from the slopes
     ),
 }
 

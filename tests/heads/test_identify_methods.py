@@ -7,15 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import typer
 from PIL import Image
 
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.commands.identify import identify, method_first
+from razor_dist.commands.identify import method_first
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, read_config
@@ -195,44 +193,6 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     for method in ("onthefly", "kvzip", "reach"):
         with pytest.raises(ModelError, match="has no tokenizer, and this method reads text"):
             _run(method, bare, tmp_path / "map.json")
-
-
-COMMON = {
-    *("--out", "--plot", "--seed", "--device", "--dtype", "--trust-remote-code"),
-    *("--verify", "--verify-tokens", "--haystack", "--rope-scaling"),
-}
-BUDGET = {
-    *("--budget", "--budget-tokens", "--short-window"),
-    *("--middle-window", "--middle-share", "--mass-tokens"),
-}
-PASSKEYS = {
-    *("--sparsity", "--sink-tokens", "--recent-tokens", "--passkeys", "--max-tokens"),
-    "--verify-window",
-}
-OPTIONS = {
-    "razor": {"--induction", "--echo", "--tokens", "--repeats", "--verify-window"},
-    "duo": {
-        *PASSKEYS,
-        *("--threshold", "--steps", "--learning-rate", "--l1", "--zero-stage"),
-        *("--checkpoint", "--checkpoint-every", "--resume"),
-    },
-    "onthefly": {*PASSKEYS, "--samples"},
-    "kvzip": {"--sparsity", "--samples", "--tokens", "--recent-tokens", "--verify-window"},
-    "reach": {"--sparsity", "--samples", "--tokens", "--length", "--verify-window"},
-    "alibi": {"--epsilon", "--bound", "--context-tokens"},
-}
-
-
-def test_the_options_of_methods_are_frozen() -> None:
-    """Each method has its own: another's is refused by name."""
-    group: Any = typer.main.get_command(identify)
-    found = {
-        name: {option for p in command.params if p.param_type_name == "option" for option in p.opts}
-        for name, command in group.commands.items()
-    }
-    wanted = {name: COMMON | BUDGET | own for name, own in OPTIONS.items()}
-    wanted["alibi"] -= BUDGET  # its windows follow from the model's slopes
-    assert found == wanted
 
 
 def test_the_older_form_is_understood(letters: Path, tmp_path: Path) -> None:
