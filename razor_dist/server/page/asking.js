@@ -156,7 +156,7 @@ function finished(view, error, before, note) {
   turn.note = stopped ? "Stopped." : error ? tell(error) : note;
   if (error && !turn.answer) {
     $("question").value ||= turn.summary ? "" : turn.question;
-    app.restore(before);
+    app.goBack(before);
     notice(stopped ? "Stopped before an answer came." : turn.note);
     return false;
   }
@@ -175,7 +175,7 @@ async function regenerate(turn) {
   $("turns").lastElementChild.remove();
   if (await send(turn.question, { seed: Math.floor(Math.random() * 2 ** 31) })) return;
   $("question").value = "";
-  app.restore(before);
+  app.goBack(before);
 }
 
 /** Reads what waits before there is a question, so that its answer comes sooner. */

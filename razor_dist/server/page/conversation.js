@@ -133,8 +133,10 @@ export class Conversation {
     return { document: null, begin: index };
   }
 
+  /** Characters of all messages, with the documents that wait for a question. */
   get characters() {
-    return this.messagesAhead().reduce((sum, { content }) => sum + content.length, 0);
+    const asked = this.turns.reduce((sum, turn) => sum + turn.question.length + (turn.together ?? turn.answer).length, 0);
+    return this.documents.reduce((sum, one) => sum + headOf(one).length + one.text.length + behind(one).length, asked);
   }
 }
 
@@ -144,9 +146,9 @@ const HEAD = /(?:^|\n\n)Document ("(?:[^"\\\n]|\\.)*"):\n\n/g;
 
 export const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
 
-// A `bare` document is the text of a context in another form.
-const headOf = ({ name, bare }) => (bare ? "" : `Document ${JSON.stringify(name)}:\n\n`);
-const behind = ({ bare }) => (bare ? "" : BETWEEN);
+// A `bare` document is the text of a context in another form, and what has a role is a message of one.
+const headOf = ({ name, bare, role }) => (bare || role ? "" : `Document ${JSON.stringify(name)}:\n\n`);
+const behind = ({ bare, role }) => (bare || role ? "" : BETWEEN);
 
 function documentsText(documents) {
   return documents.map((document) => headOf(document) + document.text + behind(document)).join("");

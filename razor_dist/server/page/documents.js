@@ -21,6 +21,13 @@ export async function addFiles(files) {
   for (const one of all) await read(one);
 }
 
+/** Counts the tokens of documents that were added while the server did not tell how many it holds. */
+export async function countAll() {
+  const { pending } = app.conversation;
+  for (const document of pending) document.tokens ||= await countTokens(document.text, app.model.max_model_len);
+  changed();
+}
+
 export function addDocument(name, text, tokens = 0) {
   app.conversation.pending.push({ id: newId(), name, text, tokens });
   store.save(app.conversation);
@@ -76,15 +83,13 @@ function encodingChoice(file, item) {
     item.remove();
     await addFiles([new File([text], file.name)]);
   });
-  const place = document.createElement("div");
-  place.className = "row";
-  place.append(choice, again);
-  return place;
+  return row([choice, again]);
 }
 
-/** Shows all documents; `offer` has what can be done with one that is too long. */
-export function showDocuments(offer) {
+/** Shows all documents and what they take; `offer` has what can be done if it is too much (`whyNot`). */
+export function showDocuments(offer, problem) {
   const { conversation, working } = app;
+  const tokens = needed();
   const held = conversation.holds ? [...conversation.base.map(({ id }) => id), ...conversation.kept.documents] : [];
   const isKept = ({ id }) => held.includes(id);
   const items = conversation.base.map((message) => itemOf(message, isKept(message) ? "kept" : "sent"));
@@ -94,8 +99,9 @@ export function showDocuments(offer) {
   }
   for (const document of conversation.pending) {
     const state = isKept(document) ? "kept" : "waits for a question";
-    const item = itemOf(document, isTooLong(document) ? "too long" : state);
-    if (isTooLong(document)) item.append(offers(document, offer));
+    const offered = problem ? offers(document, tokens, offer) : [];
+    const item = itemOf(document, offered.length ? "too long" : state);
+    if (offered.length) item.append(row(offered));
     items.push(item);
   }
   const place = $("pending");
@@ -103,7 +109,7 @@ export function showDocuments(offer) {
   place.prepend(...items);
   reader.sync(conversation.documents);
   for (const remove of place.querySelectorAll("[data-ready] :is(button:not(.name), select)")) remove.disabled = working !== null;
-  showRoom();
+  showRoom(tokens, problem);
 }
 
 function itemOf(document, state) {
@@ -119,11 +125,6 @@ function itemOf(document, state) {
 
 const tokensOf = (document) => document.tokens || roughTokens(document.text);
 
-/** A document that the model cannot hold beside what it holds already and an answer. */
-function isTooLong(document) {
-  return Boolean(document.tokens) && needed() > app.model?.max_model_len;
-}
-
 /** About how many tokens the conversation has. */
 function needed() {
   const { conversation } = app;
@@ -132,21 +133,30 @@ function needed() {
   return counted + Math.ceil(Math.max(0, conversation.characters - texts) / 4);
 }
 
-function offers(document, { summarise }) {
+/** What can be done with a document of a conversation that takes too many `tokens`. */
+function offers(document, tokens, { summarise }) {
   const room = roomFor(app.model.max_model_len, app.settings.maxTokens);
-  const left = Math.max(0, room - (needed() - document.tokens));
-  const place = window.document.createElement("div");
-  place.className = "row";
+  const own = tokensOf(document);
+  const left = room - (tokens - own);
   const parts = Math.ceil(document.tokens / room);
-  if (parts > 1) place.append(button(`Summarise in about ${plural(parts, "part")}`, () => summarise(document)));
-  if (left > 1) place.append(button(`Use the first ${count(left)} tokens`, () => useBeginning(document, left)));
+  const found = [];
+  if (parts > 1) found.push(button(`Summarise in about ${plural(parts, "part")}`, () => summarise(document)));
+  if (left > 1 && left < own) found.push(button(`Use the first ${count(left)} tokens`, () => useBeginning(document, left)));
+  return found;
+}
+
+function row(buttons) {
+  const place = document.createElement("div");
+  place.className = "row";
+  place.append(...buttons);
   return place;
 }
 
 async function useBeginning(document, most) {
   try {
-    const { end, tokens } = await beginning(document.text, 0, most, document.text.length / document.tokens);
-    const name = `${document.name} (first ${count(tokens)} of ${count(document.tokens)} tokens)`;
+    const all = tokensOf(document);
+    const { end, tokens } = await beginning(document.text, 0, most, document.text.length / all);
+    const name = `${document.name} (first ${count(tokens)} of ${document.tokens ? "" : "about "}${count(all)} tokens)`;
     app.conversation.remove(document);
     addDocument(name, document.text.slice(0, end), tokens);
   } catch (error) {
@@ -158,16 +168,16 @@ async function useBeginning(document, most) {
 export function whyNot() {
   const limit = app.model?.max_model_len;
   const tokens = needed();
-  if (!limit || tokens <= limit) return "";
-  return `About ${count(tokens)} tokens: more than the ${count(limit)} that the model holds. Shorten or remove a document.`;
+  const answer = app.settings.maxTokens;
+  if (!limit || !tokens || tokens + answer <= limit) return "";
+  return `About ${count(tokens)} tokens: with an answer of ${count(answer)} more than the ${count(limit)} that the model holds. Shorten or remove a document.`;
 }
 
-function showRoom() {
+function showRoom(tokens, problem) {
   const limit = app.model?.max_model_len;
-  const tokens = needed();
   const fits = tokens && limit ? `About ${count(tokens)} of ${count(limit)} tokens.` : "";
-  $("room").textContent = whyNot() || fits;
-  $("room").classList.toggle("problem", Boolean(whyNot()));
-  $("send").disabled = Boolean(whyNot());
-  $("send").title = whyNot();
+  $("room").textContent = problem || fits;
+  $("room").classList.toggle("problem", Boolean(problem));
+  $("send").disabled = Boolean(problem);
+  $("send").title = problem;
 }

@@ -5,7 +5,7 @@ import { keep, knowModel, readAhead, send, summarise, viewOf } from "./asking.js
 import { hide as hideCard } from "./card.js";
 import { kept, showContexts } from "./contexts.js";
 import { Conversation } from "./conversation.js";
-import { addDocument, addFiles, showDocuments, uploads, whyNot } from "./documents.js";
+import { addDocument, addFiles, countAll, showDocuments, uploads, whyNot } from "./documents.js";
 import { $, button, download } from "./dom.js";
 import { toMarkdown } from "./export.js";
 import { chosenFolder, dropped } from "./files.js";
@@ -36,17 +36,22 @@ app.restore = (conversation) => {
   else reader.light([]);
 };
 
+/** Shows what the conversation was `before`, with the documents that were added since. */
+app.goBack = (before) => {
+  const had = before.documents;
+  before.pending.push(...app.conversation.pending.filter((one) => !had.includes(one)));
+  app.restore(before);
+};
+
 /** Changes the conversation and says so, with a way back. */
 app.removing = (change, words) => {
   if (app.working) return;
   const before = app.conversation.snapshot();
   change();
-  const known = app.conversation.documents;
   app.restore(app.conversation);
   notice(words, () => {
     notice("");
-    before.pending.push(...app.conversation.pending.filter((one) => !known.includes(one))); // added since
-    app.restore(before);
+    app.goBack(before);
     $("question").focus();
   });
 };
@@ -73,6 +78,7 @@ async function look(counters = true) {
   try {
     const isNew = !app.model?.max_model_len;
     await knowModel();
+    if (isNew) await countAll();
     const found = await api.stats();
     gauge.show(found);
     const readsAhead = String("prefix_cache" in found);
@@ -96,6 +102,7 @@ let wasBusy = false;
 function show() {
   const { conversation, model } = app;
   const busy = app.working !== null;
+  const problem = whyNot();
   $("send").hidden = busy;
   $("stop").hidden = !busy;
   $("new").disabled = $("files").disabled = $("open-folder").disabled = busy;
@@ -103,12 +110,12 @@ function show() {
   const hasDocuments = conversation.documents.length > 0 || uploads.running > 0;
   $("empty").hidden = !isNew || hasDocuments;
   $("hint").hidden = !isNew || !hasDocuments;
-  $("hint").textContent = whyNot() ? "Too much to ask about at once: shorten a document above, or have it summarised in parts." : "Ask something about them: answers stand here.";
+  $("hint").textContent = problem ? "Too much to ask about at once: shorten a document above, or have it summarised in parts." : "Ask something about them: answers stand here.";
   document.body.classList.toggle("blank", isNew && !hasDocuments);
   $("export").disabled = busy || conversation.turns.length === 0;
   $("model").textContent = model ? model.id : "";
-  $("ahead").hidden = !(conversation.pending.length && $("ahead").dataset.known === "true" && !whyNot());
-  const canKeep = kept.isPossible && conversation.notKept.length > 0 && !whyNot();
+  $("ahead").hidden = !(conversation.pending.length && $("ahead").dataset.known === "true" && !problem);
+  const canKeep = kept.isPossible && conversation.notKept.length > 0 && !problem;
   if (canKeep) $("ahead").hidden = false;
   $("keep-row").hidden = busy || !canKeep;
   $("read-ahead").hidden = busy || !conversation.pending.length || conversation.holds;
@@ -116,7 +123,7 @@ function show() {
   for (const one of document.querySelectorAll("#contexts button")) one.disabled = busy;
   $("turns").classList.toggle("busy", busy);
   if (!busy && !wasBusy) $("ahead-note").textContent = "";
-  showDocuments({ summarise });
+  showDocuments({ summarise }, problem);
   if (wasBusy && !busy) look();
   wasBusy = busy;
 }

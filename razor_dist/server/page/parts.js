@@ -21,9 +21,9 @@ export function endOf(text, begin, length) {
   return isSplit && most - 1 > begin ? most - 1 : most;
 }
 
-/** Tokens of a text, counted by the server; 0 for one that fits whatever it holds. */
+/** Tokens of a text, counted by the server; 0 for one that fits, as no byte has more than one. */
 export async function countTokens(text, limit, signal) {
-  if (text.length <= limit) return 0;
+  if (text.length <= limit && new TextEncoder().encode(text).length <= limit) return 0;
   let tokens = 0;
   for (let begin = 0; begin < text.length; ) {
     const end = endOf(text, begin, pieceLength(limit));

@@ -48,17 +48,19 @@ async function untilReady(signal, say) {
 }
 
 /**
- * Yields the chunks of an answer to what `request` returns. While nothing has come, a server that is
- * busy, not ready or gone is asked again; `say` gets a sentence about each wait. So it is if its
- * context is gone and `withoutContext` returns that the request can be made without.
+ * Yields the chunks of an answer to what `request` returns. While no text has come, a server that is
+ * busy, not ready or gone is asked again, and once more if its ranks end; `say` gets a sentence about
+ * each wait. So it is if its context is gone and `withoutContext` returns that the request can be made
+ * without.
  */
 export async function* ask(request, signal, say, withoutContext) {
   let begun = false;
   let lost = 0;
+  let ended = 0; // its own length may be what ends them
   while (true) {
     try {
       for await (const chunk of api.chat(await request(), signal)) {
-        begun = true;
+        begun ||= Boolean(chunk.choices?.[0]?.delta?.content);
         yield chunk;
       }
       return;
@@ -66,6 +68,7 @@ export async function* ask(request, signal, say, withoutContext) {
       if (begun || !(error instanceof api.ApiError)) throw error;
       if (error.isBusy) await countdown(error, signal, say);
       else if ((error.isNotReady || error.isGone) && ++lost <= GONE) await untilReady(signal, say);
+      else if (error.code === "engine_error" && ++ended <= 1) await untilReady(signal, say);
       else if (error.code !== "context_not_found" || !withoutContext()) throw error;
     }
   }

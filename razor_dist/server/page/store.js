@@ -11,6 +11,8 @@ const KEPT = 24 * 3600 * 1000;
 const from = sessionStorage.getItem(TAB);
 const tab = from && sessionStorage.getItem(LEFT) ? from : `${Date.now()}-${Math.random()}`;
 sessionStorage.setItem(TAB, tab);
+// Held as long as the tab is open, where the browser has locks (not over plain HTTP from afar).
+navigator.locks?.request(tab, () => new Promise(() => {}));
 addEventListener("pagehide", () => sessionStorage.setItem(LEFT, "true"));
 addEventListener("pageshow", () => sessionStorage.removeItem(LEFT)); // also one that the browser has kept whole
 
@@ -30,11 +32,12 @@ async function table(mode) {
 /** Returns what this tab or its original has saved, if anything; removes what old tabs have. */
 export async function load() {
   try {
+    const open = ((await navigator.locks?.query())?.held ?? []).map(({ name }) => name);
     const tabs = await table("readwrite");
     const mine = await done(tabs.get(from ?? tab));
     for (const id of await done(tabs.getAllKeys())) {
       const saved = (await done(tabs.get(id)))?.time ?? 0;
-      if (id !== tab && Date.now() - saved > KEPT) tabs.delete(id);
+      if (id !== tab && !open.includes(id) && Date.now() - saved > KEPT) tabs.delete(id);
     }
     return mine?.conversation;
   } catch {
