@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import re
@@ -20,15 +19,14 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
 from razor_dist.engine.capacity import cache_config, chunk_length, free_memory
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.engine.test_core import run
 from tests.ranks import RankPool
+from tests.tiny_models import save_head_map
 
 CPU = torch.device("cpu")
 
@@ -183,17 +181,10 @@ def test_the_log_warns_of_a_head_map_that_keeps_nearly_all_heads(
     tiny: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny("llama")
-    shape = ModelShape.from_config(read_config(model))
-    flags = [[True] * shape.kv_heads for _ in range(shape.layers)]
-    flags[0][0] = False
-    chosen = {"induction": tuple((layer, 0) for layer in range(shape.layers))}
-    head_map = dataclasses.replace(
-        HeadMap.uniform("full", shape), retrieval=tuple(map(tuple, flags)), selected=chosen
-    )
-    head_map.save(tmp_path / "map.json")
-    config = EngineConfig(
-        model=str(model), head_map=str(tmp_path / "map.json"), max_model_len=64, window_min=8
-    )
+    flags = ((False, True), *((True, True),) * 3)
+    chosen = {"induction": tuple((layer, 0) for layer in range(4))}
+    path = save_head_map(model, flags, tmp_path / "map.json", selected=chosen)
+    config = EngineConfig(model=str(model), head_map=str(path), max_model_len=64, window_min=8)
     with caplog.at_level(logging.WARNING):
         build.build_engine(config, Communicator(None), CPU)
     [record] = caplog.records

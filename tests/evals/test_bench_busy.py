@@ -9,7 +9,7 @@ import pytest
 from razor_dist.evals.bench import busy
 from razor_dist.evals.bench.engine import STOCK
 from razor_dist.evals.bench.settings import BusyBenchSettings
-from tests.evals.half_kept import make_half_kept
+from tests.tiny_models import make_tiny, save_head_map
 
 
 def test_factors_are_compared_with_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,8 @@ def test_factors_are_compared_with_those_of_transformers(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_a_run_leaves_no_process(tmp_path: Path) -> None:
-    folder = make_half_kept(tmp_path / "tiny")
+    folder = make_tiny("llama", tmp_path / "tiny")
+    save_head_map(folder, ((False, True),) * 4, folder / "head_map.json")
     settings = BusyBenchSettings(
         model=str(folder), tokens="200", new_tokens=4, busy="1", world_sizes="1,2"
     )

@@ -34,7 +34,7 @@ from razor_dist.heads.decision import spread
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.plan.deployment import Deployment
-from tests.evals.half_kept import make_half_kept
+from tests.tiny_models import make_tiny, save_head_map
 
 WRONG_SIZES = ("", "0", "1,x", "8,8", "8, 8", "-1")
 
@@ -193,7 +193,8 @@ def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # Between chunks, of which a busy machine makes more, a prompt holds more than at its end.
     monkeypatch.setattr("razor_dist.engine.prefill_policy._LONGER", 1000)
     monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64, seconds=0.01))
-    folder = make_half_kept(tmp_path / "tiny")
+    folder = make_tiny("llama", tmp_path / "tiny")
+    save_head_map(folder, ((False, True),) * 4, folder / "head_map.json")
     settings = EngineBenchSettings(
         model=str(folder), tokens="300", new_tokens=4, repeats=1, world_sizes="none", int8=True,
         threads=torch.get_num_threads(), json=tmp_path / "x.json",

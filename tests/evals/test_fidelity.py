@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
@@ -20,9 +20,9 @@ from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.results import read_job
 from tests.literal import literal_logits
+from tests.tiny_models import save_head_map
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 WINDOW = {"window_min": 30, "window_ratio": 5, "block": 16, "sink_tokens": 4}
@@ -121,12 +121,9 @@ def test_a_budget_is_filled_by_a_maps_own_scores(
     model: FidelityModel, letters: Path, text: Scored, tmp_path: Path
 ) -> None:
     scores = tuple((float(flags[0]), float(flags[1])) for flags in HEADS)
-    config = AutoConfig.from_pretrained(letters)
-    found = HeadMap.of_model(
-        "tiny", config, method="duo", settings={}, retrieval=HEADS, kv_scores={"gate": scores}
-    )
-    found.save(tmp_path / "map.json")
-    own = {"head_map": str(tmp_path / "map.json"), **WINDOW}
+    gates = {"method": "duo", "kv_scores": {"gate": scores}}
+    head_map = save_head_map(letters, HEADS, tmp_path / "map.json", **gates)
+    own = {"head_map": str(head_map), **WINDOW}
     settings = {"as it is": own, "half": {**own, "percent": 50}, "less": {**own, "percent": 20}}
     as_it_is, half, less = _methods(FidelityConfig(model=str(letters), methods=settings))
     assert (half.retrieval, as_it_is.retrieval) == (HEADS, HEADS)
@@ -237,10 +234,8 @@ def test_settings_that_are_refused(
     letters: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     if settings.get("head_map") == "MAP":
-        config = AutoConfig.from_pretrained(letters)
-        found = HeadMap.of_model("tiny", config, method="razor", settings={}, retrieval=HEADS)
-        found.save(tmp_path / "map.json")
-        settings = settings | {"head_map": str(tmp_path / "map.json")}
+        head_map = save_head_map(letters, HEADS, tmp_path / "map.json")
+        settings = settings | {"head_map": str(head_map)}
     with pytest.raises((ConfigError, HeadMapError)) as error:
         _methods(FidelityConfig(model=str(letters), **settings))
     assert str(error.value).startswith(message)

@@ -18,9 +18,9 @@ from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.studies import Ablations, HeadMapComparison, read_maps
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.results import read_job
-from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, save_head_map
 from tests.tokenizer import write_letters
 
 SMALL = EngineConfig(window_min=32, block=16)
@@ -37,21 +37,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def table(heads: int) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(draw.random() for _ in range(heads)) for _ in range(shape.layers))
 
-    for method in ("razor", "onthefly"):
-        razor = method == "razor"
-        HeadMap(
-            model="tiny",
-            fingerprint=model_fingerprint(config),
-            method=method,
-            settings={},
-            query_heads=shape.query_heads,
-            retrieval=((True,) * shape.kv_heads,) * shape.layers,
-            selected={},
-            scores={kind: table(shape.query_heads) for kind in ("induction", "echo")}
-            if razor
-            else {},
-            kv_scores={} if razor else {"change": table(shape.kv_heads)},
-        ).save(folder.parent / f"{method}.json")
+    full = ((True,) * shape.kv_heads,) * shape.layers
+    scores = {kind: table(shape.query_heads) for kind in ("induction", "echo")}
+    save_head_map(folder, full, folder.parent / "razor.json", scores=scores)
+    path, change = folder.parent / "onthefly.json", {"change": table(shape.kv_heads)}
+    save_head_map(folder, full, path, method="onthefly", kv_scores=change)
     return folder
 
 

@@ -19,18 +19,15 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs import host_engine
 from razor_dist.jobs.results import ResultStore, read_job
 from razor_dist.llm.generation import Encoded
-from razor_dist.models.loader import read_config
-from razor_dist.models.shape import ModelShape
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.documents import files
 from tests.jobs.quoter import Quoter
 from tests.jobs.test_summary import document
 from tests.ranks import FORKSERVER
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, save_head_map
 from tests.tokenizer import write_letters
 
 FLAGS = ("--no-ray", "--attention", "full")
@@ -323,8 +320,7 @@ def test_on_a_real_engine(folder: Path, tmp_path: Path) -> None:
     """A random model: what it says means nothing, but the parts must fit."""
     model = make_tiny("llama", tmp_path / "tiny")  # its own: the shared one has no tokenizer
     write_letters(model)
-    shape = ModelShape.from_config(read_config(model))
-    HeadMap.uniform("full", shape).save(model / "heads.json")
+    save_head_map(model, ((True, True),) * 4, model / "heads.json")
     text = "# A\n\n" + "word " * 150 + "\n\n# B\n\n" + "text " * 150
     Path("in/long.md").write_text(text)
     command = ["summarize", "in/long.md", "--out", "out", "--model", str(model), "--no-ray"]

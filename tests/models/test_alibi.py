@@ -24,12 +24,10 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.kernels import alibi
 from razor_dist.models.alibi import press_slopes
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.mpt import Model as Mpt
-from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
@@ -47,6 +45,7 @@ from tests.cases import (
 from tests.engine.test_graph import case_of, story
 from tests.ranks import Ranks
 from tests.test_invariance import assert_same, tokens_of
+from tests.tiny_models import save_head_map
 
 Folder = Callable[[str], Path]
 
@@ -296,23 +295,11 @@ def test_an_engine_has_the_maps_windows_at_any_length(
     folder: Folder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = folder("bloom6")
-    config = read_config(path)
     flags, windows, _ = mixed(path)
     own = tuple(tuple(None if f else w or 7 for f, w in zip(*row, strict=True))
                 for row in zip(flags, windows, strict=True))  # fmt: skip
-    head_map = HeadMap(
-        model="tiny",
-        fingerprint=model_fingerprint(config),
-        method="alibi",
-        settings={},
-        query_heads=ModelShape.from_config(config).query_heads,
-        retrieval=flags,
-        selected={},
-        scores={},
-        windows=own,
-    )
-    head_map.save(tmp_path / "map.json")
-    settings = {"model": str(path), "head_map": str(tmp_path / "map.json"), "block": 8}
+    head_map = save_head_map(path, flags, tmp_path / "map.json", method="alibi", windows=own)
+    settings = {"model": str(path), "head_map": str(head_map), "block": 8}
     engine = build_engine(
         EngineConfig(**settings, max_model_len=5000, max_num_seqs=1, prefix_cache=False),
         Communicator(None),

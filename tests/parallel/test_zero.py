@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import subprocess
@@ -21,12 +20,10 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, graph
 from razor_dist.engine.worker import follow
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import (
     layer_classes,
     load_model,
-    model_fingerprint,
     stored_dtype,
 )
 from razor_dist.models.shape import ModelShape
@@ -35,7 +32,7 @@ from razor_dist.parallel.zero import ShardedWeights, join_ranks
 from razor_dist.protocol.messages import PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import Ranks
-from tests.tiny_models import Tiny, make_tiny
+from tests.tiny_models import Tiny, make_tiny, save_head_map
 
 CPU = torch.device("cpu")
 # Short prompts leave ranks without a token; long ones take several chunks, so that rings and halos
@@ -50,17 +47,12 @@ def prompt(count: int) -> list[int]:
 
 def with_head_map(folder: Path) -> Path:
     """Write a map that keeps every other KV head, and give its path."""
-    config = AutoConfig.from_pretrained(folder)
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_config(AutoConfig.from_pretrained(folder))
     every = tuple(
         tuple((layer + head) % 2 == 0 for head in range(shape.kv_heads))
         for layer in range(shape.layers)
     )
-    full = HeadMap.uniform("full", shape)
-    head_map = dataclasses.replace(full, retrieval=every, fingerprint=model_fingerprint(config))
-    file = folder / "head_map.json"
-    head_map.save(file)
-    return file
+    return save_head_map(folder, every, folder / "head_map.json")
 
 
 def answers(comm: Communicator, settings: dict[str, Any]) -> Any:

@@ -22,10 +22,8 @@ from razor_dist import LLM, RequestOutput, SamplingParams
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
-from razor_dist.heads.head_map import HeadMap
 from razor_dist.llm.prefix import Prefix
-from razor_dist.models.loader import model_fingerprint, read_config
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, save_head_map
 from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
 BOS, MAX_LEN = 1, 400
@@ -57,16 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    HeadMap(
-        model="tiny",
-        fingerprint=model_fingerprint(read_config(folder)),
-        method="razor",
-        settings={},
-        query_heads=8,
-        retrieval=((True, False), (False, False), (False, True), (True, True)),
-        selected={},
-        scores={},
-    ).save(folder / "heads.json")
+    retrieval = ((True, False), (False, False), (False, True), (True, True))
+    save_head_map(folder, retrieval, folder / "heads.json")
     return folder
 
 

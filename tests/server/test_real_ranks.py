@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -26,15 +25,13 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.worker import agree
-from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.loader import read_config
-from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.server.process import ROOT, ServerProcess, alive, health, server_on, wait_until
 from tests.server.slow_rank import CHUNK_SECONDS
+from tests.tiny_models import save_head_map
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SERVE = [sys.executable, "launch/serve.py", "--world-size", "2"]
@@ -45,12 +42,11 @@ PROMPT = [3 + 7 * i % 180 for i in range(150)]
 @pytest.fixture(scope="module")
 def arguments(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for a tiny model with retrieval heads and streaming heads, and short windows."""
-    shape = ModelShape.from_config(read_config(tiny("llama")))
-    retrieval = tuple((True, False) if n % 2 else (False, False) for n in range(shape.layers))
-    head_map = tmp_path_factory.mktemp("heads") / "map.json"
-    dataclasses.replace(HeadMap.uniform("full", shape), retrieval=retrieval).save(head_map)
+    model = tiny("llama")
+    retrieval = ((False, False), (True, False)) * 2
+    head_map = save_head_map(model, retrieval, tmp_path_factory.mktemp("heads") / "map.json")
     return [
-        *("--model", str(tiny("llama")), "--served-model-name", "tiny"),
+        *("--model", str(model), "--served-model-name", "tiny"),
         *("--head-map", str(head_map), "--max-model-len", "400"),
         *("--window-min", "24", "--block", "8", "--chunked-prefill-size", "64"),
         *("--threads", "1"),
