@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,36 +19,17 @@ from razor_dist.api.errors import NotReadyError
 from razor_dist.cli import main
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.pins import Pin, Pinned
+from razor_dist.frontend.pins import Pinned
 from razor_dist.prefix import parts
 from razor_dist.prefix.store import PrefixStore
-from razor_dist.server import contexts as under_test
+from razor_dist.protocol.messages import Ready
 from razor_dist.server.context_files import ContextFiles, Head
 from razor_dist.server.contexts import Context, Contexts
+from tests.server.fake_client import FakeClient
 from tests.server.process import fake_server, wait_until
 from tests.server.test_contexts import DOCUMENT, MARK, parsed, part, user
 
 MESSAGES = [user(part(DOCUMENT, cache_control=MARK))]
-
-
-class FakePin(Pin):
-    """As of an engine that has read it all, or has died (``dead``)."""
-
-    made: list[FakePin]
-
-    def __init__(self, client: Any, tokens: Any, **given: Any) -> None:
-        FakePin.made.append(self)
-        self.tokens, self.given, self.dead = len(tokens), given, False
-        self.stream = SimpleNamespace(request_id=f"r{len(FakePin.made)}")  # type: ignore[assignment]
-        self.cached, self.nbytes, self.is_whole, self.error = 0, 1000, True, None
-        self.listeners = set()
-
-    @property
-    def is_kept(self) -> bool:
-        return not self.dead
-
-    def close(self) -> None:
-        self.dead = True
 
 
 def kept(text: str = "", ttl: int = 3600) -> KeptContext:
@@ -58,30 +38,24 @@ def kept(text: str = "", ttl: int = 3600) -> KeptContext:
     return msgspec.structs.replace(found, ttl=ttl)
 
 
-def server(folder: Path | None) -> Contexts:
-    info = SimpleNamespace(prefix_folder=None if folder is None else str(folder))
-    return Contexts(mock.Mock(info=info), 1e9)
-
-
-@pytest.fixture(autouse=True)
-def _fake_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakePin.made = []
-    monkeypatch.setattr(under_test, "Pin", FakePin)
+def server(folder: Path) -> Contexts:
+    return Contexts(FakeClient(folder, reads=True), 1e9)
 
 
 def played(play: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(play())  # type: ignore[arg-type]
 
 
-def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
+async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
     found = contexts.use(base, new, "a", None)
     assert found is not None
+    await asyncio.sleep(0)  # its pins hear of what was prefilled
     return found
 
 
 async def used(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Context:
     """A whole request; the last context that it uses."""
-    pinned, found = begun(contexts, *new, base=base)
+    pinned, found = await begun(contexts, *new, base=base)
     pinned.close()
     await asyncio.gather(*contexts._writing.values())
     last: Context = found[-1]
@@ -94,13 +68,14 @@ def ids(contexts: Contexts) -> list[str]:
 
 def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
     async def play() -> None:
-        contexts = server(None)
+        client = FakeClient(reads=True)
+        contexts = Contexts(client, 1e9)
         context = await used(contexts, kept())
         contexts.end(context.id, "a")  # between `find` and `use`
         with pytest.raises(RequestError, match="it was deleted") as error:
             contexts.use(context, [], "a", None)
         assert error.value.code == "context_not_found"
-        assert len(FakePin.made) == 1 and FakePin.made[0].dead
+        assert client.aborted == [add.id for add in client.adds] and len(client.adds) == 1
 
     played(play)
 
@@ -108,35 +83,36 @@ def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
 def test_what_was_begun_is_taken_back_if_the_engine_dies_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def second_fails(*given: Any, **named: Any) -> FakePin:
-        if FakePin.made:
-            raise EngineError("the engine is restarting")
-        return FakePin(*given, **named)
-
     async def play() -> None:
-        contexts = server(None)
-        monkeypatch.setattr(under_test, "Pin", second_fails)
+        client = FakeClient()
+        contexts = Contexts(client, 1e9)
+        died = EngineError("the engine is restarting")
+        monkeypatch.setattr(client, "require_ready", mock.Mock(side_effect=[client.info, died]))
         marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
         with pytest.raises(EngineError):
             contexts.use(None, parsed("chat", messages=[user(*marks)]).contexts, "a", None)
-        assert ids(contexts) == [] and FakePin.made[0].dead
+        [first] = client.adds
+        assert ids(contexts) == [] and client.aborted == [first.id]
 
     played(play)
 
 
 def test_an_engine_that_dies_does_not_take_contexts_along() -> None:
     async def play() -> None:
-        contexts = server(None)
+        client = FakeClient(reads=True)
+        contexts = Contexts(client, 1e9)
         context = await used(contexts, kept())
-        FakePin.made[0].dead = True
-        pinned, _ = begun(contexts, base=context)
-        FakePin.made[1].is_whole = False  # the client hangs up, or there is no room now
+        info = client.require_ready()
+        client.lost("it was killed")
+        client._handle(Ready(info))
+        client.reads = False  # the client hangs up meanwhile, or there is no room now
+        pinned, _ = await begun(contexts, base=context)
         pinned.close()
         assert ids(contexts) == [context.id]
-        pinned, [new] = begun(contexts, kept("Other."))
-        FakePin.made[-1].is_whole = False
+        pinned, [new] = await begun(contexts, kept("Other."))
         pinned.close()
-        assert ids(contexts) == [context.id] and FakePin.made[-1].dead and new.pin.dead
+        assert ids(contexts) == [context.id] and not new.is_pinned
+        assert client.aborted == [client.adds[-1].id] == [new.pin.stream.request_id]
 
     played(play)
 
@@ -221,7 +197,7 @@ def test_a_time_to_live_that_another_server_has_heard_stays(tmp_path: Path) -> N
     async def play() -> None:
         first, second = server(tmp_path), server(tmp_path)
         context = await used(first, kept(ttl=300))
-        pinned, _ = begun(first, base=context)
+        pinned, _ = await begun(first, base=context)
         second.find(context.id, "a")
         await used(second, kept(ttl=604800))  # while the first answers
         pinned.close()
@@ -239,7 +215,7 @@ def test_a_file_is_renewed_while_a_request_goes_on(tmp_path: Path) -> None:
         contexts = server(tmp_path)
         context = await used(contexts, kept())
         [path] = tmp_path.iterdir()
-        pinned, _ = begun(contexts, base=context)
+        pinned, _ = await begun(contexts, base=context)
         past = time.time() - 3610
         os.utime(path, (past, past))
         assert ids(server(tmp_path)) == [] and path.exists()  # it may be in use elsewhere
@@ -252,15 +228,37 @@ def test_a_file_is_renewed_while_a_request_goes_on(tmp_path: Path) -> None:
 
 def test_another_server_deletes_and_this_one_lists_it_no_more(tmp_path: Path) -> None:
     async def play() -> None:
-        first, second = server(tmp_path), server(tmp_path)
+        client = FakeClient(tmp_path, reads=True)
+        first, second = Contexts(client, 1e9), server(tmp_path)
         context = await used(first, kept())
         second.end(context.id, "a")
-        assert ids(first) == [] and FakePin.made[0].dead
+        assert ids(first) == [] and client.aborted == [add.id for add in client.adds]
         again = await used(first, kept())  # not by the name of the one that is gone
         assert again.id != context.id and ids(second) == [again.id]
         first.end(again.id, "a")
         with pytest.raises(RequestError, match="there is no context"):
             second.find(again.id, "b")
+
+    played(play)
+
+
+def test_a_context_expires_when_it_was_not_used() -> None:
+    async def play() -> None:
+        client = FakeClient(reads=True)
+        contexts = Contexts(client, 1e9)
+        pinned, [context] = await begun(contexts, kept())
+        context.ttl = 0
+        contexts._touch(context)
+        await asyncio.sleep(0.05)
+        assert contexts.find(context.id, "a") is context  # its request has not ended
+        pinned.close()
+        await asyncio.sleep(0.05)
+        assert ids(contexts) == [] and client.aborted == [context.pin.stream.request_id]
+        with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
+            contexts.find(context.id, "a")
+        with pytest.raises(RequestError) as error:
+            contexts.find(context.id, "b")
+        assert "expired" not in str(error.value)
 
     played(play)
 
@@ -339,9 +337,10 @@ def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_pat
     told = {"role": "tool", "tool_call_id": "c1", "content": MESSAGES[0]["content"]}
 
     async def play() -> None:
-        contexts = server(tmp_path if stored else None)
+        client = FakeClient(tmp_path if stored else None, reads=True)
+        contexts = Contexts(client, 1e9)
         both = parsed("chat", messages=[call, told, *MESSAGES]).contexts
-        pinned, found = begun(contexts, *both)
+        pinned, found = await begun(contexts, *both)
         pinned.close()
         await asyncio.gather(*contexts._writing.values())
         assert [context.users for context in found] == [0, 0]
@@ -349,7 +348,7 @@ def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_pat
         assert all(one["begins"] for one in contexts.listed("a", None))
         for context in found:
             contexts.end(context.id, "a")
-        assert all(pin.dead for pin in FakePin.made) and ids(contexts) == []
+        assert client.aborted == [add.id for add in client.adds] and ids(contexts) == []
 
     played(play)
 
@@ -360,7 +359,7 @@ def test_a_disk_that_fails_at_the_end_of_a_request_leaves_no_user(
     async def play() -> None:
         contexts = server(tmp_path)
         both = [kept("One."), kept("One. " + DOCUMENT)]
-        pinned, found = begun(contexts, *both)
+        pinned, found = await begun(contexts, *both)
         monkeypatch.setattr(contexts, "_write", mock.Mock(side_effect=OSError("it is gone")))
         with pytest.raises(OSError, match="it is gone"):
             pinned.close()
@@ -373,14 +372,16 @@ def test_a_pinned_prefix_is_the_last(tmp_path: Path) -> None:
     """Marks of one request continue each other, and what was pinned is not read anew."""
 
     async def play() -> None:
-        contexts = server(None)
+        client = FakeClient(reads=True)
+        contexts = Contexts(client, 1e9)
         marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
         both = parsed("chat", messages=[user(*marks)]).contexts
-        pinned, [first, second] = begun(contexts, *both)
-        assert isinstance(pinned, Pinned) and pinned.last is second.pin is FakePin.made[1]
-        assert second.pin.given["behind"] is first.pin and second.parent is first
-        again, found = begun(contexts, *both)
-        assert found == [first, second] and len(FakePin.made) == 2
+        pinned, [first, second] = await begun(contexts, *both)
+        assert isinstance(pinned, Pinned) and pinned.last is second.pin
+        assert [add.prefix for add in client.adds] == [None, first.pin.stream.request_id]
+        assert client.adds[1].id == second.pin.stream.request_id and second.parent is first
+        again, found = await begun(contexts, *both)
+        assert found == [first, second] and len(client.adds) == 2
         for one in (pinned, again):
             one.close()
         contexts.end(first.id, "a")

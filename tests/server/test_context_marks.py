@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,61 +14,32 @@ from razor_dist.api.errors import Failure
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import LiveChoices
-from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import Checked
-from razor_dist.protocol.messages import (
-    Abort,
-    Add,
-    EngineInfo,
-    Failed,
-    Progress,
-    Ready,
-    ToEngine,
-    Token,
-)
+from razor_dist.protocol.messages import Add, Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.contexts import Context, Contexts
 from razor_dist.server.service import RequestReader, Service
+from tests.server.fake_client import FakeClient
 from tests.server.test_context_histories import kept
 from tests.server.test_contexts import DOCUMENT, ENCODER, MARK, parsed, part, user
 
 TOKENS = tuple(range(1100))
 
 
-class Rank0:
-    """Takes what is sent to the engine; its messages are the test's."""
-
-    def __init__(self) -> None:
-        self.sent: list[ToEngine] = []
-
-    def send(self, message: ToEngine) -> None:
-        self.sent.append(message)
-
-    @property
-    def adds(self) -> list[Add]:
-        return [message for message in self.sent if isinstance(message, Add)]
-
-    @property
-    def aborted(self) -> list[str]:
-        return [message.id for message in self.sent if isinstance(message, Abort)]
-
-
 class Server:
     def __init__(self) -> None:
-        self.client, self.rank0 = EngineClient(Path("unused")), Rank0()
-        self.client.rank0 = self.rank0  # type: ignore[assignment]
-        self.client._handle(Ready(EngineInfo(10**6, 49152)))
+        self.client = FakeClient()
         self.contexts = Contexts(self.client, 1e12)
 
     def ask(self, *marks: int) -> tuple[LiveChoices, Sequence[Context], list[Add]]:
         """Ask with marks at these tokens; return what is sent, too: pins, and the prompt."""
-        before = len(self.rank0.adds)
+        before = len(self.client.adds)
         found = self.contexts.use(None, [kept(TOKENS[:n]) for n in marks], "a", None)
         assert found is not None
         pinned, used = found
         prompt = Checked(np.array(TOKENS, np.int32), SamplingParams(max_tokens=1))
         choices = LiveChoices(self.client, None, [prompt], report_progress=True, pinned=pinned)
-        return choices, used, self.rank0.adds[before:]
+        return choices, used, self.client.adds[before:]
 
     async def read(self, add: Add, begin: int, end: int, *, cached: int) -> None:
         self.client._handle(Progress(add.id, end, end, begin, cached, 0.0))
@@ -113,7 +83,7 @@ def test_a_new_mark_before_what_is_pinned_is_read_beside_the_answer() -> None:
         assert progress == [1100]  # of the prompt alone
         # Its answer has named both.
         assert server.contexts.find(short.id, "a") is short and short.pin is not None
-        assert server.contexts.find(long.id, "a") is long and not server.rank0.aborted
+        assert server.contexts.find(long.id, "a") is long and not server.client.aborted
         again, [known, _], [only] = server.ask(300, 1000)
         assert known is short and not only.pin
         again.close()
@@ -151,7 +121,7 @@ def test_a_request_one_of_whose_contexts_is_refused_fails() -> None:
         choices.close()
         with pytest.raises(RequestError, match="there is no context"):
             server.contexts.find(short.id, "a")
-        assert server.contexts.find(long.id, "a") is long and server.rank0.aborted == [add.id]
+        assert server.contexts.find(long.id, "a") is long and server.client.aborted == [add.id]
 
     played(play)
 
@@ -162,7 +132,7 @@ def test_what_is_read_beside_an_answer_goes_with_a_client_that_hangs_up() -> Non
         choices, [short, _], [pin, add] = server.ask(300, 1000)
         await server.read(add, 1000, 1100, cached=1000)
         choices.close()
-        assert server.rank0.aborted == [add.id, pin.id]
+        assert server.client.aborted == [add.id, pin.id]
         with pytest.raises(RequestError, match="there is no context"):
             server.contexts.find(short.id, "a")
 
@@ -176,7 +146,7 @@ def test_contexts_are_read_with_the_priority_of_their_request() -> None:
         request = parsed("chat", messages=[user(*content)], priority=7)
         reader = RequestReader(ENCODER, mock.Mock(), {})
         _, choices = service._submit(request, None, request.prompts, reader)
-        assert [(add.pin, add.params["priority"]) for add in server.rank0.adds] == [
+        assert [(add.pin, add.params["priority"]) for add in server.client.adds] == [
             (True, 7),
             (False, 7),
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import sys
@@ -23,8 +22,6 @@ from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server import contexts as under_test
-from razor_dist.server.contexts import Contexts
 from tests.server.process import ServerProcess, wait_until
 from tests.tokenizer import smollm2_tokenizer
 
@@ -574,29 +571,3 @@ def test_nothing_is_left_of_contexts(server: ServerProcess, requests: int) -> No
     found = stats()
     assert found["running"] == found["unfinished"] == 0
     assert found["prefix_cache"]["entries"] <= 4 * 8
-
-
-def test_a_context_expires_when_it_was_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    [kept] = parsed("chat", messages=[user(part(DOCUMENT, cache_control=MARK))]).contexts
-    pin = mock.Mock(is_kept=True, is_whole=True, error=None, tokens=len(kept.text.tokens))
-    monkeypatch.setattr(under_test, "Pin", lambda *_, **__: pin)
-
-    async def wait() -> None:
-        contexts = Contexts(mock.Mock(info=mock.Mock(prefix_folder=None)), 1e9)
-        found = contexts.use(None, [kept], "a", None)
-        assert found is not None
-        pinned, [context] = found
-        context.ttl = 0
-        contexts._touch(context)
-        await asyncio.sleep(0.05)
-        assert contexts.find(context.id, "a") is context  # its request has not ended
-        pinned.close()
-        await asyncio.sleep(0.05)
-        assert contexts.listed("a", None) == [] and pin.close.called
-        with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
-            contexts.find(context.id, "a")
-        with pytest.raises(RequestError) as error:
-            contexts.find(context.id, "b")
-        assert "expired" not in str(error.value)
-
-    asyncio.run(wait())
