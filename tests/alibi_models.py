@@ -148,7 +148,7 @@ def _attention(
 ) -> Tensor:
     """``[N, H D]`` from ``[N, H, D]`` each."""
     n, heads, _ = q.shape
-    everything = {"sinks": 0, "block": 1, "ratio": None, "minimum": n, "maximum": None}
+    everything = {"sinks": 0, "block": 1, "window_ratio": None, "window_min": n, "window_max": None}
     out = torch.empty_like(q)
     for h in range(heads):
         own = (streaming[h] if streaming else None) or everything

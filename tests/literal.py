@@ -1,4 +1,4 @@
-"""Equation 5 and the window's definition, written out query by query: slow and literal.
+"""Attention, equation 5 and the window's definition, written out: slow and literal.
 
 Deliberately shares no code with the package: the formulas are the paper's, written out again.
 """
@@ -9,10 +9,26 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from torch import Tensor
 
-NAME = "literal_razor"
+
+def causal(tokens: int) -> Tensor:
+    """What each of a text's tokens sees: bool ``[N, N]``."""
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+def literal_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention in float64 to the keys that each query sees, and its lse.
+
+    ``q`` is ``[..., G, T, D]``, ``k`` and ``v`` are ``[..., S, D]``, and ``seen`` is bool and like
+    ``bias`` broadcast to the scores, ``[..., G, T, S]``.
+    """
+    scores = torch.einsum("...gtd,...sd->...gts", q.double(), k.double()) * scale + bias
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1).nan_to_num()  # of a query that sees nothing
+    return torch.einsum("...gts,...sd->...gtd", weights, v.double()), scores.logsumexp(-1)
 
 
 def literal_head(
@@ -20,7 +36,8 @@ def literal_head(
 ) -> Tensor:
     """Streaming attention of one head: ``q``, ``k``, ``v`` ``[N, D]``, one query at a time.
 
-    ``slope`` is ALiBi's: a score is lowered by that times the distance.
+    ``settings`` are a `StreamingPolicy`'s by name; ``slope`` is ALiBi's: a score is lowered by that
+    times the distance.
     """
     place = torch.arange(q.shape[0], dtype=q.dtype)
     out = torch.empty_like(q)
@@ -46,58 +63,10 @@ def literal_head(
 
 def window_start(i: int, settings: dict[str, Any]) -> int:
     """Where the window of the query at position ``i`` begins; perhaps before the text."""
-    length, ratio = settings["minimum"], settings["ratio"]
+    length, ratio = settings["window_min"], settings["window_ratio"]
     if ratio is not None:
         length = max(length, math.ceil((i + 1) / ratio))
-    if settings["maximum"] is not None:
-        length = min(length, settings["maximum"])
+    if settings["window_max"] is not None:
+        length = min(length, settings["window_max"])
     start: int = settings["block"] * math.floor((i + 1 - length) / settings["block"])
     return start
-
-
-def _forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    *,
-    literal: dict[str, Any],
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    heads, group = query.shape[1], query.shape[1] // key.shape[1]
-    out = torch.empty_like(query, dtype=torch.float64)
-    for h in range(heads):
-        kv = h // group
-        q, k, v = (x.double() for x in (query[0, h], key[0, kv], value[0, kv]))
-        if literal["retrieval"][module.layer_idx][kv]:
-            n = q.shape[0]
-            scores = scaling * q @ k.T
-            future = torch.ones(n, n, dtype=torch.bool).triu(1)
-            out[0, h] = torch.softmax(scores.masked_fill(future, -math.inf), -1) @ v
-        else:
-            own = literal
-            if "windows" in literal:
-                minimum = literal["windows"][module.layer_idx][kv]
-                own = literal | {"minimum": minimum, "maximum": None, "ratio": None}
-            out[0, h] = literal_head(q, k, v, scaling, own)
-    return out.to(query.dtype).transpose(1, 2), None
-
-
-AttentionInterface.register(NAME, _forward)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-
-
-def literal_logits(
-    model: str, tokens: list[int], retrieval: Any, settings: dict[str, Any]
-) -> Tensor:
-    """float32 ``[N, V]``: logits of every position with the literal attention."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation=NAME)
-    with torch.inference_mode():
-        output = loaded(
-            input_ids=torch.tensor([tokens]),
-            use_cache=False,
-            literal={**settings, "retrieval": retrieval},
-        )
-    return output.logits[0]

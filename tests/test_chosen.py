@@ -13,9 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PhiConfig
-from transformers.masking_utils import AttentionMaskInterface
+from torch import Tensor
+from transformers import PhiConfig
 
 from razor_dist.attention import chosen as by_blocks
 from razor_dist.cache import pages
@@ -45,6 +44,7 @@ from tests.cases import (
     prefill,
 )
 from tests.ranks import Ranks
+from tests.stock import register, stock_logits
 from tests.test_invariance import POLICY, assert_same, split_of, tokens_of
 from tests.tiny_models import Tiny, write_random
 
@@ -52,22 +52,12 @@ SLOW = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15])  # of 16 dimensions of a Llama
 N, K = 1400, 6
 
 
-def _by_blocks(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    group, outs = query.shape[1] // key.shape[1], []
-    for q, k, v in zip(query[0].split(group), key[0], value[0], strict=True):
-        q = (q * kwargs["scaling"]).double()
-        slow = kwargs.get("slow", SLOW)
-        out, _ = attend_selected(
-            q, k.double(), v.double(), kwargs["share"], SELECTORS["slower"], slow
-        )
-        outs.append(out.to(query.dtype))
-    return torch.cat(outs)[None].transpose(1, 2), None
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scaling: float, given: dict[str, Any]) -> Tensor:
+    slow = given.get("slow", SLOW)
+    return attend_selected(q * scaling, k, v, given["share"], SELECTORS["slower"], slow)[0]
 
 
-AttentionInterface.register("by_blocks", _by_blocks)
-AttentionMaskInterface.register("by_blocks", lambda *args, **kwargs: None)
+register("by_blocks", _by_blocks)
 
 
 def test_logits_are_those_of_stock_transformers_with_the_definition(
@@ -75,12 +65,9 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
 ) -> None:
     """For any number of ranks and any cut; the last tokens are answers, or of the prompt."""
     path, tokens, share = tiny("llama"), tokens_of(N + K), 1 / 300
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="by_blocks")
-    with torch.inference_mode():
-        want, full, none = (
-            stock(torch.tensor([tokens]), use_cache=False, share=of).logits[0, N - 1 :]
-            for of in (share, 1e-30, 0.99)
-        )
+    want, full, none = (
+        stock_logits(path, tokens, "by_blocks", share=of)[N - 1 :] for of in (share, 1e-30, 0.99)
+    )
     assert min((want - other).abs().max() for other in (full, none)) > 1e-3
     case = Case(str(path), all_full(path), POLICY, tokens[:N], tokens[N:], share=share)
     for world in (1, 2, 4, 8):
@@ -125,11 +112,9 @@ def test_a_model_that_turns_a_part_of_each_head_by_itself(ranks: Ranks, tmp_path
     # Of 12 that are turned, i with i + 6, the two slowest pairs; and the 4 that are not.
     slow = torch.tensor([4, 5, 10, 11, 12, 13, 14, 15])
     assert torch.equal(slower_half(model, shape.head_dim), slow)
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="by_blocks")
-    with torch.inference_mode():
-        found = stock(torch.tensor([tokens]), use_cache=False, share=1 / 300, slow=slow)
+    want = stock_logits(path, tokens, "by_blocks", share=1 / 300, slow=slow)[N - 1 :]
     case = Case(path, ((True, True),) * 2, POLICY, tokens[:N], tokens[N:], share=1 / 300)
-    assert_same(ranks(2).run(logits_of, case)[0], found.logits[0, N - 1 :])
+    assert_same(ranks(2).run(logits_of, case)[0], want)
 
 
 def runs_of(

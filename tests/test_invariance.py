@@ -24,8 +24,8 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, all_full, logits_of, make_runner, model_and_shape, one_chunk
-from tests.literal import literal_logits
 from tests.ranks import Ranks
+from tests.stock import literal_logits
 from tests.tiny_models import Tiny
 
 FAMILIES = ("llama", "qwen2", "qwen3_moe", "mistral", "glm")
@@ -58,7 +58,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 # The window grows from 48 tokens on and is at its cap from 104 on.
 GROWING = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
-LITERAL = {"minimum": 12, "maximum": 26, "ratio": 4, "sinks": 4, "block": 8, "compensation": True}
+LITERAL = dataclasses.asdict(GROWING)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,6 +18,7 @@ from razor_dist.kernels.alibi import (
     widened,
 )
 from razor_dist.kernels.query import Query
+from tests.literal import literal_attention
 from tests.test_kernels import assert_close, draw
 
 SLOPES = torch.tensor([[0.84, 0.3], [0.1, 0.05], [0.01, 0.004]])
@@ -26,13 +27,10 @@ SLOPES = torch.tensor([[0.84, 0.3], [0.1, 0.05], [0.01, 0.004]])
 def literal(
     q: Tensor, k: Tensor, v: Tensor, scale: float, queries: Tensor, keys: Tensor, causal: bool
 ) -> Partial:
-    scores = torch.einsum("kgtd,ksd->kgts", q.double(), k.double()) * scale
-    scores = scores + SLOPES.double()[:, :, None, None] * (keys - queries[:, None])
-    if causal:
-        future = torch.ones(len(queries), len(keys), dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    out = torch.einsum("kgts,ksd->kgtd", scores.softmax(-1), v.double())
-    return Partial(out, scores.logsumexp(-1))
+    away = keys - queries[:, None]
+    seen = away <= 0 if causal else torch.ones(away.shape, dtype=torch.bool)
+    bias = SLOPES.double()[:, :, None, None] * away
+    return Partial(*literal_attention(q, k, v, seen, scale, bias))
 
 
 def places(runs: list[range]) -> Tensor:

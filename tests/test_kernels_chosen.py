@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from razor_dist.kernels import chosen
 from razor_dist.kernels.quantized import INT8, quantize
+from tests.literal import literal_attention
 from tests.triton_processes import Resources, resources
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "i8": INT8}
@@ -66,11 +66,8 @@ def literal(given: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.Te
     q, k, v = (given[name].to(torch.float64) for name in "qkv")
     places = given["shard"].places
     of_block = given["chosen"][:, places // chosen.BLOCK].transpose(1, 2).unsqueeze(1)
-    sees = of_block & (places <= given["positions"].unsqueeze(-1))
-    scores = torch.einsum("kgtd,ksd->kgts", q, k) * scale
-    scores = scores.masked_fill(~sees, -math.inf)
-    weights = scores.softmax(-1).nan_to_num()
-    return torch.einsum("kgts,ksd->kgtd", weights, v), scores.logsumexp(-1)
+    seen = of_block & (places <= given["positions"].unsqueeze(-1))
+    return literal_attention(q, k, v, seen, scale)
 
 
 def errors(case: Blocks, device: str = "cpu") -> tuple[bool, float, float]:

@@ -14,18 +14,10 @@ from razor_dist.kernels import attend, attend_windows, many_cpu, takes_windows
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import INT4, INT8, Codes, has_scale, quantize, unpacked
+from tests.literal import literal_attention
 from tests.test_kernels import assert_close, threads
 
 pytestmark = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Partial:
-    """Attention in float64 to the keys ``[S]`` that each query sees: bool ``[T, S]``."""
-    scores = torch.einsum("kgtd,ksd->kgts", q.double(), k.double()) * scale
-    scores = scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    return Partial(torch.einsum("kgts,ksd->kgtd", weights, v.double()), lse)
 
 
 @settings(max_examples=120, deadline=None)
@@ -62,7 +54,7 @@ def test_it_is_attention(
         seen &= j <= before + torch.arange(tokens).unsqueeze(1)
     with threads(count):
         got = many_cpu.attend(q, k, v, 0.2, causal, first=first if windows else None)
-    want = exact(q, *(x.to(torch.float32) for x in (k, v)), seen, 0.2)
+    want = Partial(*literal_attention(q, *(x.to(torch.float32) for x in (k, v)), seen, 0.2))
     # With codes a query is off by 2^-16 of its largest number, 4, in each dimension: its
     # scores by 0.2 * 4 * 2^-16 * 128 at most if all errors pull the same way.
     bound = 5e-4 if coded else 1e-5
@@ -80,9 +72,9 @@ def test_scores_beyond_reason_and_numbers_that_are_none(dtype: torch.dtype) -> N
 
     seen = torch.ones(40, 90, dtype=torch.bool)
     got = many_cpu.attend(1000 * q, kept(k), kept(v), 1.0, False)
-    want = exact(1000 * q, *(kept(x).to(torch.float32) for x in (k, v)), seen, 1.0)
+    _, want = literal_attention(1000 * q, *(kept(x).to(torch.float32) for x in (k, v)), seen, 1.0)
     assert got.out.isfinite().all()
-    torch.testing.assert_close(got.lse.double(), want.lse, rtol=1e-4, atol=0)
+    torch.testing.assert_close(got.lse.double(), want, rtol=1e-4, atol=0)
     q[0, 1, 7, 3] = math.nan
     k[1, 50, 9] = math.nan
     got = many_cpu.attend(q, kept(k), kept(v), 1.0, False)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
@@ -21,7 +20,7 @@ from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
-from tests.literal import literal_logits
+from tests.stock import literal_logits, stock_logits
 from tests.tiny_models import save_head_map
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
@@ -45,17 +44,10 @@ def _methods(config: FidelityConfig) -> list[Method]:
     return methods_of(config, config.method_settings)
 
 
-def stock_logits(letters: Path, text: Scored, mask: Tensor | None = None) -> Tensor:
-    """Logits ``[N, V]`` of transformers' own model, under a mask ``[N, N]`` or the causal one."""
-    stock = AutoModelForCausalLM.from_pretrained(letters, attn_implementation="eager")
-    ids = torch.tensor([text.ids])
-    added = None
-    if mask is not None:
-        added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[
-            None, None
-        ]
-    with torch.inference_mode():
-        return stock(input_ids=ids, attention_mask=added, use_cache=False).logits[0]
+def masked_logits(letters: Path, text: Scored, mask: Tensor) -> Tensor:
+    """Logits ``[N, V]`` of transformers' own model, under a mask ``[N, N]``."""
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return stock_logits(letters, text.ids, attention_mask=added[None, None])
 
 
 def assert_figures_are(found: Figures, text: Scored, full: Tensor, own: Tensor) -> None:
@@ -88,9 +80,9 @@ def test_razor_is_as_far_from_full_as_its_literal_definition(
     model: FidelityModel, letters: Path, text: Scored, one_by_one: bool
 ) -> None:
     figures, cost = model.measure(Method("razor", WINDOW, HEADS), text, one_by_one=one_by_one)
-    literal = {"minimum": 30, "ratio": 5, "maximum": None, "block": 16, "sinks": 4}
-    own = literal_logits(str(letters), list(text.ids), HEADS, literal | {"compensation": True})
-    assert_figures_are(figures, text, stock_logits(letters, text), own)
+    literal = {"window_min": 30, "window_ratio": 5, "window_max": None, "block": 16, "sinks": 4}
+    own = literal_logits(letters, text.ids, HEADS, literal | {"compensation": True})
+    assert_figures_are(figures, text, stock_logits(letters, text.ids), own)
     assert 0 < cost["kv_bytes"] < cost["kv_bytes_full"]
 
 
@@ -107,8 +99,8 @@ def test_streaming_is_stock_transformers_with_a_mask(
     if prefill == "exact":
         seen |= query < PROMPT
     mask = seen & (key <= query)
-    full = stock_logits(letters, text)
-    assert_figures_are(figures, text, full, stock_logits(letters, text, mask))
+    full = stock_logits(letters, text.ids)
+    assert_figures_are(figures, text, full, masked_logits(letters, text, mask))
 
 
 def test_a_dtype_of_keys_and_values_is_measured_alone(model: FidelityModel, text: Scored) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
@@ -37,6 +37,8 @@ from razor_dist.heads.decision import Flags
 from razor_dist.jobs.job import run_job
 from razor_dist.kernels.query import Query
 from razor_dist.models.slower_half import slower_half
+from tests.literal import causal, literal_attention
+from tests.stock import register, stock_logits
 from tests.tiny_models import make_tiny
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
@@ -188,36 +190,25 @@ def _logits(model: FidelityModel, method: Method, text: Scored, *, one_by_one: b
     return torch.cat(found)
 
 
-def _literal(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    scaling, share = kwargs["scaling"], kwargs["share"]
-    n, group = query.shape[2], query.shape[1] // key.shape[1]
-    out = torch.empty_like(query)
-    for kv, selects in enumerate(HEADS[module.layer_idx]):
-        heads = slice(kv * group, (kv + 1) * group)
-        q, k, v = (x.double() for x in (query[0, heads] * scaling, key[0, kv], value[0, kv]))
-        future = torch.ones(n, n, dtype=torch.bool).triu(1)
-        found = (q @ k.T).masked_fill(future, -math.inf).softmax(-1) @ v
-        # Before these positions nothing is chosen.
-        for i in range(RECENT + 2 * BLOCK, n) if selects else ():
-            found[:, i] = literal_row(q[:, i], k[: i + 1], v[: i + 1], share, "slower")[0]
-        out[0, heads] = found.to(out.dtype)
-    return out.transpose(1, 2), None
+def _literal(q: Tensor, k: Tensor, v: Tensor, scaling: float, given: dict[str, Any]) -> Tensor:
+    q, n = q * scaling, len(k)
+    found = literal_attention(q, k, v, causal(n), 1.0)[0]
+    # Before these positions nothing is chosen.
+    selects = HEADS[given["layer"]][given["head"]]
+    for i in range(RECENT + 2 * BLOCK, n) if selects else ():
+        found[:, i] = literal_row(q[:, i], k[: i + 1], v[: i + 1], given["share"], "slower")[0]
+    return found
 
 
-AttentionInterface.register("literal_selection", _literal)
-AttentionMaskInterface.register("literal_selection", lambda *args, **kwargs: None)
+register("literal_selection", _literal)
 
 
 def test_logits_are_those_of_stock_transformers_with_the_definition(
     model: FidelityModel, letters: Path, text: Scored
 ) -> None:
     """However a text is cut, and whatever follows: in the definition, a row has no later keys."""
-    stock = AutoModelForCausalLM.from_pretrained(letters, attn_implementation="literal_selection")
-    with torch.inference_mode():
-        output = stock(input_ids=torch.tensor([text.ids]), use_cache=False, share=1 / 8)
-    wanted = output.logits[0, text.positions.start : text.positions.stop]
+    wanted = stock_logits(letters, text.ids, "literal_selection", share=1 / 8)
+    wanted = wanted[text.positions.start : text.positions.stop]
     method, read = _method("1/8"), []
     for one_by_one, size in ((False, 256), (False, 1024), (False, 90), (True, 256)):
         model.config = model.config.model_copy(update={"chunked_prefill_size": size})

@@ -13,16 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from razor_dist.identify.duo import attention
 from razor_dist.identify.duo.attention import GateContext, gated_attention, streaming_attention
 from razor_dist.models.loader import load_model
+from tests.literal import causal, literal_attention
 from tests.tiny_models import make_tiny
 
 SCALE = 0.3
 
 
 def _literal(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    group = q.shape[0] // k.shape[0]
-    scores = SCALE * q @ k.repeat_interleave(group, 0).transpose(1, 2)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return weights @ v.repeat_interleave(group, 0)
+    return literal_attention(q.unflatten(0, (len(k), -1)), k, v, visible, SCALE)[0].flatten(0, 1)
 
 
 def _visible(tokens: int, sinks: int, recent: int) -> Tensor:
@@ -65,14 +63,14 @@ def test_full_attention_and_its_gradients(grouped: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(attention, "_takes_groups", lambda q: grouped)
     inputs = _inputs(70)
     out = attention.full_attention(*inputs, SCALE)
-    wanted = _literal(*inputs, torch.ones(70, 70, dtype=torch.bool).tril())
+    wanted = _literal(*inputs, causal(70))
     _assert_alike(out, wanted, inputs)
 
 
 def test_gates_mix_full_and_streaming_attention() -> None:
     q, k, v = _inputs(200)
     out = gated_attention(q, k, v, SCALE, torch.tensor([1.0, 0.0]), 4, 16)
-    full = _literal(q, k, v, torch.ones(200, 200, dtype=torch.bool).tril())
+    full = _literal(q, k, v, causal(200))
     streaming = _literal(q, k, v, _visible(200, 4, 16))
     torch.testing.assert_close(out[:3], full[:3])
     torch.testing.assert_close(out[3:], streaming[3:])

@@ -50,7 +50,7 @@ from tests.tiny_models import save_head_map
 Folder = Callable[[str], Path]
 
 POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
-LITERAL = {"minimum": 20, "maximum": None, "ratio": 6, "sinks": 4, "block": 8, "compensation": True}
+LITERAL = dataclasses.asdict(POLICY)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def mixed(path: Path) -> tuple[Any, Any, Local]:
 def _settings(window: int | None) -> dict[str, Any]:
     if window is None:
         return LITERAL
-    own = {"minimum": window, "ratio": None, "sinks": 0, "compensation": False}
+    own = {"window_min": window, "window_ratio": None, "sinks": 0, "compensation": False}
     return {**LITERAL, **own}
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from razor_dist import LLM, SamplingParams
 from razor_dist.config.errors import ConfigError
@@ -31,6 +31,7 @@ from tests.literal import window_start
 from tests.prefix.test_logits import TEXTS as HISTORY
 from tests.prefix.test_logits import assert_as_fresh
 from tests.ranks import Ranks
+from tests.stock import register, stock_logits
 from tests.test_invariance import POLICY, WORLDS, assert_same, split_of, tokens_of
 from tests.test_short_steps import CHUNKS, STEPS, TEXTS, Company, assert_same_as_alone
 from tests.tiny_models import Tiny
@@ -38,7 +39,7 @@ from tests.tiny_models import Tiny
 # Chunks of 40 tokens, the last 8 of which a chunk's first tokens see at their own distance.
 SIZE, LOCAL, ORIGINAL = 48, 8, 48
 FIELDS = {"chunk_size": SIZE, "local_size": LOCAL, "original_max_position_embeddings": ORIGINAL}
-LITERAL = {"minimum": 20, "maximum": None, "ratio": 6, "sinks": 4, "block": 8}
+LITERAL = dataclasses.asdict(POLICY)
 NAME = "literal_dual_chunk"
 
 
@@ -92,51 +93,31 @@ def literal_head(
     return out, weights
 
 
-def _forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    *,
-    literal: dict[str, Any],
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    group = query.shape[1] // key.shape[1]
-    heads = []
-    for h in range(query.shape[1]):
-        q, k, v = (x.double() for x in (query[0, h], key[0, h // group], value[0, h // group]))
-        streams = not literal["retrieval"][module.layer_idx][h // group]
-        of_head = {**LITERAL, "streams": streams}
-        heads.append(literal_head(q, k, v, scaling, literal["frequencies"], of_head))
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, given: dict[str, Any]) -> Tensor:
+    literal, layer = given["literal"], given["layer"]
+    of_head = {**LITERAL, "streams": not literal["retrieval"][layer][given["head"]]}
+    heads = [literal_head(of_one, k, v, scaling, literal["frequencies"], of_head) for of_one in q]
     outs, weights = zip(*heads, strict=True)
-    literal["weights"][module.layer_idx] = torch.stack(weights)
-    return torch.stack(outs).to(query.dtype).transpose(0, 1).unsqueeze(0), torch.empty(0)
+    literal["weights"].setdefault(layer, []).extend(weights)
+    return torch.stack(outs)
 
 
-AttentionInterface.register(NAME, _forward)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+register(NAME, _attend)
 
 
 def literal_run(
     path: Path, tokens: tuple[int, ...], retrieval: tuple[tuple[bool, ...], ...]
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Logits ``[N, V]``, and by layer the weights ``[H, N, N]`` of retrieval heads."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME)
+) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    """Logits ``[N, V]``, and by layer and head the weights ``[N, N]`` of retrieval heads."""
+    rotary = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb
     literal: dict[str, Any] = {
         "retrieval": retrieval,
-        "frequencies": model.model.rotary_emb.inv_freq.double(),
+        "frequencies": rotary.inv_freq.double(),
         "weights": {},
     }
-    with torch.inference_mode():
-        output = model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.zeros(1, len(tokens), dtype=torch.int64),
-            use_cache=False,
-            literal=literal,
-        )
-    return output.logits[0], literal["weights"]
+    unrotated = torch.zeros(1, len(tokens), dtype=torch.int64)
+    logits = stock_logits(path, tokens, NAME, position_ids=unrotated, literal=literal)
+    return logits, literal["weights"]
 
 
 EVERY = ((True, True),) * 3
@@ -205,7 +186,7 @@ def test_sources_are_the_definitions_weights(world: int, dual: Path, ranks: Rank
     _, weights = literal_run(dual, text[:128], EVERY)
     for row, (positions, found) in enumerate(ranks(world).run(traced, case, heads)[0], 125):
         for head, (layer, of) in enumerate(heads):
-            want = weights[layer][of, row].float()
+            want = weights[layer][of][row].float()
             torch.testing.assert_close(found[head], want.topk(8).values, atol=1e-4, rtol=0)
             torch.testing.assert_close(found[head], want[positions[head]], atol=1e-4, rtol=0)
 

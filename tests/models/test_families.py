@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tests import test_invariance
 from tests.cases import Case, all_full, logits_of
-from tests.literal import literal_logits
 from tests.ranks import Ranks
+from tests.stock import literal_logits
 from tests.test_invariance import GROWING, LITERAL, assert_same, split_of, tokens_of
 from tests.tiny_models import FAMILIES, Tiny
 

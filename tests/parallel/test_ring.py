@@ -24,6 +24,7 @@ from razor_dist.parallel.ring_flash import ring_flash_attention, serves
 from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk
 from tests.engine.test_prefill_policy import on_eight_h200
+from tests.literal import literal_attention
 from tests.ranks import Ranks
 
 HEADS, GROUP, DIM, TOKENS = 2, 3, 16, 96
@@ -134,12 +135,9 @@ def test_earlier_chunks_are_seen_whole_whoever_holds_them(
     q, k, v = inputs()
     slopes = torch.rand(HEADS, GROUP, generator=torch.manual_seed(1)) if biased else None
     places = torch.arange(TOKENS)
-    distance = (places - places[:, None]).float()
-    scores = 0.25 * torch.einsum("kgtd,ksd->kgts", q.double(), k.double())
-    if slopes is not None:
-        scores += slopes.double()[..., None, None] * distance
-    weights = scores.masked_fill(distance > 0, -torch.inf).softmax(-1)
-    want = torch.einsum("kgts,ksd->kgtd", weights, v.double()).float()
+    distance = (places - places[:, None]).double()
+    bias = 0.0 if slopes is None else slopes.double()[..., None, None] * distance
+    want = literal_attention(q, k, v, distance <= 0, 0.25, bias)[0].float()
     chunk, sent = Chunk(earlier, TOKENS, world), {}
     for short in (0, TOKENS):
         found = ranks(world).run(after_others, earlier, short, slopes)
