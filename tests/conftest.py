@@ -8,16 +8,17 @@ import os
 # wait for one that has no core took three times the CPU, and up to ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import preloaded
-from tests.ranks import RankPool
-from tests.tiny_models import make_tiny
+from tests import alibi_models, preloaded
+from tests.alibi_models import make_alibi
+from tests.ranks import RankPool, Ranks
+from tests.tiny_models import Tiny, make_tiny
 from tests.tokenizer import write_letters
 from tests.triton_processes import pool_that
 
@@ -41,7 +42,7 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks() -> Iterator[Ranks]:
     """``ranks(P)``: a pool of P rank processes, the same one each time."""
     pools: dict[int, RankPool] = {}
 
@@ -58,13 +59,14 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """``tiny(family)``: the folder of a tiny random model."""
     made: dict[str, Path] = {}
 
     def get(family: str) -> Path:
         if family not in made:
-            made[family] = make_tiny(family, tmp_path_factory.mktemp("tiny") / family)
+            make = make_alibi if family in alibi_models.FAMILIES else make_tiny
+            made[family] = make(family, tmp_path_factory.mktemp("tiny") / family)
         return made[family]
 
     return get

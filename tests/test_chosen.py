@@ -32,7 +32,6 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import Chunk, chunks
 from razor_dist.plan.allocations import Allocations
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import (
     Case,
     all_full,
@@ -43,9 +42,16 @@ from tests.cases import (
     one_chunk,
     prefill,
 )
+from tests.logits import (
+    POLICY,
+    assert_any_cut,
+    assert_same,
+    register,
+    split_of,
+    stock_logits,
+    tokens_of,
+)
 from tests.ranks import Ranks
-from tests.stock import register, stock_logits
-from tests.test_invariance import POLICY, assert_same, split_of, tokens_of
 from tests.tiny_models import Tiny, write_random
 
 SLOW = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15])  # of 16 dimensions of a Llama
@@ -70,13 +76,10 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
     )
     assert min((want - other).abs().max() for other in (full, none)) > 1e-3
     case = Case(str(path), all_full(path), POLICY, tokens[:N], tokens[N:], share=share)
-    for world in (1, 2, 4, 8):
-        for cut in (8192, 1000, 300):
-            tensor = cut == 1000
-            of = dataclasses.replace(case, chunked_prefill_size=cut, tensor=tensor)
-            assert_same(ranks(world).run(logits_of, of)[0], want)
-        whole = dataclasses.replace(case, prompt=tokens, forced=())
-        assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
+    worlds = (1, 2, 4, 8)
+    assert_any_cut(ranks, case, want, worlds, (8192, 300))
+    assert_any_cut(ranks, dataclasses.replace(case, tensor=True), want, worlds, (1000,))
+    assert_any_cut(ranks, dataclasses.replace(case, prompt=tokens, forced=()), want[-1:], worlds)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
@@ -114,7 +117,7 @@ def test_a_model_that_turns_a_part_of_each_head_by_itself(ranks: Ranks, tmp_path
     assert torch.equal(slower_half(model, shape.head_dim), slow)
     want = stock_logits(path, tokens, "by_blocks", share=1 / 300, slow=slow)[N - 1 :]
     case = Case(path, ((True, True),) * 2, POLICY, tokens[:N], tokens[N:], share=1 / 300)
-    assert_same(ranks(2).run(logits_of, case)[0], want)
+    assert_any_cut(ranks, case, want, (2,))
 
 
 def runs_of(
@@ -353,9 +356,8 @@ def test_kernels_compute_the_definition(
                 assert (blocks != (read[head] & seen).T).float().mean() < 1e-3
 
 
-def test_what_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    bloom = str(make_alibi("bloom", tmp_path / "bloom"))
-    model = str(tiny("llama"))
+def test_what_is_refused(tiny: Tiny) -> None:
+    bloom, model = str(tiny("bloom")), str(tiny("llama"))
     for settings_, message in (
         ({"model": bloom}, "is for models with rotary embeddings, and .*bloom has ALiBi"),
         ({"model": model, "kv_dtype": "int4"}, "kv_dtype: int4 mixes"),

@@ -8,17 +8,16 @@ ranks on the CPU, so that the test itself is known to work where there is no GPU
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, HostLinks
 from tests.cases import Case, logits_of
-from tests.ranks import RankPool
+from tests.logits import POLICY, assert_same, tokens_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 DEVICES = [
     "cpu",
@@ -45,15 +44,14 @@ def test_ranks_on_one_device_give_the_logits_of_one_rank_on_the_cpu(
     exact: bool,
     share: float,
     prompt: int,
-    ranks: Callable[[int], RankPool],
-    tiny: Callable[[str], Path],
+    ranks: Ranks,
+    tiny: Tiny,
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tokens = tuple(torch.randint(3, 190, (prompt + 20,), generator=generator).tolist())
+    tokens = tokens_of(prompt + 20)
     case = Case(
         str(tiny("llama")),
         ((False, False), (True, False), (True, True), (False, True)),
-        StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8),
+        POLICY,
         tokens[:prompt],
         tokens[prompt:],
         chunked_prefill_size=prompt // 3,
@@ -63,6 +61,4 @@ def test_ranks_on_one_device_give_the_logits_of_one_rank_on_the_cpu(
     want = ranks(1).run(logits_of, case)[0]
     there = dataclasses.replace(case, device=device)
     for world in (1, 2, 4):
-        got = ranks(world).run(logits_over_host, there)[0]
-        assert (got - want).abs().max() / want.abs().max() <= 1e-4
-        assert torch.equal(got.argmax(-1), want.argmax(-1))
+        assert_same(ranks(world).run(logits_over_host, there)[0], want)

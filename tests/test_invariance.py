@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
@@ -23,113 +21,80 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
+from tests import tiny_models
 from tests.cases import Case, all_full, logits_of, make_runner, model_and_shape, one_chunk
+from tests.logits import (
+    GROWING,
+    POLICY,
+    assert_any_cut,
+    assert_same,
+    literal_logits,
+    split_of,
+    stock_logits,
+    tokens_of,
+)
 from tests.ranks import Ranks
-from tests.stock import literal_logits
 from tests.tiny_models import Tiny
 
-FAMILIES = ("llama", "qwen2", "qwen3_moe", "mistral", "glm")
 WORLDS = (1, 2, 4, 8)
 CUTS = (8192, 64, 37)
-TOLERANCE = 1e-4
-
-
-def tokens_of(count: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(3, 190, (count,), generator=generator).tolist())
-
-
-def split_of(path: Path, seed: int = 0) -> tuple[tuple[bool, ...], ...]:
-    """A random decision that has layers of one kind only, and mixed ones."""
-    _, shape = model_and_shape(str(path))
-    generator = torch.Generator().manual_seed(seed)
-    rows = (torch.rand(shape.layers, shape.kv_heads, generator=generator) < 0.5).tolist()
-    rows[0], rows[1] = [False] * shape.kv_heads, [True] + [False] * (shape.kv_heads - 1)
-    return tuple(tuple(row) for row in rows)
-
-
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= TOLERANCE, f"relative error {error:.2e}"
-    assert torch.equal(got.argmax(-1), want.argmax(-1))
-
-
-POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
-# The window grows from 48 tokens on and is at its cap from 104 on.
-GROWING = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
-LITERAL = dataclasses.asdict(GROWING)
+# Of `tests.tiny_models`: those that are tested on every number of ranks.
+FAMILIES = ("llama", "qwen2", "qwen3_moe", "mistral", "glm")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_do_not_depend_on_ranks_cuts_or_phase(family: str, ranks: Ranks, tiny: Tiny) -> None:
-    n, k = 181, 7
-    tokens = tokens_of(n + k)
-    path = tiny(family)
-    base = Case(str(path), split_of(path), POLICY, tokens[:n], tokens[n:])
-    want = ranks(1).run(logits_of, base)[0]
+    n, tokens, path = 181, tokens_of(188), tiny(family)
+    case = Case(str(path), split_of(path), POLICY, tokens[:n], tokens[n:])
+    want = ranks(1).run(logits_of, case)[0]
     # Chunks are cut alike for all families: one has them all.
-    for world in WORLDS:
-        for cut in CUTS if family == "llama" else (8192, 37):
-            forced = dataclasses.replace(base, chunked_prefill_size=cut)
-            whole = dataclasses.replace(forced, prompt=tokens, forced=())
-            assert_same(ranks(world).run(logits_of, forced)[0], want)
-            assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
+    cuts = CUTS if family == "llama" else (8192, 37)
+    assert_any_cut(ranks, case, want, WORLDS, cuts)
+    whole = dataclasses.replace(case, prompt=tokens, forced=())
+    assert_any_cut(ranks, whole, want[-1:], WORLDS, cuts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_all_retrieval_is_stock_transformers(family: str, ranks: Ranks, tiny: Tiny) -> None:
-    n, k = 150, 5
-    tokens = tokens_of(n + k, seed=1)
-    path = tiny(family)
-    every = all_full(path)
-    for implementation in ("sdpa", "eager"):
-        stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
-        with torch.inference_mode():
-            want = stock(torch.tensor([tokens])).logits[0, n - 1 :]
-        for world in (1, 4):
-            case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
-            assert_same(ranks(world).run(logits_of, case)[0], want)
+    n, tokens, path = 150, tokens_of(155, seed=1), tiny(family)
+    case = Case(str(path), all_full(path), POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
+    for attention in ("sdpa", "eager"):
+        want = stock_logits(path, tokens, attention)[n - 1 :]
+        assert_any_cut(ranks, case, want, (1, 4) if family in FAMILIES else (2,))
     assert model_and_shape(str(path))[0].config._attn_implementation == "razor"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compensation", [True, False])
+@pytest.mark.parametrize(
+    ("family", "compensation"),
+    [*((name, True) for name in tiny_models.FAMILIES), *((name, False) for name in FAMILIES)],
+)
 def test_streaming_heads_are_the_literal_definition(
     family: str, compensation: bool, ranks: Ranks, tiny: Tiny
 ) -> None:
-    n, k = 120, 4
-    tokens = tokens_of(n + k, seed=2)
-    path = tiny(family)
+    n, tokens, path = 120, tokens_of(124, seed=2), tiny(family)
     policy = dataclasses.replace(GROWING, compensation=compensation)
-    literal = LITERAL | {"compensation": compensation}
     split = split_of(path)
-    want = literal_logits(str(path), list(tokens), split, literal)[n - 1 :]
+    want = literal_logits(path, tokens, split, policy)[n - 1 :]
     case = Case(str(path), split, policy, tokens[:n], tokens[n:], chunked_prefill_size=50)
-    for world in (1, 2):
-        assert_same(ranks(world).run(logits_of, case)[0], want)
+    assert_any_cut(ranks, case, want, (1, 2))
+    full = dataclasses.replace(case, retrieval=all_full(path))
+    assert not torch.allclose(ranks(2).run(logits_of, full)[0], want, rtol=1e-3, atol=1e-3)
 
 
 def test_windows_by_head_keep_sinks_and_compensation(ranks: Ranks, tiny: Tiny) -> None:
-    n, k = 120, 4
-    tokens = tokens_of(n + k, seed=2)
-    path = tiny("llama")
+    n, tokens, path = 120, tokens_of(124, seed=2), tiny("llama")
     split = split_of(path)
     # Two classes, side by side in the layers whose heads all stream.
     windows = tuple(
         tuple(None if kept else (12, 40)[(i + j) % 2] for j, kept in enumerate(row))
         for i, row in enumerate(split)
     )
-    literal = {"windows": windows, "sinks": 4, "block": 8, "compensation": True}
-    want = literal_logits(str(path), list(tokens), split, literal)[n - 1 :]
+    want = literal_logits(path, tokens, split, POLICY, windows)[n - 1 :]
     case = Case(
         str(path), split, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=50, windows=windows
     )
-    for world in (1, 2, 4):
-        for tensor in (False, True):
-            assert_same(
-                ranks(world).run(logits_of, dataclasses.replace(case, tensor=tensor))[0], want
-            )
+    for tensor in (False, True):
+        assert_any_cut(ranks, dataclasses.replace(case, tensor=tensor), want, (1, 2, 4))
 
 
 def test_compensation_changes_the_logits(ranks: Ranks, tiny: Tiny) -> None:
@@ -140,28 +105,18 @@ def test_compensation_changes_the_logits(ranks: Ranks, tiny: Tiny) -> None:
     assert (a - b).abs().max() / a.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_exact_prefill_does_not_depend_on_ranks_or_cuts(
-    world: int, ranks: Ranks, tiny: Tiny
-) -> None:
+def test_exact_prefill_does_not_depend_on_ranks_or_cuts(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     tokens = tokens_of(170, seed=3)
-    base = Case(str(path), split_of(path), POLICY, tokens[:163], tokens[163:], exact=True)
-    want = ranks(1).run(logits_of, base)[0]
-    for cut in CUTS:
-        case = dataclasses.replace(base, chunked_prefill_size=cut)
-        assert_same(ranks(world).run(logits_of, case)[0], want)
+    case = Case(str(path), split_of(path), POLICY, tokens[:163], tokens[163:], exact=True)
+    assert_any_cut(ranks, case, ranks(1).run(logits_of, case)[0], (2, 4, 8), CUTS)
 
 
 def test_exact_prefill_is_full_attention_until_the_prompt_ends(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     tokens = tokens_of(140, seed=4)
-    with torch.inference_mode():
-        want = stock(torch.tensor([tokens])).logits[0, -1:]
     case = Case(str(path), split_of(path), POLICY, tokens, exact=True, chunked_prefill_size=60)
-    for world in (1, 4):
-        assert_same(ranks(world).run(logits_of, case)[0], want)
+    assert_any_cut(ranks, case, stock_logits(path, tokens)[-1:], (1, 4))
 
 
 def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torch.Tensor | None:
@@ -186,14 +141,16 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
     return None if logits is None else logits.clone()
 
 
-@pytest.mark.parametrize("world", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("world", "tensor"), [(1, False), (3, False), (5, False), (2, True), (8, True)]
+)
 def test_a_prompt_read_by_forks_of_forks_is_the_whole_prompt(
-    world: int, ranks: Ranks, tiny: Tiny
+    world: int, tensor: bool, ranks: Ranks, tiny: Tiny
 ) -> None:
     path = tiny("llama")
     base = Case(str(path), split_of(path), POLICY, tokens_of(190, seed=9), page_size=8)
     want = ranks(1).run(logits_of, base)[0]
-    case = dataclasses.replace(base, chunked_prefill_size=19)
+    case = dataclasses.replace(base, chunked_prefill_size=19, tensor=tensor)
     for ends in ((101, 190), (7, 95, 190), (150, 151, 190)):
         assert_same(ranks(world).run(forked_logits, case, ends)[0], want)
 
@@ -254,22 +211,17 @@ def test_embedded_model_on_several_ranks(ranks: Ranks) -> None:
     policy = StreamingPolicy(window_min=24, window_ratio=5, sinks=4, block=8)
     generator = torch.Generator().manual_seed(7)
     tokens = tuple(torch.randint(20, 49000, (163,), generator=generator).tolist())
-    base = Case(path, tuple(map(tuple, split)), policy, tokens[:160], tokens[160:])
-    want = ranks(1).run(logits_of, base)[0]
-    for world in (2, 8):
-        case = dataclasses.replace(base, chunked_prefill_size=57)
-        assert_same(ranks(world).run(logits_of, case)[0], want)
-        whole = dataclasses.replace(base, prompt=tokens, forced=())
-        assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
+    case = Case(
+        path, tuple(map(tuple, split)), policy, tokens[:160], tokens[160:], chunked_prefill_size=57
+    )
+    want = ranks(1).run(logits_of, dataclasses.replace(case, chunked_prefill_size=8192))[0]
+    assert_any_cut(ranks, case, want, (2, 8))
+    assert_any_cut(ranks, dataclasses.replace(case, prompt=tokens, forced=()), want[-1:], (2, 8))
 
 
 def test_embedded_model_with_all_heads_full_is_stock(ranks: Ranks) -> None:
     path = str(resolve_model("smollm2"))
     generator = torch.Generator().manual_seed(8)
     tokens = tuple(torch.randint(20, 49000, (300,), generator=generator).tolist())
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    with torch.inference_mode():
-        want = stock(torch.tensor([tokens])).logits[0, 295:]
     case = Case(path, ((True,) * 3,) * 30, POLICY, tokens[:296], tokens[296:])
-    for world in (1, 4):
-        assert_same(ranks(world).run(logits_of, case)[0], want)
+    assert_any_cut(ranks, case, stock_logits(path, tokens)[295:], (1, 4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,22 +16,17 @@ from torch import Tensor
 
 from razor_dist.attention import decode
 from razor_dist.cache.pages import PagePool
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
-from tests.ranks import RankPool
-from tests.test_invariance import TOLERANCE, assert_same, policies, split_of, tokens_of
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
-
-POLICY = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
+from tests.logits import GROWING, TOLERANCE, assert_same, split_of, tokens_of
+from tests.ranks import Ranks
+from tests.test_invariance import policies
+from tests.tiny_models import Tiny
 
 
 @dataclass(frozen=True)
@@ -141,44 +136,52 @@ TEXTS = texts_of(140, 99, 115, 40)
 CHUNKS = (120, 60, 0, 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "glm", "phi3"])
-def test_a_step_that_is_shared_changes_nothing(family: str, ranks: Ranks, tiny: Tiny) -> None:
+@pytest.mark.parametrize(
+    ("family", "tensor", "worlds"),
+    [
+        ("llama", False, (1, 2, 4, 8)),
+        *((family, False, (2, 8)) for family in ("qwen2", "mistral", "glm", "phi3")),
+        *((family, True, (2, 3, 8)) for family in ("llama", "phi3")),
+        *((family, True, (4, 8)) for family in ("llama2", "llama3", "qwen2", "qwen3", "qwen3_moe")),
+        *((family, True, (4, 8)) for family in ("mistral", "mixtral", "glm_1m", "glm4")),
+        *(
+            pytest.param(family, False, (1, 4), marks=pytest.mark.long)
+            for family in ("bloom", "mpt", "baichuan")
+        ),
+    ],
+)
+def test_a_step_that_is_shared_changes_nothing(
+    family: str, tensor: bool, worlds: tuple[int, ...], ranks: Ranks, tiny: Tiny
+) -> None:
     path = tiny(family)
-    case = Case(str(path), split_of(path), POLICY, ())
-    worlds = (1, 2, 4, 8) if family == "llama" else (2, 8)
+    case = Case(str(path), split_of(path), GROWING, (), tensor=tensor)
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["bloom", "mpt", "baichuan"])
-def test_with_a_bias_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> None:
-    path = make_alibi(family, tmp_path)
-    case = Case(str(path), split_of(path), POLICY, ())
-    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 4)
+# Where keys are the same bits however a text is read, so that all are rounded alike.
+FIRST_LAYER = ((True, True), *((False, False),) * 3)
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "exact": {"exact": True},
+    "bfloat16": {"kv_dtype": torch.bfloat16},
+    "exact, int8": {"exact": True, "kv_dtype": INT8, "retrieval": FIRST_LAYER},
+    "int4": {"kv_dtype": INT4, "retrieval": FIRST_LAYER},
+    "tensor, exact": {"tensor": True, "exact": True},
+    "tensor, bfloat16": {"tensor": True, "kv_dtype": torch.bfloat16},
+    "tensor, int8": {"tensor": True, "kv_dtype": INT8, "retrieval": FIRST_LAYER},
+    "tensor, int4": {"tensor": True, "kv_dtype": INT4, "retrieval": FIRST_LAYER},
+    "tensor, windows": {"tensor": True, "windows": ((9, None), (None, 9)) * 2},
+}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"exact": True},
-        {"kv_dtype": torch.bfloat16},
-        {
-            "exact": True,
-            "kv_dtype": INT8,
-            "retrieval": ((True, True), *((False, False),) * 3),
-        },
-        {"kv_dtype": INT4, "retrieval": ((True, True), *((False, False),) * 3)},
-    ],
-    ids=["exact", "bfloat16", "exact, int8", "int4"],
-)
-def test_with_exact_prefill_and_keys_of_another_dtype(
-    settings: dict[str, object], ranks: Ranks, tiny: Tiny
-) -> None:
+@pytest.mark.parametrize("settings", OTHER_SETTINGS.values(), ids=OTHER_SETTINGS)
+def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
-    case = dataclasses.replace(Case(str(path), split_of(path), POLICY, ()), **settings)
+    case = dataclasses.replace(Case(str(path), split_of(path, 3), GROWING, ()), **settings)
     # A key on the edge between two numbers of bfloat16, 4e-3 apart, may be rounded either way.
     tolerance = 1e-3 if "kv_dtype" in settings else TOLERANCE
-    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 8, tolerance=tolerance)
+    worlds = (2, 8) if case.tensor else (1, 2, 8)
+    company = Company(case, TEXTS, CHUNKS, STEPS)
+    assert_same_as_alone(company, ranks, *worlds, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("how", [without_a_compiler, with_one_compiler])
@@ -188,10 +191,9 @@ def test_ways_of_computing_answers_change_nothing(
     how: Callable[..., object],
     ranks: Ranks,
     tiny: Tiny,
-    tmp_path: Path,
 ) -> None:
-    path = make_alibi(family, tmp_path) if family in ("bloom", "mpt") else tiny(family)
-    case = Case(str(path), split_of(path), POLICY, ())
+    path = tiny(family)
+    case = Case(str(path), split_of(path), GROWING, ())
     worlds = (1, 3) if family == "llama" else (2,)
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, how=how)
 
@@ -201,7 +203,7 @@ def test_a_prompt_is_read_by_turns_in_chunks_and_by_all_ranks(
     tensor: bool, ranks: Ranks, tiny: Tiny
 ) -> None:
     path = tiny("llama")
-    case = Case(str(path), split_of(path), POLICY, (), tail=8, tensor=tensor)
+    case = Case(str(path), split_of(path), GROWING, (), tail=8, tensor=tensor)
     steps = ((16, 0, 9, 1), (16, 16, 1, 1)) * 5
     company = Company(case, TEXTS, (138, 97, 0, 0), (*steps, *STEPS), mixed=True)
     assert_same_as_alone(company, ranks, 2, 4)
@@ -209,7 +211,7 @@ def test_a_prompt_is_read_by_turns_in_chunks_and_by_all_ranks(
 
 def test_prompts_that_begin_in_a_short_step_send_nothing(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
-    case = Case(str(path), split_of(path), POLICY, ())
+    case = Case(str(path), split_of(path), GROWING, ())
     begins = Company(case, texts_of(50, 30), (0, 0), ((50, 30),))
     assert all(sent == 0 for _, sent in ranks(4).run(together, begins))
     goes_on = dataclasses.replace(begins, steps=((20, 30), (30, 0)))
@@ -230,16 +232,18 @@ def companies(draw: st.DrawFn) -> tuple[int, Company]:
     return draw(st.sampled_from([1, 2, 3, 8])), Company(case, texts, chunks, rest, mixed)
 
 
+@pytest.mark.parametrize("tensor", [False, True])
 @settings(
     max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(drawn=companies())
-def test_any_company(drawn: tuple[int, Company], ranks: Ranks, tiny: Tiny) -> None:
+def test_any_company(tensor: bool, drawn: tuple[int, Company], ranks: Ranks, tiny: Tiny) -> None:
     world, company = drawn
     path = tiny("llama")
-    case = dataclasses.replace(company.case, model=str(path), retrieval=split_of(path, world))
+    split = split_of(path, world)
+    case = dataclasses.replace(company.case, model=str(path), retrieval=split, tensor=tensor)
     assert_same_as_alone(dataclasses.replace(company, case=case), ranks, world)
 
 
@@ -249,7 +253,7 @@ def test_a_fragmented_pool_is_read_in_few_parts(
     """Pages in any order give the same logits, and no call each."""
     path = tiny("llama")
     text = tokens_of(900)
-    case = Case(str(path), split_of(path), POLICY, text[:880], text[880:], page_size=4)
+    case = Case(str(path), split_of(path), GROWING, text[:880], text[880:], page_size=4)
     want = logits_of(Communicator(None), case)
     taken = PagePool._take
     found: list[int] = []

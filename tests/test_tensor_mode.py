@@ -1,7 +1,7 @@
 """Tensor mode: ranks that share short steps compute what one rank does, with its part of the heads.
 
-The cases are those of replicated decode (`tests.test_invariance`, `tests.test_short_steps`,
-`tests.prefix.test_logits`); the truth is one rank's logits.
+The truth is one rank's logits. Cases of replicated decode are tested in this mode beside it, in
+`tests.test_invariance`, `tests.test_short_steps` and `tests.prefix.test_logits`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.decode_mode import share_short_steps, why_replicated
@@ -31,104 +28,20 @@ from razor_dist.engine.tensor_parallel import is_compact, part_of, why_not
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.layout import HeadLayout, HeadShare
-from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.models.loader import load_model
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
-from tests.prefix.test_logits import TEXTS as HISTORY
-from tests.prefix.test_logits import assert_as_fresh
-from tests.ranks import RankPool
+from tests.logits import GROWING, assert_any_cut, assert_same, split_of, tokens_of
+from tests.ranks import Ranks
 from tests.tape import CountingTape
-from tests.test_invariance import POLICY as LONG
-from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
-from tests.test_short_steps import (
-    CHUNKS,
-    POLICY,
-    STEPS,
-    TEXTS,
-    Company,
-    assert_same_as_alone,
-    companies,
-)
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import Tiny
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama", "llama2", "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
-        *("phi3", "glm_1m", "glm4"),
-    ],
-)
-def test_shared_steps_are_one_ranks(family: str, ranks: Ranks, tiny: Tiny) -> None:
-    path = tiny(family)
-    case = Case(str(path), split_of(path), POLICY, (), tensor=True)
-    worlds = (2, 3, 8) if family in ("llama", "phi3") else (4, 8)
-    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"exact": True},
-        {"kv_dtype": torch.bfloat16},
-        {"kv_dtype": INT8, "retrieval": ((True, True), *((False, False),) * 3)},
-        {"kv_dtype": INT4, "retrieval": ((True, True), *((False, False),) * 3)},
-        {"windows": ((9, None), (None, 9)) * 2},
-    ],
-    ids=["exact", "bfloat16", "int8", "int4", "windows"],
-)
-def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny) -> None:
-    path = tiny("llama")
-    case = Case(str(path), split_of(path, 3), POLICY, (), tensor=True)
-    tolerance = 1e-3 if "kv_dtype" in settings else 1e-4
-    company = Company(dataclasses.replace(case, **settings), TEXTS, CHUNKS, STEPS)
-    assert_same_as_alone(company, ranks, 2, 8, tolerance=tolerance)
-
-
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(drawn=companies())
-def test_any_company(drawn: tuple[int, Company], ranks: Ranks, tiny: Tiny) -> None:
-    world, company = drawn
-    path = tiny("llama")
-    case = dataclasses.replace(
-        company.case, model=str(path), retrieval=split_of(path, world), tensor=True
-    )
-    assert_same_as_alone(dataclasses.replace(company, case=case), ranks, world)
-
-
-@pytest.mark.parametrize("world", [2, 8])
-def test_windows_go_from_rank_to_rank_as_a_prompt_is_continued(
-    world: int, ranks: Ranks, tiny: Tiny
-) -> None:
-    path = tiny("llama")
-    base = Case(str(path), split_of(path), LONG, tokens_of(190, seed=9), page_size=8)
-    want = ranks(1).run(logits_of, base)[0]
-    case = dataclasses.replace(base, chunked_prefill_size=19, tensor=True)
-    for ends in ((101, 190), (3, 95, 190), (150, 151, 190)):
-        assert_same(ranks(world).run(forked_logits, case, ends)[0], want)
-
-
-def test_a_branch_of_a_cached_text_is_a_fresh_read(ranks: Ranks, tiny: Tiny) -> None:
-    path = tiny("llama")
-    policy = StreamingPolicy(window_min=8, window_ratio=4, window_max=30, sinks=3, block=4)
-    case = Case(str(path), split_of(path), policy, (), tail=17, tensor=True)
-    for world in (3, 8):
-        assert_as_fresh(ranks, world, case, HISTORY)
 
 
 def scored_beside_an_answer(comm: Communicator, case: Case) -> tuple[Any, torch.Tensor | None]:
@@ -144,7 +57,7 @@ def scored_beside_an_answer(comm: Communicator, case: Case) -> tuple[Any, torch.
 
 def test_a_prompt_is_scored_beside_an_answer(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
-    case = Case(str(path), split_of(path), POLICY, tokens_of(50, seed=3), forced=(5,), tensor=True)
+    case = Case(str(path), split_of(path), GROWING, tokens_of(50, seed=3), forced=(5,), tensor=True)
     scores, logits = ranks(1).run(scored_beside_an_answer, case)[0]
     assert scores.shape == (49, 6) and logits.shape[0] == 2
     for world in (2, 4):
@@ -158,16 +71,15 @@ def test_nine_heads_on_eight_ranks(ranks: Ranks) -> None:
     path = str(resolve_model("smollm2"))
     split = HeadMap.load(shipped_head_map("smollm2")).retrieval
     tokens = tuple(t + 20 for t in tokens_of(90, seed=7))
-    case = Case(path, tuple(map(tuple, split)), POLICY, tokens[:86], tokens[86:])
+    case = Case(path, tuple(map(tuple, split)), GROWING, tokens[:86], tokens[86:])
     want = ranks(1).run(logits_of, case)[0]
-    shared = dataclasses.replace(case, tensor=True)
-    assert_same(ranks(8).run(logits_of, shared)[0], want)
+    assert_any_cut(ranks, dataclasses.replace(case, tensor=True), want, (8,))
 
 
 def test_sources_are_those_of_one_rank(ranks: Ranks, tiny: Tiny) -> None:
     path, text = tiny("llama"), tokens_of(103)
     split = ((True, True), (False, True), (True, False), (False, False))
-    case = Case(str(path), split, POLICY, text[:100], text[100:], tail=64)
+    case = Case(str(path), split, GROWING, text[:100], text[100:], tail=64)
     heads = [(1, 5), (0, 0), (2, 3)]
     want = ranks(1).run(traced, case, heads)[0]
     for world in (2, 8):
@@ -191,7 +103,7 @@ def replayed(comm: Communicator, case: Case) -> Tensor | None:
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_steps_that_are_recorded(family: str, ranks: Ranks, tiny: Tiny) -> None:
     path, tokens = tiny(family), tokens_of(100)
-    case = Case(str(path), split_of(path), POLICY, tokens[:90], tokens[90:])
+    case = Case(str(path), split_of(path), GROWING, tokens[:90], tokens[90:])
     want = ranks(1).run(logits_of, case)[0]
     for world in (2, 8):
         shared = dataclasses.replace(case, tensor=True)
@@ -216,7 +128,7 @@ def replayed_beside_a_chunk(comm: Communicator, case: Case) -> tuple[list[int], 
 
 def test_what_decodes_beside_a_chunk_is_replayed(ranks: Ranks, tiny: Tiny) -> None:
     path, tokens = tiny("llama"), tokens_of(98)
-    case = Case(str(path), split_of(path), POLICY, tokens[:90], tokens[90:])
+    case = Case(str(path), split_of(path), GROWING, tokens[:90], tokens[90:])
     want = ranks(1).run(logits_of, case)[0][1:]
     shared = dataclasses.replace(case, tensor=True)
     counts, got = ranks(2).run(replayed_beside_a_chunk, shared)[0]
@@ -241,7 +153,7 @@ def test_bytes_are_counted_and_streaming_caches_are_shared_out(ranks: Ranks, tin
     _, shape = model_and_shape(str(path))
     one = ((False,) * 4, (True, False, False, False), (False,) * 4)  # 11 streaming heads
     tokens = tokens_of(110)
-    case = Case(str(path), one, POLICY, tokens[:100], tokens[100:], tensor=True)
+    case = Case(str(path), one, GROWING, tokens[:100], tokens[100:], tensor=True)
     hidden, vocabulary = 64 * 4, 192 * 4
     found = ranks(world).run(sent_and_kept, case)
     for sent, _, _ in found:
@@ -280,7 +192,7 @@ def test_a_token_is_three_collectives_a_layer_and_one(ranks: Ranks, tiny: Tiny) 
     path, world = tiny("mistral"), 2
     _, shape = model_and_shape(str(path))
     some = (True, False, False, False)
-    case = Case(str(path), (some,) * shape.layers, POLICY, tokens_of(60), (5,), tensor=True)
+    case = Case(str(path), (some,) * shape.layers, GROWING, tokens_of(60), (5,), tensor=True)
     a_layer = {("all_gather", "merge"): 1, ("sum", "tensor"): 2}
     want = Counter({kind: count * shape.layers for kind, count in a_layer.items()})
     want["all_gather", "tensor"] = 1  # the logits
@@ -332,9 +244,9 @@ def test_features_are_dealt_out_whole(n: int, size: int) -> None:
 
 
 def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
-    tmp_path: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load_model(make_alibi("bloom", tmp_path), device=CPU, dtype=torch.float32)
+    model = load_model(tiny("bloom"), device=CPU, dtype=torch.float32)
     assert why_not(model) == "transformers has no tensor-parallel plan for bloom"
     shape, comm = ModelShape.from_config(model.config), Communicator(None)
     comm.size = 2

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from razor_dist.attention.sources import TOP, scores_of
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.sources import strongest_heads
 from razor_dist.kernels.quantized import INT4, INT8, quantize
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import Case, make_runner, model_and_shape, one_chunk, prefill
-from tests.test_invariance import tokens_of
-from tests.test_short_steps import Ranks, Tiny
+from tests.logits import GROWING, stock_run, tokens_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
-POLICY = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
 Found = list[tuple[Tensor, Tensor]]
 
 
@@ -62,16 +57,14 @@ def test_they_are_those_of_stock_attention(family: str, ranks: Ranks, tiny: Tiny
     case = Case(
         str(path),
         ((True,) * shape.kv_heads,) * shape.layers,
-        POLICY,
+        GROWING,
         text[:140],
         text[140:143],
         chunked_prefill_size=48,
         tail=64,
     )
     heads = [(shape.layers - 1, 0), (0, shape.query_heads - 1), (1, 2), (1, 3)]
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    with torch.inference_mode():
-        weights = stock(torch.tensor([text[:143]]), output_attentions=True).attentions
+    weights = stock_run(path, text[:143], output_attentions=True).attentions
     for world in (1, 2, 4, 8) if family == "llama" else (1, 8):
         found = ranks(world).run(traced, case, heads)[0]
         assert len(found) == 3
@@ -82,15 +75,13 @@ def test_they_are_those_of_stock_attention(family: str, ranks: Ranks, tiny: Tiny
                 torch.testing.assert_close(told[head], want[positions[head]], atol=1e-4, rtol=0)
 
 
-def test_they_are_those_of_a_bias_by_distance(ranks: Ranks, tmp_path: Path) -> None:
-    path = make_alibi("bloom", tmp_path)
+def test_they_are_those_of_a_bias_by_distance(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("bloom")
     _, shape = model_and_shape(str(path))
     text = tokens_of(60)
     every = ((True,) * shape.kv_heads,) * shape.layers
-    case = Case(str(path), every, POLICY, text[:50], text[50:52], tail=64)
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    with torch.inference_mode():
-        weights = stock(torch.tensor([text[:52]]), output_attentions=True).attentions
+    case = Case(str(path), every, GROWING, text[:50], text[50:52], tail=64)
+    weights = stock_run(path, text[:52], output_attentions=True).attentions
     for world in (1, 4):
         for row, (positions, told) in enumerate(ranks(world).run(traced, case, [(1, 1)])[0], 50):
             want = weights[1][0, 1, row][positions[0]]
@@ -108,7 +99,7 @@ def test_scores_of_codes_are_those_of_what_they_hold(codes: torch.dtype) -> None
 def test_a_short_context_has_fewer_positions(tiny: Tiny) -> None:
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
-    case = Case(str(path), ((True,) * shape.kv_heads,) * shape.layers, POLICY, (5, 6, 7))
+    case = Case(str(path), ((True,) * shape.kv_heads,) * shape.layers, GROWING, (5, 6, 7))
     runner = make_runner(Communicator(None), case, source_heads=[(0, 0)])
     runner.execute(StepPlan(Op.OPEN, 0, end=2, total=3, max_read=3))
     runner.execute(one_chunk(0, (5, 6), last=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from razor_dist import cli
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.fidelity import report
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
@@ -20,7 +21,7 @@ from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
-from tests.stock import literal_logits, stock_logits
+from tests.logits import literal_logits, stock_logits
 from tests.tiny_models import save_head_map
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
@@ -80,8 +81,8 @@ def test_razor_is_as_far_from_full_as_its_literal_definition(
     model: FidelityModel, letters: Path, text: Scored, one_by_one: bool
 ) -> None:
     figures, cost = model.measure(Method("razor", WINDOW, HEADS), text, one_by_one=one_by_one)
-    literal = {"window_min": 30, "window_ratio": 5, "window_max": None, "block": 16, "sinks": 4}
-    own = literal_logits(letters, text.ids, HEADS, literal | {"compensation": True})
+    policy = StreamingPolicy(30, window_ratio=5, window_max=None, sinks=4, block=16)
+    own = literal_logits(letters, text.ids, HEADS, policy)
     assert_figures_are(figures, text, stock_logits(letters, text.ids), own)
     assert 0 < cost["kv_bytes"] < cost["kv_bytes_full"]
 

@@ -38,7 +38,7 @@ from razor_dist.jobs.job import run_job
 from razor_dist.kernels.query import Query
 from razor_dist.models.slower_half import slower_half
 from tests.literal import causal, literal_attention
-from tests.stock import register, stock_logits
+from tests.logits import register, stock_logits
 from tests.tiny_models import make_tiny
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
@@ -26,6 +25,7 @@ from razor_dist.evals.suites.why import (
     verdict,
 )
 from razor_dist.evals.watch import Mass
+from tests.logits import stock_run
 
 WINDOW = {"window_min": 16, "window_ratio": 4, "window_max": None, "sink_tokens": 2, "block": 8}
 OWN = {"attention": "streaming", "prefill": "local", "compensation": True, **WINDOW}
@@ -38,9 +38,7 @@ def test_mass_is_of_transformers_attention(letters: Path) -> None:
     places, begin = [range(10, 14), range(40, 41)], 70
     mass = model.watched(Scored(tuple(ids), 85), STREAMING, begin, places)
     assert model.replay.watch is None
-    stock = AutoModelForCausalLM.from_pretrained(letters, attn_implementation="eager")
-    with torch.no_grad():
-        weights = stock(torch.tensor([ids]), output_attentions=True).attentions
+    weights = stock_run(letters, ids, output_attentions=True).attentions
     whole = torch.stack(weights, 2)[0].permute(2, 1, 0, 3)  # [positions, layers, heads, keys]
     for row, position in enumerate(range(begin, 89)):
         own = whole[position]

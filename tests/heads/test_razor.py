@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores, decide
@@ -21,6 +20,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.models.smollm2 import embedded_model
 from tests.heads.planted import ECHO, HEADS, INDUCTION, RETRIEVAL, make_planted
 from tests.heads.test_gates import Largest
+from tests.logits import stock_run
 from tests.tiny_models import make_tiny
 from tests.tokenizer import smollm2_tokenizer
 
@@ -53,9 +53,7 @@ def test_scores_equal_those_of_the_attention_matrices(family: str, tmp_path: Pat
 
     order = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(5))
     ids = vocabulary[order[:23]].repeat(4)
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        attentions = stock(ids[None], output_attentions=True).attentions
+    attentions = stock_run(path, ids.tolist(), output_attentions=True).attentions
     for layer, attention in enumerate(attentions):
         for kind, (by_pair, by_token) in _literal_scores(attention[0], ids.tolist()).items():
             got = torch.tensor(result.scores[kind][layer])

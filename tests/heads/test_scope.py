@@ -34,7 +34,7 @@ from razor_dist.parallel.comm import Communicator
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.heads.command import identify_heads
-from tests.test_invariance import tokens_of
+from tests.logits import stock_logits, tokens_of
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 
@@ -207,9 +207,7 @@ def test_identify_chooses_the_method_and_the_map_loses_next_to_nothing(
     caches = make_runner(comm, case).caches.streaming
     assert [c.k.shape[1] for c in caches] == [1 + w + 7 for w in sorted(lengths)]
     got = logits_of(comm, case)
-    stock = AutoModelForCausalLM.from_pretrained(bloom)
-    with torch.inference_mode():
-        want = stock(torch.tensor([tokens])).logits[0, 289:]
+    want = stock_logits(bloom, tokens)[289:]
     assert got is not None
     error = (got - want).abs().max() / want.abs().max()
     assert 0 < error < 0.01  # what is left out is below epsilon a token

@@ -9,18 +9,16 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MptConfig
+from transformers import MptConfig
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
@@ -31,7 +29,7 @@ from razor_dist.models.mpt import Model as Mpt
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
+from tests.alibi_models import FAMILIES, Local, literal_alibi
 from tests.cases import (
     Case,
     all_full,
@@ -43,35 +41,18 @@ from tests.cases import (
     prefill,
 )
 from tests.engine.test_graph import case_of, story
+from tests.logits import POLICY, assert_any_cut, assert_same, stock_logits, tokens_of
 from tests.ranks import Ranks
-from tests.test_invariance import assert_same, tokens_of
-from tests.tiny_models import save_head_map
+from tests.tiny_models import Tiny, save_head_map
 
-Folder = Callable[[str], Path]
-
-POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 LITERAL = dataclasses.asdict(POLICY)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = make_alibi(family, tmp_path_factory.mktemp("alibi") / family)
-        return made[family]
-
-    return get
 
 
 def want_of(path: Path, family: str, tokens: tuple[int, ...]) -> torch.Tensor:
     """Every position's logits: stock transformers', or the literal ones where it has no model."""
     if family == "baichuan":
         return literal_alibi(path, list(tokens)).float()
-    stock = AutoModelForCausalLM.from_pretrained(path)
-    with torch.inference_mode():
-        return stock(torch.tensor([tokens])).logits[0]
+    return stock_logits(path, tokens)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 40, 112])
@@ -86,27 +67,22 @@ def test_slopes_are_those_of_transformers(heads: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_literal_reference_is_the_model(family: str, folder: Folder) -> None:
+def test_the_literal_reference_is_the_model(family: str, tiny: Tiny) -> None:
     tokens = tokens_of(70)
-    want = want_of(folder(family), family, tokens)
-    assert_same(literal_alibi(folder(family), list(tokens)).float(), want)
+    want = want_of(tiny(family), family, tokens)
+    assert_same(literal_alibi(tiny(family), list(tokens)).float(), want)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, folder: Folder) -> None:
+def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, tiny: Tiny) -> None:
     n, k = 150, 5
     tokens = tokens_of(n + k, seed=1)
-    path = folder(family)
+    path = tiny(family)
     want = want_of(path, family, tokens)[n - 1 :]
     case = Case(str(path), all_full(path), POLICY, tokens[:n], tokens[n:])
-    for world in (1, 2, 4):
-        for cut in (8192, 64, 37):
-            assert_same(
-                ranks(world).run(logits_of, dataclasses.replace(case, chunked_prefill_size=cut))[0],
-                want,
-            )
-    whole = dataclasses.replace(case, prompt=tokens, forced=(), chunked_prefill_size=70)
-    assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
+    assert_any_cut(ranks, case, want, (1, 2, 4), (8192, 64, 37))
+    whole = dataclasses.replace(case, prompt=tokens, forced=())
+    assert_any_cut(ranks, whole, want[-1:], (2,), (70,))
 
 
 def mixed(path: Path) -> tuple[Any, Any, Local]:
@@ -135,30 +111,27 @@ def _settings(window: int | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["bloom6", "mpt6", "baichuan"])
 def test_a_window_for_each_head_is_the_literal_definition(
-    family: str, ranks: Ranks, folder: Folder
+    family: str, ranks: Ranks, tiny: Tiny
 ) -> None:
     n, k = 140, 12
     tokens = tokens_of(n + k, seed=2)
-    path = folder(family)
+    path = tiny(family)
     flags, windows, local = mixed(path)
     want = literal_alibi(path, list(tokens), local).float()[n - 1 :]
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], page_size=7, windows=windows)
-    for world in (1, 2, 4):
-        for cut in (8192, 50):
-            cut_case = dataclasses.replace(case, chunked_prefill_size=cut)
-            assert_same(ranks(world).run(logits_of, cut_case)[0], want)
-    whole = dataclasses.replace(case, prompt=tokens, forced=(), chunked_prefill_size=41)
-    assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
+    assert_any_cut(ranks, case, want, (1, 2, 4), (8192, 50))
+    whole = dataclasses.replace(case, prompt=tokens, forced=())
+    assert_any_cut(ranks, whole, want[-1:], (2,), (41,))
 
 
 def test_distances_as_dimensions_are_the_literal_definition(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's inputs in bfloat16, prefilled and decoded in float32: no mask but what hides."""
     monkeypatch.setattr(alibi, "needs_digits", lambda *_: True)
     n, k = 140, 12
     tokens = tokens_of(n + k, seed=2)
-    path = folder("bloom6")
+    path = tiny("bloom6")
     flags, windows, local = mixed(path)
     want = literal_alibi(path, list(tokens), local).float()[n - 1 :]
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], page_size=7, windows=windows)
@@ -167,18 +140,15 @@ def test_distances_as_dimensions_are_the_literal_definition(
     assert_same(got, want)
 
 
-def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, folder: Folder) -> None:
+def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, tiny: Tiny) -> None:
     n = 130
     tokens = tokens_of(n + 6, seed=3)
-    path = folder("bloom6")
+    path = tiny("bloom6")
     flags, windows, _ = mixed(path)
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], exact=True, windows=windows)
     want = ranks(1).run(logits_of, case)[0]
     assert_same(want[:1], want_of(path, "bloom6", tokens[:n])[-1:])
-    for world in (2, 4):
-        for cut in (8192, 47):
-            cut_case = dataclasses.replace(case, chunked_prefill_size=cut)
-            assert_same(ranks(world).run(logits_of, cut_case)[0], want)
+    assert_any_cut(ranks, case, want, (2, 4), (8192, 47))
 
 
 def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
@@ -195,8 +165,8 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     return logits
 
 
-def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, folder: Folder) -> None:
-    path = folder("mpt6")
+def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("mpt6")
     flags, windows, local = mixed(path)
     tokens = tokens_of(118, seed=6)
     want = literal_alibi(path, list(tokens), local).float()[-1:]
@@ -214,8 +184,8 @@ def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, folder: Folder) -> 
         assert_same(ranks(world).run(continued, case)[0], want)
 
 
-def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, folder: Folder) -> None:
-    path = folder("bloom6")
+def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("bloom6")
     flags, windows, _ = mixed(path)
     case = dataclasses.replace(case_of(path), retrieval=flags, windows=windows)
     errors, agree, *_ = ranks(2).run(story, case)[0]
@@ -224,7 +194,7 @@ def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, folder: Folder) 
 
 @pytest.mark.parametrize("family", ["bloom6", "mpt"])
 def test_nothing_as_wide_as_the_context_is_built(
-    family: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    family: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("built")
@@ -235,31 +205,31 @@ def test_nothing_as_wide_as_the_context_is_built(
     ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
-    path = folder(family)
+    path = tiny(family)
     case = Case(str(path), all_full(path), POLICY, tokens_of(20))
     assert logits_of(Communicator(None), case) is not None
 
 
-def test_bias_max_counts_as_in_storywriter(folder: Folder, tmp_path: Path) -> None:
+def test_bias_max_counts_as_in_storywriter(tiny: Tiny, tmp_path: Path) -> None:
     """transformers' class ignores it; the literal reference does not."""
     path = tmp_path / "story"
-    shutil.copytree(folder("mpt"), path)
+    shutil.copytree(tiny("mpt"), path)
     config = json.loads((path / "config.json").read_text())
     config["attn_config"]["alibi_bias_max"] = 16
     (path / "config.json").write_text(json.dumps(config))
-    assert model_fingerprint(read_config(path)) != model_fingerprint(read_config(folder("mpt")))
+    assert model_fingerprint(read_config(path)) != model_fingerprint(read_config(tiny("mpt")))
     tokens = tokens_of(90, seed=5)
     got = logits_of(Communicator(None), Case(str(path), all_full(path), POLICY, tokens))
     want = literal_alibi(path, list(tokens)).float()
     assert got is not None
     assert_same(got, want[-1:])
-    assert (literal_alibi(folder("mpt"), list(tokens)).float() - want)[-1].abs().max() > 1e-2
+    assert (literal_alibi(tiny("mpt"), list(tokens)).float() - want)[-1].abs().max() > 1e-2
 
 
-def test_weights_of_another_kind_are_refused(folder: Folder, tmp_path: Path) -> None:
+def test_weights_of_another_kind_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     """Baichuan's kinds share a model type; a rotary one brings its frequencies."""
     path = tmp_path / "rotary"
-    shutil.copytree(folder("baichuan"), path)
+    shutil.copytree(tiny("baichuan"), path)
     weights = load_file(path / "model.safetensors")
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -269,11 +239,11 @@ def test_weights_of_another_kind_are_refused(folder: Folder, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["baichuan", "mpt"])
 def test_weights_in_bin_files_load_once_they_are_converted(
-    family: str, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the lines that docs/models.md has for it."""
     path = tmp_path / family
-    shutil.copytree(folder(family), path)
+    shutil.copytree(tiny(family), path)
     weights = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     for number, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2]), start=1):
@@ -292,9 +262,9 @@ def test_weights_in_bin_files_load_once_they_are_converted(
 
 
 def test_an_engine_has_the_maps_windows_at_any_length(
-    folder: Folder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = folder("bloom6")
+    path = tiny("bloom6")
     flags, windows, _ = mixed(path)
     own = tuple(tuple(None if f else w or 7 for f, w in zip(*row, strict=True))
                 for row in zip(flags, windows, strict=True))  # fmt: skip

@@ -28,11 +28,18 @@ from tests.cases import Case, logits_of
 from tests.engine.test_drafts import in_runs
 from tests.engine.test_sources import traced
 from tests.literal import window_start
+from tests.logits import (
+    POLICY,
+    assert_any_cut,
+    assert_same,
+    register,
+    split_of,
+    stock_logits,
+    tokens_of,
+)
 from tests.prefix.test_logits import TEXTS as HISTORY
 from tests.prefix.test_logits import assert_as_fresh
 from tests.ranks import Ranks
-from tests.stock import register, stock_logits
-from tests.test_invariance import POLICY, WORLDS, assert_same, split_of, tokens_of
 from tests.test_short_steps import CHUNKS, STEPS, TEXTS, Company, assert_same_as_alone
 from tests.tiny_models import Tiny
 
@@ -131,10 +138,9 @@ def test_it_is_the_definition(heads: str, dual: Path, ranks: Ranks) -> None:
     tokens = tokens_of(n + k, seed=1)
     retrieval = EVERY if heads == "retrieval" else split_of(dual)
     want, _ = literal_run(dual, tokens, retrieval)
-    base = Case(str(dual), retrieval, POLICY, tokens[:n], tokens[n:])
-    for world, cut in (*((world, 37) for world in WORLDS), (4, 8192)):
-        case = dataclasses.replace(base, chunked_prefill_size=cut)
-        assert_same(ranks(world).run(logits_of, case)[0], want[n - 1 :])
+    case = Case(str(dual), retrieval, POLICY, tokens[:n], tokens[n:])
+    assert_any_cut(ranks, case, want[n - 1 :], (1, 2, 4, 8), (37,))
+    assert_any_cut(ranks, case, want[n - 1 :], (4,))
 
 
 def test_it_is_ordinary_attention_within_a_chunk(dual: Path, tiny: Tiny, ranks: Ranks) -> None:

@@ -6,7 +6,6 @@ The tiny model's short frequencies hold for 96 tokens.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +19,11 @@ from razor_dist.models.longrope import LONG, position_mark
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.cases import Case, all_full, logits_of, model_and_shape
+from tests.cases import Case, all_full, model_and_shape
 from tests.engine.test_core import make_core, prompt, run, tokens
 from tests.engine.test_graph import Both, case_of
+from tests.logits import assert_any_cut, stock_logits, tokens_of
 from tests.ranks import Ranks
-from tests.test_invariance import assert_same, tokens_of
 from tests.tiny_models import Tiny
 
 LIMIT = 96
@@ -35,66 +34,45 @@ def phi3(tiny: Tiny) -> Path:
     return tiny("phi3")
 
 
-@pytest.fixture(scope="module")
-def stock(phi3: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(phi3, attn_implementation="sdpa").eval()
-    model.generation_config.eos_token_id = None  # so that it generates as long as it is told
-    return model
-
-
-def stock_logits(stock: Any, ids: Any) -> Tensor:
-    """Logits ``[N, V]`` of one call over a whole text."""
-    with torch.inference_mode():
-        logits: Tensor = stock(torch.tensor([ids])).logits[0]
-    return logits
-
-
-def full(path: Path, ids: tuple[int, ...], n: int, chunked_prefill_size: int = 40) -> Case:
-    return Case(
-        str(path),
-        all_full(path),
-        StreamingPolicy(),
-        ids[:n],
-        ids[n:],
-        chunked_prefill_size=chunked_prefill_size,
-    )
+def full(path: Path, ids: tuple[int, ...], n: int) -> Case:
+    return Case(str(path), all_full(path), StreamingPolicy(), ids[:n], ids[n:], 40)
 
 
 @pytest.mark.parametrize("n", [LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 40])
-def test_a_prompt_on_either_side_of_the_limit(n: int, ranks: Ranks, phi3: Path, stock: Any) -> None:
+def test_a_prompt_on_either_side_of_the_limit(n: int, ranks: Ranks, phi3: Path) -> None:
     ids = tokens_of(n, seed=3)
-    want = stock_logits(stock, ids)[-1:]
-    for world in (1, 4):
-        assert_same(ranks(world).run(logits_of, full(phi3, ids, n))[0], want)
+    assert_any_cut(ranks, full(phi3, ids, n), stock_logits(phi3, ids)[-1:], (1, 4))
 
 
-def test_the_two_sets_differ(ranks: Ranks, phi3: Path, stock: Any) -> None:
+def test_the_two_sets_differ(phi3: Path) -> None:
     # The same 96 tokens, alone and at the beginning of 97.
     ids = tokens_of(LIMIT + 1, seed=3)
-    short = stock_logits(stock, ids[:-1])[-1]
-    long = stock_logits(stock, ids)[-2]
+    short = stock_logits(phi3, ids[:-1])[-1]
+    long = stock_logits(phi3, ids)[-2]
     assert (short - long).abs().max() / short.abs().max() > 0.05
 
 
 def test_an_answer_that_crosses_the_limit_is_long_from_its_first_token(
-    ranks: Ranks, phi3: Path, stock: Any
+    ranks: Ranks, phi3: Path
 ) -> None:
     n, k = LIMIT - 6, 12
     ids = tokens_of(n + k, seed=4)
-    want = stock_logits(stock, ids)[n - 1 :]
+    want = stock_logits(phi3, ids)[n - 1 :]
     for world, cut in ((1, 8192), (2, 17), (4, 40)):
-        assert_same(ranks(world).run(logits_of, full(phi3, ids, n, cut))[0], want)
+        assert_any_cut(ranks, full(phi3, ids, n), want, (world,), (cut,))
 
 
 @pytest.mark.parametrize("n", [LIMIT - 30, LIMIT + 30])
-def test_requests_generate_what_transformers_generates(n: int, phi3: Path, stock: Any) -> None:
+def test_requests_generate_what_transformers_generates(n: int, phi3: Path) -> None:
     core, ids = make_core(phi3, attention="full"), prompt(n, seed=n)
     core.add("r", ids, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    stock = AutoModelForCausalLM.from_pretrained(phi3, attn_implementation="sdpa")
+    stock.generation_config.eos_token_id = None  # so that it generates as long as it is told
     greedy = {"max_new_tokens": 16, "do_sample": False, "use_cache": True}
     assert tokens(run(core)["r"]) == stock.generate(torch.tensor([ids]), **greedy)[0, n:].tolist()
 
 
-def test_max_tokens_decides_where_the_prompt_does_not(phi3: Path, stock: Any) -> None:
+def test_max_tokens_decides_where_the_prompt_does_not(phi3: Path) -> None:
     # 60 tokens and an answer of 37: its last token is sampled, not read, so 96 are read at most.
     ids = prompt(60)
     for max_tokens, marked in ((37, 0), (38, LONG), (None, LONG)):
@@ -107,7 +85,7 @@ def test_max_tokens_decides_where_the_prompt_does_not(phi3: Path, stock: Any) ->
         assert sequence.position_mark == marked
         # What stock says of these tokens alone, or at the beginning of a long text.
         rest = prompt(40, seed=9) if marked else []
-        assert message.token == stock_logits(stock, ids + rest)[len(ids) - 1].argmax()
+        assert message.token == stock_logits(phi3, ids + rest)[len(ids) - 1].argmax()
 
 
 def test_short_and_long_requests_share_decode_steps(phi3: Path) -> None:
@@ -124,14 +102,14 @@ def test_short_and_long_requests_share_decode_steps(phi3: Path) -> None:
     assert {name: tokens(together[name]) for name in answers} == alone
 
 
-def test_a_kept_prompt_is_read_for_what_may_continue_it(phi3: Path, stock: Any) -> None:
+def test_a_kept_prompt_is_read_for_what_may_continue_it(phi3: Path) -> None:
     document, question = prompt(50, 1), prompt(7, 2)
     core = make_core(phi3, attention="full", max_num_seqs=2)
     core.add("document", document, SamplingParams(), pin=True)
     run(core)
     core.add("q", question, SamplingParams(temperature=0.0, max_tokens=1), prefix_id="document")
     beyond = prompt(60, 5)
-    want = stock_logits(stock, document + question + beyond)[len(document + question) - 1].argmax()
+    want = stock_logits(phi3, document + question + beyond)[len(document + question) - 1].argmax()
     assert tokens(run(core)["q"]) == [want]
 
 

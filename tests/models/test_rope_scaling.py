@@ -22,10 +22,9 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.cases import Case, logits_of
-from tests.models.test_families import stock_logits
+from tests.logits import GROWING, assert_any_cut, split_of, stock_logits, tokens_of
 from tests.models.test_support import PUBLISHED
 from tests.ranks import Ranks
-from tests.test_invariance import GROWING, assert_same, split_of, tokens_of
 from tests.tiny_models import Tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -43,17 +42,13 @@ def yarn(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 def test_yarn_is_stock_transformers_on_any_number_of_ranks(yarn: Path, ranks: Ranks) -> None:
-    n, k = 150, 4
-    tokens = tokens_of(n + k, seed=1)
+    n, tokens = 150, tokens_of(154, seed=1)
     every = ((True,) * 2,) * 3
     case = Case(str(yarn), every, GROWING, tokens[:n], tokens[n:], chunked_prefill_size=64)
-    want = stock_logits(yarn, tokens)[n - 1 :]
-    for world in (1, 4):
-        assert_same(ranks(world).run(logits_of, case)[0], want)
+    assert_any_cut(ranks, case, stock_logits(yarn, tokens)[n - 1 :], (1, 4))
     split = dataclasses.replace(case, retrieval=split_of(yarn), chunked_prefill_size=8192)
     want = ranks(1).run(logits_of, split)[0]
-    cut = dataclasses.replace(split, chunked_prefill_size=37, tensor=True)
-    assert_same(ranks(4).run(logits_of, cut)[0], want)
+    assert_any_cut(ranks, dataclasses.replace(split, tensor=True), want, (4,), (37,))
 
 
 def test_the_flag_is_the_file(yarn: Path, tiny: Tiny) -> None:

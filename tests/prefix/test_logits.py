@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
-from tests.prefix.engines import Ranks, Tiny
-from tests.test_invariance import TOLERANCE, split_of, tokens_of
+from tests.logits import TOLERANCE, split_of, tokens_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 GROWING = StreamingPolicy(window_min=8, window_ratio=4, window_max=30, sinks=3, block=4)
 
@@ -175,24 +175,23 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("family", ["bloom", "phi3", "bf16", "int8", "int4"])
-def test_branches_of_other_models_and_dtypes(
-    family: str, world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
-) -> None:
-    windows = None
-    if family == "bloom":
-        path = make_alibi(family, tmp_path / family)
-        split = split_of(path)
+@pytest.mark.parametrize(
+    ("family", "settings", "worlds"),
+    [
         # Every other streaming head has a window of its own, without sinks.
-        windows = tuple(
-            tuple(None if kept or head % 2 else 11 for head, kept in enumerate(row))
-            for row in split
-        )
-    else:
-        path = tiny("phi3" if family == "phi3" else "qwen2")
-        split = split_of(path)
-    case = Case(str(path), split, GROWING, (), page_size=4, tail=20, windows=windows)
-    if kept := {"bf16": torch.bfloat16, "int8": INT8, "int4": INT4}.get(family):
-        case = dataclasses.replace(case, kv_dtype=kept)
-    assert_as_fresh(ranks, world, case, TEXTS, tolerance=1e-4)
+        ("bloom", {"windows": ((11, None) * 4,) * 3}, (1, 2, 4)),
+        ("phi3", {}, (1, 2, 4)),
+        ("qwen2", {"kv_dtype": torch.bfloat16}, (1, 2, 4)),
+        ("qwen2", {"kv_dtype": INT8}, (1, 2, 4)),
+        ("qwen2", {"kv_dtype": INT4}, (1, 2, 4)),
+        ("llama", {"tensor": True}, (3, 8)),
+    ],
+    ids=["bloom", "phi3", "bf16", "int8", "int4", "tensor"],
+)
+def test_branches_of_other_models_and_dtypes(
+    family: str, settings: dict[str, Any], worlds: tuple[int, ...], ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny(family)
+    case = Case(str(path), split_of(path), GROWING, (), page_size=4, tail=20, **settings)
+    for world in worlds:
+        assert_as_fresh(ranks, world, case, TEXTS)
