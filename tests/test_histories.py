@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,17 +36,15 @@ from razor_dist.prefix import transfer
 from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, answer_ids
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all
+from tests.logits import split_of
 from tests.prefix.engines import ids
 from tests.prefix.test_tiers import TO_8_BITS
-from tests.ranks import RankPool
-from tests.test_invariance import split_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 from tests.tokenizer import copy_with_letters
 
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 Tokens = tuple[int, ...]
 
 END = 2  # ends a message and an answer
@@ -541,7 +539,7 @@ def test_any_history_is_answered_as_by_fresh_engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     made = {
-        "bloom": make_alibi("bloom", tmp_path_factory.mktemp("bloom")),
+        "bloom": tiny("bloom"),
         "letters": copy_with_letters(tiny("llama"), tmp_path_factory.mktemp("letters") / "llama"),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
@@ -25,12 +23,11 @@ from razor_dist.kernels.quantized import INT4, INT8, quantize
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun
-from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, make_runner, prefill
-from tests.ranks import RankPool
-from tests.test_invariance import split_of, tokens_of
+from tests.logits import POLICY, split_of, tokens_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
-POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 ULP = 2.0**-8  # bf16 keeps 8 significant bits: a number moves by half of this, relatively, at most
 
 
@@ -93,7 +90,7 @@ def outcome(
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("world", [1, 4])
 def test_bf16_keys_and_values_are_half_the_bytes_and_move_logits_by_their_rounding(
-    world: int, exact: bool, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+    world: int, exact: bool, ranks: Ranks, tiny: Tiny
 ) -> None:
     path = tiny("glm")
     full = case_of(path, tokens_of(185), 180, chunked_prefill_size=64, exact=exact)
@@ -113,9 +110,7 @@ def test_bf16_keys_and_values_are_half_the_bytes_and_move_logits_by_their_roundi
         assert sent["ring"] / 2 <= sent_half["ring"] < sent["ring"]
 
 
-def test_bf16_keys_and_values_do_not_break_invariance(
-    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
-) -> None:
+def test_bf16_keys_and_values_do_not_break_invariance(ranks: Ranks, tiny: Tiny) -> None:
     """Ranks and cuts order the fp32 sums differently, which can turn a rounding now and then."""
     path = tiny("llama")
     base = case_of(path, tokens_of(150, seed=5), 145, kv_dtype=torch.bfloat16)
@@ -127,9 +122,7 @@ def test_bf16_keys_and_values_do_not_break_invariance(
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_prefill_and_decode_see_the_same_bf16_cache(
-    world: int, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
-) -> None:
+def test_prefill_and_decode_see_the_same_bf16_cache(world: int, ranks: Ranks, tiny: Tiny) -> None:
     """The compensation token, too, is what the cache holds, whichever phase makes it.
 
     A sum in another order turns a rounding now and then, so errors are like one rounded key, up to
@@ -164,12 +157,11 @@ def test_codes_are_attention_to_what_they_hold(
     family: str,
     exact: bool,
     codes: torch.dtype,
-    ranks: Callable[[int], RankPool],
-    tiny: Callable[[str], Path],
-    tmp_path: Path,
+    ranks: Ranks,
+    tiny: Tiny,
 ) -> None:
     """In one layer alone: where a sum in another order turns a code, later layers turn many."""
-    path = make_alibi(family, tmp_path) if family == "bloom" else tiny(family)
+    path = tiny(family)
     heads, *others = split_of(path)
     settings = {
         "retrieval": ((True,) * len(heads), *((False,) * len(heads) for _ in others)),
@@ -212,7 +204,7 @@ def engine(path: Path, **settings: object) -> torch.dtype:
 
 
 def test_the_setting_is_honoured_and_what_it_costs_is_said(
-    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny("llama")
     assert engine(path) == engine(path, dtype="fp32", kv_dtype="fp32") == torch.float32

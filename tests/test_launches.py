@@ -35,7 +35,6 @@ from transformers import (
 )
 
 from razor_dist.attention import decode
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch, fused
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.linear import use_joined_linear
@@ -45,13 +44,10 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from tests import cases
 from tests.cases import Case, answer, make_runner, prefill
-from tests.ranks import RankPool
-from tests.test_invariance import tokens_of
+from tests.logits import POLICY, tokens_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
-
-POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 # Memory that is set aside, not written.
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided")
 

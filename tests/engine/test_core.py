@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,8 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Progress, PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
+from tests.logits import stock_logits
+from tests.tiny_models import Tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -66,9 +67,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
-def test_requests_in_flight_together_answer_as_if_alone(
-    attention: str, tiny: Callable[[str], Path]
-) -> None:
+def test_requests_in_flight_together_answer_as_if_alone(attention: str, tiny: Tiny) -> None:
     core = make_core(tiny("qwen2"), attention=attention, max_num_seqs=2)
     prompts = {f"r{i}": prompt(30 + 37 * i, i) for i in range(4)}
     alone = {}
@@ -85,7 +84,7 @@ def test_requests_in_flight_together_answer_as_if_alone(
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
 def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
-    attention: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    attention: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def core_of(room: float, **settings: Any) -> EngineCore:
         monkeypatch.setattr(capacity, "cache_room", lambda *_: room)
@@ -111,7 +110,7 @@ def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
 
 
 def test_full_attention_generates_what_transformers_generates(
-    tiny: Callable[[str], Path],
+    tiny: Tiny,
 ) -> None:
     path = tiny("glm")
     core = make_core(path, attention="full")
@@ -125,9 +124,7 @@ def test_full_attention_generates_what_transformers_generates(
 
 
 @pytest.mark.parametrize("prefill", ["local", "exact"])
-def test_one_pinned_prefix_answers_many_questions(
-    prefill: str, tiny: Callable[[str], Path]
-) -> None:
+def test_one_pinned_prefix_answers_many_questions(prefill: str, tiny: Tiny) -> None:
     core = make_core(tiny("llama"), prefill=prefill)
     document = prompt(150, 1)
     core.add("doc", document, GREEDY, pin=True)
@@ -168,7 +165,7 @@ def test_one_pinned_prefix_answers_many_questions(
 )
 @pytest.mark.parametrize("length", [20, 150])
 def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
-    settings: dict[str, Any], length: int, tiny: Callable[[str], Path]
+    settings: dict[str, Any], length: int, tiny: Tiny
 ) -> None:
     core = make_core(tiny("llama"), max_num_seqs=4, **settings)
     params = SamplingParams(max_tokens=9, ignore_eos=True, seed=2**63 - 2, repetition_penalty=1.2)
@@ -189,7 +186,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
 
 
-def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
+def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), max_num_seqs=4, max_step_ms=1e6)
     params = dataclasses.replace(GREEDY, n=3)
     for steps in range(12):
@@ -211,7 +208,7 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str]
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
 def test_counters_may_be_asked_for_while_several_answers_wait_for_their_prompt(
-    attention: str, tiny: Callable[[str], Path]
+    attention: str, tiny: Tiny
 ) -> None:
     core = make_core(tiny("llama"), attention=attention, max_num_seqs=4)
     core.add("a", prompt(150), dataclasses.replace(GREEDY, n=3))
@@ -223,7 +220,7 @@ def test_counters_may_be_asked_for_while_several_answers_wait_for_their_prompt(
     assert running[0] == 4 and running[-1] == 0
 
 
-def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], Path]) -> None:
+def test_more_answers_than_there_is_room_for_are_refused(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), max_num_seqs=3, attention="full", kv_tokens=400)
     with pytest.raises(RequestError, match="n is 4, and the engine has 3 sequences") as refused:
         core.add("a", prompt(20), dataclasses.replace(GREEDY, n=4))
@@ -241,7 +238,7 @@ def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], P
     }
 
 
-def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -> None:
+def test_an_abort_in_mid_prefill_frees_everything(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), prefill="exact")
     core.add("a", prompt(200), GREEDY)
     core.step()
@@ -253,9 +250,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     assert core.scheduler.room.accounts.free[-1] == [core.runner.config.scratch_pages]
 
 
-def test_prefill_seconds_leave_out_the_wait(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_seconds_leave_out_the_wait(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(tiny("llama"), max_step_ms=1e6)
     chunks, execute = [0], core.runner.execute
 
@@ -274,7 +269,7 @@ def test_prefill_seconds_leave_out_the_wait(
 
 
 def test_the_time_that_is_left_falls_from_request_to_request(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(tiny("llama"), max_num_seqs=2)
     cost = core.scheduler.prefill_policy.cost
@@ -296,7 +291,7 @@ def test_the_time_that_is_left_falls_from_request_to_request(
     assert core.seconds_left() == {"b": pytest.approx(20 + (256 + 8) / 2 / 3)}
 
 
-def test_pinned_prefixes_leave_places_for_answers(tiny: Callable[[str], Path]) -> None:
+def test_pinned_prefixes_leave_places_for_answers(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), max_num_seqs=2, prefix_cache=True, max_step_ms=1e6)
     plain = {f"r{i}": prompt(40, i) for i in range(6)}
     for i in range(4):
@@ -325,7 +320,7 @@ def test_pinned_prefixes_leave_places_for_answers(tiny: Callable[[str], Path]) -
     assert (accounts.free == accounts.sizes).all() and not core.runner.sequences
 
 
-def test_a_released_prefix_counts_while_another_continues_it(tiny: Callable[[str], Path]) -> None:
+def test_a_released_prefix_counts_while_another_continues_it(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), prefix_cache=True)
 
     def pin(name: str, count: int, most: int, **more: Any) -> int:
@@ -344,7 +339,7 @@ def test_a_released_prefix_counts_while_another_continues_it(tiny: Callable[[str
     assert pin("c", 150, most) == first
 
 
-def test_a_priority_needs_the_scheduling_policy_priority(tiny: Callable[[str], Path]) -> None:
+def test_a_priority_needs_the_scheduling_policy_priority(tiny: Tiny) -> None:
     core = make_core(tiny("llama"))
     first = dataclasses.replace(GREEDY, priority=-1)
     with pytest.raises(RequestError, match="under scheduling_policy: priority") as error:
@@ -362,7 +357,7 @@ def test_a_priority_needs_the_scheduling_policy_priority(tiny: Callable[[str], P
 
 
 def test_a_short_prompt_overtakes_a_long_one_and_answers_alike(
-    tiny: Callable[[str], Path],
+    tiny: Tiny,
 ) -> None:
     core = make_core(tiny("llama"), max_step_ms=1e6)
     alone = {}
@@ -383,7 +378,7 @@ def test_a_short_prompt_overtakes_a_long_one_and_answers_alike(
     assert answers == alone
 
 
-def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Path]) -> None:
+def test_a_request_waits_for_pages_rather_than_failing(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), attention="full", kv_tokens=200, max_num_seqs=4)
     for i in range(3):
         core.add(f"r{i}", prompt(150, i), GREEDY)
@@ -395,7 +390,7 @@ def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Pat
     assert refused.value.code == "kv_capacity_exceeded"
 
 
-def test_the_context_limit_names_both_numbers(tiny: Callable[[str], Path]) -> None:
+def test_the_context_limit_names_both_numbers(tiny: Tiny) -> None:
     core = make_core(tiny("llama"))
     with pytest.raises(RequestError, match=r"holds 400 tokens; the prompt has 395 and 8") as error:
         core.add("a", prompt(395), GREEDY)
@@ -409,12 +404,12 @@ def test_the_context_limit_names_both_numbers(tiny: Callable[[str], Path]) -> No
 
 
 @pytest.mark.parametrize(("ids", "words"), [([], "at least one token"), ([192], "token id 192")])
-def test_bad_prompts_are_refused(ids: list[int], words: str, tiny: Callable[[str], Path]) -> None:
+def test_bad_prompts_are_refused(ids: list[int], words: str, tiny: Tiny) -> None:
     with pytest.raises(RequestError, match=words):
         make_core(tiny("llama")).add("a", ids, GREEDY)
 
 
-def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None:
+def test_prompt_logprobs_are_stock_logprobs(tiny: Tiny) -> None:
     path = tiny("llama")
     core = make_core(path, attention="full")
     ids = prompt(100, 3)
@@ -424,9 +419,7 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None
     entries = [e for m in messages if isinstance(m, PromptLogprobs) for e in m.logprobs]
     assert entries[0] is None
     assert len(entries) == 100
-    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    with torch.inference_mode():
-        want = stock(torch.tensor([ids])).logits[0].log_softmax(-1)
+    want = stock_logits(path, ids).log_softmax(-1)
     for i, (logprob, rank, top) in enumerate(entries[1:]):
         assert logprob == pytest.approx(want[i, ids[i + 1]].item(), abs=1e-3)
         assert rank == int((want[i] > want[i, ids[i + 1]]).sum()) + 1
@@ -436,7 +429,7 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None
 
 
 def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
-    tiny: Callable[[str], Path],
+    tiny: Tiny,
 ) -> None:
     core = make_core(tiny("llama"))
 
@@ -452,7 +445,7 @@ def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
     assert draw(top_p=1e-6) == greedy
 
 
-def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Callable[[str], Path]) -> None:
+def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Tiny) -> None:
     core = make_core(tiny("llama"))
 
     def draw(**settings: Any) -> list[int]:
@@ -467,7 +460,7 @@ def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Callable[[str], Pa
 
 
 def test_a_long_prompt_is_read_in_the_answers_steps(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*names: str) -> tuple[dict[str, list[int]], list[int]]:
         core = make_core(tiny("llama"))
@@ -492,7 +485,7 @@ def test_a_long_prompt_is_read_in_the_answers_steps(
 
 
 def test_a_request_without_a_distribution_fails_alone(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(tiny("llama"))
     core.add("a", [5, 6, 7], GREEDY)
@@ -521,7 +514,7 @@ def test_a_request_without_a_distribution_fails_alone(
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_tokens_are_refused(
-    field: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    field: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(tiny("llama"))
     monkeypatch.setattr(core.runner, "shape", SimpleNamespace(vocab_size=10))
@@ -530,9 +523,7 @@ def test_more_logprobs_than_tokens_are_refused(
     assert refused.value.param == field
 
 
-def test_stop_tokens_and_end_of_sequence(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_tokens_and_end_of_sequence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(tiny("llama"))
     core.add("a", [5, 6, 7], GREEDY)
     first = tokens(run(core)["a"])
@@ -548,7 +539,7 @@ def test_stop_tokens_and_end_of_sequence(
 
 
 def test_end_ids_without_logits_are_ignored(
-    tiny: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = shutil.copytree(tiny("llama"), tmp_path / "llama")
     last = make_core(path).runner.shape.vocab_size - 1
@@ -567,14 +558,14 @@ def test_end_ids_without_logits_are_ignored(
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])
-def test_unknown_stop_tokens_are_refused(token: int, tiny: Callable[[str], Path]) -> None:
+def test_unknown_stop_tokens_are_refused(token: int, tiny: Tiny) -> None:
     core = make_core(tiny("llama"))
     with pytest.raises(RequestError, match=f"token id {token} in stop_token_ids") as refused:
         core.add("a", [5], SamplingParams(stop_token_ids=(token,), min_tokens=1))
     assert refused.value.param == "stop_token_ids"
 
 
-def test_a_head_map_of_another_model_is_refused(tiny: Callable[[str], Path]) -> None:
+def test_a_head_map_of_another_model_is_refused(tiny: Tiny) -> None:
     with pytest.raises(HeadMapError, match=r"configs|layers|fingerprint|identify"):
         make_core(tiny("llama"), attention="razor")
     shipped = Path(__file__).parents[2] / "configs" / "head_maps" / "smollm2.json"
@@ -582,13 +573,13 @@ def test_a_head_map_of_another_model_is_refused(tiny: Callable[[str], Path]) -> 
         make_core(tiny("llama"), attention="razor", head_map=str(shipped))
 
 
-def test_a_context_longer_than_the_model_is_refused(tiny: Callable[[str], Path]) -> None:
+def test_a_context_longer_than_the_model_is_refused(tiny: Tiny) -> None:
     config = EngineConfig(model=str(tiny("llama")), attention="full", max_model_len=5000)
     with pytest.raises(ConfigError, match=r"5000, but .* 4096 positions"):
         build_engine(config, Communicator(None), torch.device("cpu"))
 
 
-def test_caches_that_differ_from_rank_0s_account_are_an_error(tiny: Callable[[str], Path]) -> None:
+def test_caches_that_differ_from_rank_0s_account_are_an_error(tiny: Tiny) -> None:
     core = make_core(tiny("llama"))
     core.add("a", prompt(20), SamplingParams(temperature=0.0, max_tokens=2))
     run(core)

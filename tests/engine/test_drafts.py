@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,15 @@ from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.test_core import evict_all, prompt
+from tests.logits import POLICY, split_of, tokens_of
 from tests.prefix.engines import SETTINGS
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.test_histories import same
-from tests.test_invariance import POLICY, split_of, tokens_of
+from tests.tiny_models import Tiny
 from tests.tokenizer import copy_with_letters
 
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 Answers = dict[str, list[Token]]
 Truth = dict[str, list[int]]
 
@@ -314,8 +312,8 @@ def test_other_caches(
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
-def test_heads_biased_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> None:
-    path = make_alibi(family, tmp_path)
+def test_heads_biased_by_distance(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny(family)
     asks = tuple(ask for ask in every_feature() if ask.params.structured_outputs is None)
     for world in (1, 2):
         assert_drafts_change_nothing(ranks, world, Scene(str(path), asks))

@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
@@ -39,18 +37,15 @@ from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, answer, make_runner, prefill
-from tests.ranks import RankPool
+from tests.logits import POLICY, tokens_of
+from tests.ranks import Ranks
 from tests.tape import CountingTape
 from tests.test_cuda import DEVICES
-from tests.test_invariance import tokens_of
 from tests.test_kernels_linear import needs_compiler
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import Tiny
 
 PAD = 16
 # The window of 20 to 27 tokens slides in blocks of 8; the ring of 30 grows past PAD, then is full.
-POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 # Layers of one kind only, and mixed ones, for the four layers of two KV heads of the tiny Llama.
 SPLIT = ((False, False), (True, False), (True, True), (False, True))
 ROOM = 60

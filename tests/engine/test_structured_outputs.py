@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -44,10 +43,11 @@ from razor_dist.protocol.structured_outputs import (
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
 from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all, make_core, prompt, run, tokens
+from tests.logits import split_of
 from tests.prefix.engines import SETTINGS
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 from tests.schemas import answers, random_schema, validate
-from tests.test_invariance import split_of
+from tests.tiny_models import Tiny
 from tests.tokenizer import copy_with_letters, smollm2_tokenizer
 
 
@@ -62,7 +62,7 @@ def test_every_answer_to_a_random_schema_is_valid(count: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def core(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
+def core(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     """An engine whose tokens are printable letters, 4 to 98; 2 ends a sequence."""
     folder = tmp_path_factory.mktemp("letters") / "llama"
     return make_core(copy_with_letters(tiny("llama"), folder), max_num_seqs=4)
@@ -193,8 +193,8 @@ def test_a_prompt_stays_cached_when_its_grammar_fails(
     fails_at: int,
     drafted: bool,
     world: int,
-    ranks: Callable[[int], RankPool],
-    tiny: Callable[[str], Path],
+    ranks: Ranks,
+    tiny: Tiny,
     tmp_path: Path,
 ) -> None:
     path = copy_with_letters(tiny("llama"), tmp_path / "llama")
@@ -356,7 +356,7 @@ print(*{name.partition(".")[0] for name in set(sys.modules) - before})
     assert allowed == "True" and set(imported) <= {"llguidance", "numpy"}
 
 
-def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> None:
+def test_a_model_without_a_tokenizer_has_none(tiny: Tiny) -> None:
     core = make_core(tiny("llama"))
     core.add("a", [5], SamplingParams(structured_outputs={"choice": ["a"]}))
     assert "the model has no tokenizer" in run(core)["a"][-1].message

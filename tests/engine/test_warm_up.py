@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,13 +13,11 @@ from razor_dist.engine.warm_up import warm_up
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
 from tests.engine.test_graph import case_of
-from tests.ranks import RankPool
+from tests.logits import tokens_of
+from tests.ranks import Ranks
 from tests.tape import CountingTape
-from tests.test_invariance import tokens_of
 from tests.test_kernels_linear import needs_compiler
-
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
+from tests.tiny_models import Tiny
 
 
 def decoded(

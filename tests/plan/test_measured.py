@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +28,9 @@ from razor_dist.plan.compute import traffic
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun, window_tokens_between_chunks
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import answer, model_and_shape, one_chunk
-from tests.ranks import RankPool
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 LLAMA = ((True, False), (False, False), (True, True), (False, True))
 GLM = ((True, False), (False, False), (True, True))
@@ -123,9 +122,8 @@ def measure(
     ],
 )
 def test_the_engine_does_what_was_planned(
-    ranks: Callable[[int], RankPool],
-    tiny: Callable[[str], Path],
-    tmp_path: Path,
+    ranks: Ranks,
+    tiny: Tiny,
     family: str,
     size: int,
     prefill: str,
@@ -135,7 +133,7 @@ def test_the_engine_does_what_was_planned(
     share, few = 0.01 if family.endswith("/") else 0.0, family.endswith("//")
     family = family.rstrip("+84/")
     retrieval = {"llama": LLAMA, "glm": GLM, "bloom": BLOOM}[family]
-    folder = make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family)
+    folder = tiny(family)
     config = build_config(
         EngineConfig,
         model=str(folder),
@@ -201,9 +199,7 @@ def test_the_engine_does_what_was_planned(
 
 
 @pytest.mark.parametrize("family", ["llama", "glm"])
-def test_copies_of_weights_are_those_of_tensor_parallel_decode(
-    family: str, tiny: Callable[[str], Path]
-) -> None:
+def test_copies_of_weights_are_those_of_tensor_parallel_decode(family: str, tiny: Tiny) -> None:
     """On CPU columns are copied, too; the planner's model is on the meta device."""
     config = build_config(EngineConfig, model=str(tiny(family)), world_size=4, decode="tensor")
     d = Deployment.of(config, "cpu", 0.5)
@@ -217,7 +213,7 @@ def test_copies_of_weights_are_those_of_tensor_parallel_decode(
     assert d.shared and d.copied_bytes == max(copied) > 0
 
 
-def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -> None:
+def test_parameters_are_those_of_the_loaded_model(tiny: Tiny) -> None:
     for family in ("llama", "glm", "qwen2"):
         config = build_config(EngineConfig, model=str(tiny(family)))
         weights = Deployment.of(config, "cpu").weights
@@ -229,9 +225,7 @@ def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["embedded", "needle"])
-def test_real_models_on_two_ranks(
-    ranks: Callable[[int], RankPool], tmp_path: Path, name: str
-) -> None:
+def test_real_models_on_two_ranks(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Their own head maps, several chunks: bytes exact, activations within 1 %."""
     if name == "embedded":
         folder, head_map, parameters = embedded_model(), shipped_head_map("smollm2"), 134_515_008

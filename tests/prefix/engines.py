@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all, prompt
-from tests.ranks import RankPool
-from tests.test_invariance import split_of
+from tests.logits import split_of
+from tests.ranks import Ranks
 
-Ranks = Callable[[int], RankPool]
-Tiny = Callable[[str], Path]
 Answers = dict[str, list[tuple[int, float]]]
 Told = dict[str, int]
 

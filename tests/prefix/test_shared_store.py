@@ -19,11 +19,12 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix.store import folders, node_folders, remove_node
 from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
-from tests.prefix.engines import GREEDY, Ranks, Tiny, engine_of, ids
+from tests.logits import split_of
+from tests.prefix.engines import GREEDY, engine_of, ids
 from tests.prefix.test_tiers import DAMAGE, TO_8_BITS, spoil
-from tests.test_invariance import split_of
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 # Of each token: itself, its log-probability, and the weights of its sources by position.
 Answer = list[tuple[int, float, dict[int, float]]]
@@ -197,10 +198,6 @@ def question(seed: int) -> tuple[int, ...]:
 MODELS = [("llama", "fp32"), ("llama", "int8"), ("bloom", "fp32")]
 
 
-def folder_of(family: str, tiny: Tiny, tmp_path: Path) -> str:
-    return str(make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "family", "kv"), [(2, *each) for each in MODELS] + [(3, *MODELS[0])]
@@ -208,7 +205,7 @@ def folder_of(family: str, tiny: Tiny, tmp_path: Path) -> str:
 def test_a_copy_in_host_memory_and_another_on_disk(
     world: int, family: str, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
-    shared = Shared(ranks, folder_of(family, tiny, tmp_path), kv, tmp_path / "store")
+    shared = Shared(ranks, str(tiny(family)), kv, tmp_path / "store")
     room = 6e-5 if kv == "int8" else 1.2e-4  # for one of these documents
     reader = shared.begin(world, 24, prefix_host_gb=room, prefix_tail_tokens=60)
     writer = shared.begin(world, 120, prefix_tail_tokens=60)
@@ -231,7 +228,7 @@ def test_a_copy_in_host_memory_and_another_on_disk(
 def test_a_node_that_is_written_anew_between_two_looks(
     world: int, family: str, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
-    shared = Shared(ranks, folder_of(family, tiny, tmp_path), kv, tmp_path / "store")
+    shared = Shared(ranks, str(tiny(family)), kv, tmp_path / "store")
     first = shared.begin(world, 24, prefix_tail_tokens=60)
     shared.ask(first, document(1) + question(0))
     reader = shared.begin(world, 40, prefix_tail_tokens=60)
@@ -371,10 +368,7 @@ def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[st
 def test_any_history_of_engines_at_once_is_answered_as_if_nothing_were_kept(
     count: int, ranks: Ranks, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    paths = {
-        family: folder_of(family, tiny, tmp_path_factory.mktemp("model"))
-        for family in ("llama", "bloom")
-    }
+    paths = {family: str(tiny(family)) for family in ("llama", "bloom")}
     happened: Counter[str] = Counter()
 
     @settings(

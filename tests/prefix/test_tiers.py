@@ -38,14 +38,11 @@ from razor_dist.prefix.store import (
     read_node,
 )
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.alibi_models import make_alibi
 from tests.engine.test_core import evict_all
 from tests.prefix.engines import (
     GREEDY,
     Answers,
     Ask,
-    Ranks,
-    Tiny,
     Told,
     alone,
     assert_alike,
@@ -54,6 +51,8 @@ from tests.prefix.engines import (
     serve,
     serve_all,
 )
+from tests.ranks import Ranks
+from tests.tiny_models import Tiny
 
 # Of 8 bits a number between two steps, 1/127 of its row's largest, becomes either, by what ranks
 # and machines round otherwise: two engines' logprobs then differ by up to 1.1e-2, and theirs from
@@ -103,7 +102,7 @@ def test_a_later_engine_begins_from_what_is_on_disk(
 def test_another_number_of_ranks_reads_the_same_store(
     family: str, wrote: int, reads: int, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
-    path = tiny("llama") if family == "llama" else make_alibi(family, tmp_path / family)
+    path = tiny(family)
     settings = {"prefix_store": str(tmp_path / "store"), "part_bytes": 3000, "kv_dtype": kv}
     long = Ask("turn", (*q(2, 90).ids, *ids((40, 30))))
     [first] = ranks(wrote).run(lives, str(path), settings, (q(0), q(2, 90), long))[0]
