@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
-from pydantic import PlainValidator
+from pydantic import PlainValidator, WithJsonSchema
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.contexts import KeptContext
-from razor_dist.api.fields import Int, prompts_of
-from razor_dist.api.schema import ELSEWHERE, GenerateBody
+from razor_dist.api.field_types import Int, in_range
+from razor_dist.api.schema import GenerateBody
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, behind
 from razor_dist.frontend.passages import PromptText
@@ -21,11 +21,32 @@ from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
+def _prompts(value: object) -> list[str | list[int]]:
+    # By hand, because pydantic would report every one of a million tokens as "not a string".
+    if isinstance(value, str) or _is_tokens(value):
+        return [value]
+    if isinstance(value, list) and value:
+        are_texts = all(isinstance(p, str) for p in value)
+        if are_texts or all(_is_tokens(p) for p in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids or a list of such lists, "
+        "none of them empty"
+    )
+
+
+def _is_tokens(value: object) -> TypeGuard[list[int]]:
+    # type(), because True is an instance of int.
+    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
+
+
 class CompletionBody(GenerateBody):
     asks_in = "prompt"
     # As a list: one prompt or several, each answered by a choice of its own.
-    prompt: Annotated[list[str | list[int]], PlainValidator(prompts_of), ELSEWHERE]
-    logprobs: Int | None = None
+    # Its schema depends on the model (`razor_dist.api.openapi`).
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema({})]
+    max_tokens: Annotated[Int, in_range("max_tokens", low=0)] | None = None
+    logprobs: Annotated[Int, in_range("logprobs")] | None = None
     echo: bool | None = None
 
     @property

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,13 +20,10 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
-
-_TOKEN_ID = re.compile("[0-9]{1,9}")
 
 
 class Strict(BaseModel):
@@ -189,21 +185,21 @@ class ChatMessage(Returned):
         return message
 
 
-# What `chat_template_kwargs` may not hold: it is ours to give, or a program.
-RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
-    "messages"
-}
-RESERVED -= {"self", "kwargs", "documents"}
+MAX_MESSAGES = 16384
+# At least one, which is checked where they are rendered.
+Messages = Annotated[
+    list[ChatMessage], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
+]
 
 
-def _template_arguments(value: object) -> object:
-    if isinstance(value, dict):
-        for name in sorted(RESERVED & value.keys()):
-            raise ValueError(f"must not hold {name!r}")
-    return value
-
-
-TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_arguments)]
+def check_contents(messages: Messages) -> None:
+    """Refuse messages that say nothing and call nothing."""
+    for index, message in enumerate(messages):
+        if message.content is None and not message.tool_calls:
+            where = f"messages[{index}].content"
+            given = "content" in message.model_fields_set
+            wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
+            raise RequestError(wrong, param=where)
 
 
 def _not_stored(value: bool) -> bool:
@@ -313,37 +309,6 @@ def naming(field: str) -> AbstractContextManager[None]:
     return renamed({STRUCTURED: field})
 
 
-def structured(value: object) -> StructuredOutputsParams | None:
-    try:
-        return None if value is None else StructuredOutputsParams.of(value)
-    except RequestError as error:
-        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None
-
-
-def _whole(value: object) -> object:
-    """Take ``16.0`` for ``16``: JSON has one kind of number, and some clients write integers so."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
-
-
-def count_or_all(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError(f"must be -1 (as many as fit) or at least 1, got {value}")
-    return value
-
-
-def token_keys(value: object) -> object:
-    """Take the keys of a JSON object, which are strings, for token ids."""
-    if not isinstance(value, dict):
-        return value
-    for key in value:
-        if not _TOKEN_ID.fullmatch(str(key)):
-            raise ValueError(f"must have token ids for keys, got {key!r:.80}")
-    return {int(key): bias for key, bias in value.items()}
-
-
 def _off(value: object) -> object:
     if value is not None and value is not False:  # 0 is equal to it
         raise ValueError("must be false")
@@ -354,29 +319,3 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Annotated[Literal[False] | None, BeforeValidator(_off)] = None
     continuous_usage_stats: bool | None = None  # vLLM's: the counts so far, in each chunk
-
-
-def stop_strings(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    if isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops):
-        return tuple(stops)
-    raise ValueError("must be a string or a list of strings")
-
-
-def prompts_of(value: object) -> list[str | list[int]]:
-    # By hand, because pydantic would report every one of a million tokens as "not a string".
-    if isinstance(value, str) or _is_tokens(value):
-        return [value]
-    if isinstance(value, list) and value:
-        are_texts = all(isinstance(p, str) for p in value)
-        if are_texts or all(_is_tokens(p) for p in value):
-            return value
-    raise ValueError(
-        "must be a string, a list of strings, a list of token ids or a list of such lists, "
-        "none of them empty"
-    )
-
-
-def _is_tokens(value: object) -> TypeGuard[list[int]]:
-    # type(), because True is an instance of int.
-    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)

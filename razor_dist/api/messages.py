@@ -12,17 +12,17 @@ from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.conversation import APART, CitedDocument, Conversation, Mark, Segment, Turn
+from razor_dist.api.field_types import Int, Json, StopSequences, TemplateArguments, in_range
 from razor_dist.api.fields import (
+    MAX_MESSAGES,
     CacheControl,
-    Int,
     Returned,
     Strict,
-    TemplateArguments,
     ToolFunction,
     ToolName,
     kinds,
 )
-from razor_dist.api.schema import MAX_MESSAGES, ChatBody, GenerateBody
+from razor_dist.api.schema import ChatBody, CommonFields, GenerateBody
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
@@ -30,8 +30,6 @@ from razor_dist.frontend.kept import Ints
 from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
-
-Json = dict[str, Any]
 
 # Names of fields here, by those of a chat.
 NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
@@ -385,24 +383,15 @@ class CountTokensBody(Strict):
         return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
 
 
-class MessagesBody(CountTokensBody):
-    max_tokens: Int
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    stream: bool | None = None
+class MessagesBody(CommonFields, CountTokensBody):
+    max_tokens: Annotated[Int, in_range("max_tokens")]
+    stop_sequences: StopSequences | None = None
     # Hints to Anthropic's own service.
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    # As in the other endpoints.
-    seed: Int | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
     def _fields(self) -> Json:
-        same = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
-        same |= {"seed", "cache_salt", "timeout"}
+        same = {"max_tokens", *CommonFields.model_fields}
         fields = super()._fields() | self.model_dump(include=same, exclude_none=True)
         fields["stop"] = self.stop_sequences
         fields["return_sources"] = MOST_CITED if self.cites else None

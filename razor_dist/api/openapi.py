@@ -6,47 +6,19 @@ from importlib.metadata import version
 
 from razor_dist.api.completions import CompletionBody
 from razor_dist.api.errors import MESSAGES
-from razor_dist.api.fields import RESERVED, Strict
+from razor_dist.api.fields import Strict
 from razor_dist.api.messages import CountTokensBody, MessagesBody
-from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, examples, or_null, some
+from razor_dist.api.openapi_answers import ANSWERS, TEXT, Json, examples, or_null, some
 from razor_dist.api.openapi_rules import RULES
 from razor_dist.api.parsing import BODIES
 from razor_dist.api.request import Limits
 from razor_dist.api.responses import ResponsesBody
-from razor_dist.api.schema import MAX_MESSAGES, ChatBody
+from razor_dist.api.schema import ChatBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
-from razor_dist.protocol.repetition import LONGEST_PATTERN, MOST
-from razor_dist.protocol.sampling_params import (
-    MAX_N,
-    MAX_STOP_IDS,
-    MAX_STOP_LENGTH,
-    MAX_STOPS,
-    RANGES,
-)
+from razor_dist.protocol.sampling_params import MAX_N, MAX_STOP_IDS
 
-_INT64 = 2**63 - 1
 _NO_MODEL = "There is no such model."
 _ONE = "ctx_0", "The key has no such context."
-
-
-def _bounds(field: str, low: float | None = None) -> Json:
-    """The range of a field of `SamplingParams`, from ``low`` on if it is given."""
-    range_ = RANGES[field]
-    least = "exclusiveMinimum" if range_.is_open else "minimum"
-    high = _INT64 if range_.high is None else range_.high
-    return {least: range_.low if low is None else low, "maximum": high}
-
-
-# What `SamplingParams` and the bodies check themselves: fields by their own names, and by others.
-_RANGES: dict[str, Json] = {
-    **{field: _bounds(field) for field in RANGES if field != "logprobs"},  # true or false in a chat
-    "repeat_penalty": _bounds("repetition_penalty"),
-    "top_logprobs": _bounds("logprobs"),
-    "max_completion_tokens": _bounds("max_tokens"),
-    "max_output_tokens": _bounds("max_tokens"),
-    "seed": {"minimum": -(2**63), "maximum": _INT64},
-    "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
-}
 
 
 def openapi(limits: Limits, *, knows_tools: bool) -> Json:
@@ -100,24 +72,24 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = schema.pop("$defs", {})
     properties: Json = schema["properties"]
-    for field in properties:
-        properties[field] |= _RANGES.get(field, {})
     properties |= {
         field: {"enum": [None, *values], "description": "Not supported; these ask for nothing."}
         for field, values in cls.neutral.items()
     }
-    optional = cls in (TokenizeBody, DetokenizeBody)
-    own = _fields(limits) | {"model": {"enum": [limits.model, *[None] * optional]}}
+    optional = not cls.model_fields["model"].is_required()
+    token: Json = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
+    # Of the model that is served, and of the server's queue.
+    own: Json = {
+        "model": {"enum": [limits.model, *[None] * optional]},
+        "tokens": {"type": "array", "items": token},
+        "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
+        "n": or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
+    }
     if cls is CompletionBody:
-        text, tokens = {"type": "string", "minLength": 1}, some(_token(limits))
-        own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
-        own["logprobs"] = or_null({"type": "integer", **_bounds("logprobs")})
-        own["max_tokens"] = or_null({"type": "integer", **_bounds("max_tokens", low=0)})
-    if cls is MessagesBody:
-        own["max_tokens"] = {"type": "integer", **_bounds("max_tokens")}
+        text: Json = {"type": "string", "minLength": 1}
+        own["prompt"] = {"anyOf": [text, some(text), some(token), some(some(token))]}
     if issubclass(cls, CountTokensBody) and not knows_tools:
-        own["tools"] = {"enum": [None, []]}
-        own["tool_choice"] = or_null(_NO_TOOL)
+        own |= {"tools": {"enum": [None, []]}, "tool_choice": or_null(_NO_TOOL)}
     elif not knows_tools:
         choices = [None, "none"] + (["auto"] if cls is ResponsesBody else [])
         own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
@@ -125,98 +97,10 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     return {**found, cls.__name__: schema}
 
 
-def _token(limits: Limits) -> Json:
-    return {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
-
-
-def _fields(limits: Limits) -> Json:
-    """Schemas of fields, by name, that pydantic cannot make of their types."""
-    token = _token(limits)
-    most = min(MAX_N, limits.max_prompts)
-    return {
-        "stop": {
-            "anyOf": [
-                _stop_string(),
-                {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS},
-                NULL,
-            ]
-        },
-        "stop_sequences": or_null(
-            {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS}
-        ),
-        "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
-        "n": or_null({"type": "integer", "minimum": 1, "maximum": most}),
-        "logit_bias": or_null(
-            {
-                "type": "object",
-                "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-                "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            }
-        ),
-        "structured_outputs": or_null(_STRUCTURED_OUTPUTS),
-        "repetition_detection": or_null(_REPETITION_DETECTION),
-        "n_predict": or_null(_COUNT_OR_ALL),
-        "truncate_prompt_tokens": or_null(_COUNT_OR_ALL),
-        "tokens": {"type": "array", "items": token},
-        "priority": {"enum": [None, 0]},
-        "min_tokens": or_null({"type": "integer", **_bounds("min_tokens")}),
-        "max_tokens": or_null({"type": "integer", **_bounds("max_tokens")}),
-        "chat_template_kwargs": or_null(
-            {"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED)}}}
-        ),
-    }
-
-
-def _stop_string() -> Json:
-    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-
-
 _NO_TOOL: Json = {
     "type": "object",
     "properties": {"type": {"enum": ["auto", "none"]}},
     "required": ["type"],
-    "additionalProperties": False,
-}
-
-
-def _structured(kind: str, schema: Json) -> Json:
-    blanks = {
-        "disable_any_whitespace": {"type": ["boolean", "null"]},
-        "whitespace_pattern": {"type": ["string", "null"]},
-    }
-    return {
-        "type": "object",
-        "properties": {kind: schema, **blanks},
-        "required": [kind],
-        "additionalProperties": False,
-    }
-
-
-_STRUCTURED_OUTPUTS: Json = {
-    "description": "What answers must match; what llguidance cannot do is refused.",
-    "anyOf": [
-        _structured("json", {"type": ["object", "string"]}),
-        _structured("json_object", {"const": True}),
-        _structured("regex", TEXT),
-        _structured("choice", some(TEXT)),
-        _structured("grammar", TEXT),
-    ],
-}
-
-
-_COUNT_OR_ALL: Json = {
-    "anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": _INT64}]
-}
-_SIZE: Json = {"type": "integer", "minimum": 0, "maximum": LONGEST_PATTERN}
-_REPETITION_DETECTION: Json = {
-    "type": "object",
-    "description": "An answer ends when its last tokens are one pattern min_count times.",
-    "properties": {
-        "max_pattern_size": _SIZE,
-        "min_pattern_size": _SIZE,
-        "min_count": {"type": "integer", "minimum": 2, "maximum": MOST},
-        "min_length": {"type": "integer", "minimum": 0, "maximum": MOST},
-    },
     "additionalProperties": False,
 }
 

@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, Tag
 
 from razor_dist.api.errors import shortened
+from razor_dist.api.field_types import Int, Json, TemplateArguments, in_range
 from razor_dist.api.fields import (
-    Int,
     ReasoningEffort,
     Returned,
     Strict,
-    TemplateArguments,
     ToolFunction,
     Verbosity,
     kinds,
@@ -23,8 +22,6 @@ from razor_dist.api.schema import ChatBody, SharedFields
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.sampling_params import SamplingParams
-
-Json = dict[str, Any]
 
 # Names of fields here, by those of a chat.
 NAMES = {
@@ -177,7 +174,7 @@ class ResponsesBody(SharedFields):
         ),
     ]
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: Annotated[Int, in_range("max_tokens")] | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     tools: list[FunctionTool] | None = None

@@ -9,48 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    PrivateAttr,
-    WithJsonSchema,
-)
+from pydantic import Field, PrivateAttr, WithJsonSchema
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.contexts import KeptContext, contexts
 from razor_dist.api.conversation import CitedDocument, Mark, Segment
+from razor_dist.api.field_types import (
+    CountOrAll,
+    Int,
+    Int64,
+    LogitBias,
+    RepetitionDetection,
+    StopStrings,
+    StructuredOutputs,
+    TemplateArguments,
+    in_range,
+)
 from razor_dist.api.fields import (
-    CONTENT,
     STRUCTURED,
-    ChatMessage,
     ChosenTool,
     Hints,
-    Int,
+    Messages,
     ReasoningEffort,
     ResponseFormat,
     StreamOptions,
-    TemplateArguments,
+    Strict,
     Tool,
     Verbosity,
-    count_or_all,
+    check_contents,
     naming,
-    stop_strings,
-    structured,
-    token_keys,
 )
 from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, continued
 from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
-_INT64 = 2**63
-MAX_MESSAGES = 16384
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
@@ -59,40 +55,38 @@ _SAMPLING = {
 }
 
 
-# Of a field whose JSON Schema `razor_dist.api.openapi` writes.
-ELSEWHERE = WithJsonSchema({})
+class CommonFields(Strict):
+    """Fields of every endpoint that generates, Anthropic's too."""
 
-
-class SharedFields(Hints):
-    """Fields of every endpoint that generates, by the same names."""
-
-    model: str
-    min_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[Int, Field(lt=_INT64)] | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # llama.cpp's name
-    repetition_detection: Annotated[
-        RepetitionDetectionParams | None, PlainValidator(RepetitionDetectionParams.of), ELSEWHERE
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputsParams | None, PlainValidator(structured), ELSEWHERE
-    ] = None
-    seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(stop_strings), ELSEWHERE] = ()
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Int, AfterValidator(count_or_all), ELSEWHERE] | None = None
-    priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    temperature: Annotated[float, in_range("temperature")] | None = None
+    top_p: Annotated[float, in_range("top_p")] | None = None
+    top_k: Annotated[Int64, in_range("top_k")] | None = None
+    seed: Int64 | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
-    context: Annotated[str, Field(min_length=1)] | None = None  # a kept one, which this continues
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
+
+
+class SharedFields(CommonFields, Hints):
+    """Fields of OpenAI's endpoints that generate, by the same names."""
+
+    model: str
+    min_tokens: Annotated[Int, in_range("min_tokens")] | None = None
+    min_p: Annotated[float, in_range("min_p")] | None = None
+    presence_penalty: Annotated[float, in_range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # llama.cpp's name
+    repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stop: StopStrings = ()
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: CountOrAll | None = None
+    # Other numbers need a server with ``scheduling_policy: priority``.
+    priority: Annotated[Int64, WithJsonSchema({"const": 0})] | None = None
+    cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
+    context: Annotated[str, Field(min_length=1)] | None = None  # a kept one, which this continues
 
 
 class GenerateBody(SharedFields):
@@ -106,18 +100,16 @@ class GenerateBody(SharedFields):
     }
     _kept: KeptContext | None = PrivateAttr(default=None)
     _encoded: tuple[str, Ints, Ints] | None = PrivateAttr(default=None)
-    max_tokens: Int | None = None
-    n_predict: Annotated[Int, AfterValidator(count_or_all), ELSEWHERE] | None = (
-        None  # llama.cpp's name
-    )
-    logit_bias: Annotated[dict[int, float], BeforeValidator(token_keys), ELSEWHERE] | None = None
+    max_tokens: Annotated[Int, in_range("max_tokens")] | None = None
+    n_predict: CountOrAll | None = None  # llama.cpp's name
+    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     stop_token_ids: list[Int] | None = None
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Verbosity | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
-    return_sources: Int | None = None
+    return_sources: Annotated[Int, in_range("return_sources")] | None = None
     n: Int | None = None
     asks_in: ClassVar[str]  # the field that holds what is asked
 
@@ -229,10 +221,10 @@ class ChatBody(GenerateBody):
     echoes: ClassVar[bool] = False
     prompt_count: ClassVar[int] = 1
 
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)]
-    max_completion_tokens: Int | None = None
+    messages: Messages
+    max_completion_tokens: Annotated[Int, in_range("max_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Annotated[Int, in_range("logprobs")] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
@@ -389,16 +381,6 @@ def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:
     if continues:
         return {"add_generation_prompt": False, "continue_final_message": True}
     return {"add_generation_prompt": generation is not False}
-
-
-def check_contents(messages: Sequence[ChatMessage]) -> None:
-    """Refuse messages that say nothing and call nothing."""
-    for index, message in enumerate(messages):
-        if message.content is None and not message.tool_calls:
-            where = f"messages[{index}].content"
-            given = "content" in message.model_fields_set
-            wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
-            raise RequestError(wrong, param=where)
 
 
 def check_ending(generation: bool | None, continues: bool | None) -> None:

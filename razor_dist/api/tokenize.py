@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from razor_dist.api.fields import ChatMessage, Int, Strict, TemplateArguments
+from razor_dist.api.field_types import Int, TemplateArguments
+from razor_dist.api.fields import Messages, Strict, check_contents
 from razor_dist.api.request import Limits
-from razor_dist.api.schema import check_contents, check_ending, ending
+from razor_dist.api.schema import check_ending, ending
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import PromptEncoder
@@ -22,7 +23,7 @@ _PIECE = 1 << 16
 class TokenizeBody(Strict):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None  # of a prompt; a chat template writes its own
     add_generation_prompt: bool | None = None  # of messages
     continue_final_message: bool | None = None  # of messages

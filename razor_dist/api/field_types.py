@@ -1,0 +1,170 @@
+"""Types of single fields of request bodies: how a value is read, and its JSON Schema.
+
+A range in a schema says what `SamplingParams` takes, which refuses the rest in its own words.
+"""
+
+from __future__ import annotations
+
+import re
+from inspect import signature
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import RequestError
+from razor_dist.protocol.repetition import LONGEST_PATTERN, MOST, RepetitionDetectionParams
+from razor_dist.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOPS, RANGES
+from razor_dist.protocol.structured_outputs import StructuredOutputsParams
+
+Json = dict[str, Any]
+
+_INT64 = 2**63
+_TOKEN_ID = re.compile("[0-9]{1,9}")
+_TEXT: Json = {"type": "string"}
+
+
+def _whole(value: object) -> object:
+    """Take ``16.0`` for ``16``: JSON has one kind of number, and some clients write integers so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Int64 = Annotated[int, Field(ge=-_INT64, lt=_INT64), BeforeValidator(_whole)]
+
+
+def in_range(field: str, low: float | None = None) -> Any:
+    """Describe the range of a field of `SamplingParams`, from ``low`` on if it is given."""
+    range_ = RANGES[field]
+    least = "exclusiveMinimum" if range_.is_open else "minimum"
+    high = _INT64 - 1 if range_.high is None else range_.high
+    return Field(json_schema_extra={least: range_.low if low is None else low, "maximum": high})
+
+
+def _count_or_all(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError(f"must be -1 (as many as fit) or at least 1, got {value}")
+    return value
+
+
+_COUNT: Json = {"type": "integer", "minimum": 1, "maximum": _INT64 - 1}
+CountOrAll = Annotated[
+    Int, AfterValidator(_count_or_all), WithJsonSchema({"anyOf": [{"const": -1}, _COUNT]})
+]
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops):
+        return tuple(stops)
+    raise ValueError("must be a string or a list of strings")
+
+
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOPS: Json = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
+StopSequences = Annotated[list[str], WithJsonSchema(_STOPS)]  # Anthropic's
+StopStrings = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stop_strings),
+    WithJsonSchema({"anyOf": [_STOP, _STOPS, {"type": "null"}]}),
+]
+
+
+def _token_keys(value: object) -> object:
+    """Take the keys of a JSON object, which are strings, for token ids."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not _TOKEN_ID.fullmatch(str(key)):
+            raise ValueError(f"must have token ids for keys, got {key!r:.80}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_token_keys),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+
+
+def _structured(value: object) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.of(value)
+    except RequestError as error:
+        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None
+
+
+def _constraint(kind: str, schema: Json) -> Json:
+    blanks = {
+        "disable_any_whitespace": {"type": ["boolean", "null"]},
+        "whitespace_pattern": {"type": ["string", "null"]},
+    }
+    return {
+        "type": "object",
+        "properties": {kind: schema, **blanks},
+        "required": [kind],
+        "additionalProperties": False,
+    }
+
+
+StructuredOutputs = Annotated[
+    StructuredOutputsParams,
+    PlainValidator(_structured),
+    WithJsonSchema(
+        {
+            "description": "What answers must match; what llguidance cannot do is refused.",
+            "anyOf": [
+                _constraint("json", {"type": ["object", "string"]}),
+                _constraint("json_object", {"const": True}),
+                _constraint("regex", _TEXT),
+                _constraint("choice", {"type": "array", "items": _TEXT, "minItems": 1}),
+                _constraint("grammar", _TEXT),
+            ],
+        }
+    ),
+]
+
+_SIZE: Json = {"type": "integer", "minimum": 0, "maximum": LONGEST_PATTERN}
+RepetitionDetection = Annotated[
+    RepetitionDetectionParams,
+    PlainValidator(RepetitionDetectionParams.of),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "An answer ends when its last tokens are one pattern min_count times.",
+            "properties": {
+                "max_pattern_size": _SIZE,
+                "min_pattern_size": _SIZE,
+                "min_count": {"type": "integer", "minimum": 2, "maximum": MOST},
+                "min_length": {"type": "integer", "minimum": 0, "maximum": MOST},
+            },
+            "additionalProperties": False,
+        }
+    ),
+]
+
+# What `chat_template_kwargs` may not hold: it is ours to give, or a program.
+_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
+    "messages"
+}
+_RESERVED -= {"self", "kwargs", "documents"}
+
+
+def _template_arguments(value: object) -> object:
+    if isinstance(value, dict):
+        for name in sorted(_RESERVED & value.keys()):
+            raise ValueError(f"must not hold {name!r}")
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[str, Any],
+    BeforeValidator(_template_arguments),
+    Field(json_schema_extra={"propertyNames": {"not": {"enum": sorted(_RESERVED)}}}),
+]
