@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config.errors import RequestError
-from razor_dist.protocol.repetition import LONGEST_PATTERN, MOST, RepetitionDetectionParams
+from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOPS, RANGES
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
@@ -93,13 +92,6 @@ LogitBias = Annotated[
 ]
 
 
-def _structured(value: object) -> StructuredOutputsParams:
-    try:
-        return StructuredOutputsParams.of(value)
-    except RequestError as error:
-        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None
-
-
 def _constraint(kind: str, schema: Json) -> Json:
     blanks = {
         "disable_any_whitespace": {"type": ["boolean", "null"]},
@@ -115,7 +107,7 @@ def _constraint(kind: str, schema: Json) -> Json:
 
 StructuredOutputs = Annotated[
     StructuredOutputsParams,
-    PlainValidator(_structured),
+    PlainValidator(StructuredOutputsParams.of),
     WithJsonSchema(
         {
             "description": "What answers must match; what llguidance cannot do is refused.",
@@ -130,23 +122,9 @@ StructuredOutputs = Annotated[
     ),
 ]
 
-_SIZE: Json = {"type": "integer", "minimum": 0, "maximum": LONGEST_PATTERN}
 RepetitionDetection = Annotated[
     RepetitionDetectionParams,
-    PlainValidator(RepetitionDetectionParams.of),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "description": "An answer ends when its last tokens are one pattern min_count times.",
-            "properties": {
-                "max_pattern_size": _SIZE,
-                "min_pattern_size": _SIZE,
-                "min_count": {"type": "integer", "minimum": 2, "maximum": MOST},
-                "min_length": {"type": "integer", "minimum": 0, "maximum": MOST},
-            },
-            "additionalProperties": False,
-        }
-    ),
+    PlainValidator(RepetitionDetectionParams.of, json_schema_input_type=RepetitionDetectionParams),
 ]
 
 # What `chat_template_kwargs` may not hold: it is ours to give, or a program.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from razor_dist.config.validation import SettingError, object_setting
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from razor_dist.config.validation import STRICT, explained, object_setting
 
 _NAME = "rope_scaling"
+_Positive = Annotated[float | None, Field(gt=0)]
 
 
-@dataclass(frozen=True)
+@explained(_NAME)
+@dataclass(frozen=True, config=STRICT)
 class RopeScaling:
     """Rotary frequencies scaled by YaRN (arXiv 2309.00071), beyond what ``config.json`` says.
 
-    ``factor``                            context in multiples of the original one, above 1
+    ``factor``                            context in multiples of the original one
     ``original_max_position_embeddings``  tokens that the model was trained for
     ``attention_factor``                  of cosines and sines; none: ``0.1 ln(factor) + 1``
     ``beta_fast``, ``beta_slow``          turns within the original context: dimensions that make
@@ -26,41 +29,17 @@ class RopeScaling:
     Raises `SettingError` for a value of the wrong type or out of range.
     """
 
-    rope_type: str
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    rope_type: Literal["yarn"]
+    factor: Annotated[float, Field(gt=1)]
+    original_max_position_embeddings: Annotated[int, Field(ge=1)]
+    attention_factor: _Positive = None
+    beta_fast: _Positive = None
+    beta_slow: _Positive = None
 
     def __post_init__(self) -> None:
-        if self.rope_type != "yarn":
-            raise SettingError(f"{_NAME}.rope_type must be yarn, got {self.rope_type!r:.80}", _NAME)
-        original = self.original_max_position_embeddings
-        if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-            raise SettingError(
-                f"{_NAME}.original_max_position_embeddings must be an integer of at least 1, got "
-                f"{original!r:.80}",
-                _NAME,
-            )
-        for name, above in (("factor", 1), ("attention_factor", 0)):
-            self._check_number(name, above)
-        for name in ("beta_fast", "beta_slow"):
-            self._check_number(name, 0)
         fast, slow = self.beta_fast or 32.0, self.beta_slow or 1.0
         if fast <= slow:
-            raise SettingError(
-                f"{_NAME}.beta_fast ({fast:g}) must be above beta_slow ({slow:g})", _NAME
-            )
-
-    def _check_number(self, name: str, above: float) -> None:
-        value = getattr(self, name)
-        if value is None and name != "factor":
-            return
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not above < value < math.inf:
-            wanted = f"a number above {above:g}"
-            raise SettingError(f"{_NAME}.{name} must be {wanted}, got {value!r:.80}", _NAME)
+            raise ValueError(f"beta_fast ({fast:g}) must be above beta_slow ({slow:g})")
 
     @classmethod
     def of(cls, value: object) -> RopeScaling | None:
@@ -70,7 +49,4 @@ class RopeScaling:
     @property
     def parameters(self) -> dict[str, Any]:
         """The fields that are given, as transformers' ``rope_parameters`` have them."""
-        fields = {name: value for name, value in vars(self).items() if value is not None}
-        if self.attention_factor is not None:
-            fields["attention_factor"] = float(self.attention_factor)
-        return fields
+        return {name: value for name, value in vars(self).items() if value is not None}

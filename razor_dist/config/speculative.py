@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from razor_dist.config.validation import SettingError, object_setting
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from razor_dist.config.validation import STRICT, explained, object_setting
 
 _NAME = "speculative_config"
-_METHODS = ("lookup", "ngram")
-# Of each number: its greatest value.
-_MOST = {"num_speculative_tokens": 63, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
+_Alike = Annotated[int | None, Field(ge=1, le=64)]
 
 
-@dataclass(frozen=True)
+@explained(_NAME)
+@dataclass(frozen=True, config=STRICT)
 class SpeculativeConfig:
     """Drafts of tokens that may follow an answer's last one, which one step verifies.
 
@@ -28,28 +29,16 @@ class SpeculativeConfig:
     Raises `SettingError` for a value of the wrong type or out of range.
     """
 
-    method: str = "lookup"
-    num_speculative_tokens: int = 7
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
+    method: Literal["lookup", "ngram"] = "lookup"
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=63)] = 7
+    prompt_lookup_min: _Alike = None
+    prompt_lookup_max: _Alike = None
 
     def __post_init__(self) -> None:
-        if self.method not in _METHODS:
-            wanted = " or ".join(_METHODS)
-            raise SettingError(f"{_NAME}.method must be {wanted}, got {self.method!r:.80}", _NAME)
-        for name, most in _MOST.items():
-            value = getattr(self, name)
-            if value is None and name != "num_speculative_tokens":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                wanted = f"an integer from 1 to {most}"
-                raise SettingError(f"{_NAME}.{name} must be {wanted}, got {value!r:.80}", _NAME)
-        least, most_alike = self.prompt_lookup_min, self.prompt_lookup_max
-        if least is not None and most_alike is not None and least > most_alike:
-            raise SettingError(
-                f"{_NAME}.prompt_lookup_min ({least}) must not be above prompt_lookup_max "
-                f"({most_alike})",
-                _NAME,
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"prompt_lookup_min ({least}) must not be above prompt_lookup_max ({most})"
             )
 
     @classmethod

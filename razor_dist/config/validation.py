@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from fractions import Fraction
+from functools import wraps
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
@@ -52,38 +53,70 @@ class SettingError(ConfigError):
         return type(self), (*self.args, *self.names)
 
 
-Setting = TypeVar("Setting")
+Object = TypeVar("Object")
+# Of pydantic dataclasses: nothing is converted but an integer to a float.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def object_setting(
-    cls: type[Setting], name: str, value: object, words: str = "none"
-) -> Setting | None:
-    """Make a dataclass of the value of the setting ``name``: a mapping of its fields, or JSON.
+def explained(
+    setting: str | None = None, error: Callable[..., Exception] = SettingError
+) -> Callable[[type[Object]], type[Object]]:
+    """Let a pydantic dataclass raise ``error`` with a sentence and the name of what is wrong.
 
-    ``words`` are what the setting may be instead.
+    That is the field, or the ``setting`` whose value the object is.
+    """
 
-    None and objects of the class are returned as they are. `SettingError` for anything else, for
-    fields that the class does not have, and for required ones that are missing.
+    def decorate(cls: Any) -> Any:
+        made, names = cls.__init__, [field.name for field in fields(cls)]
+
+        @wraps(made)
+        def init(self: Any, *args: Any, **values: Any) -> None:
+            try:
+                made(self, **dict(zip(names, args, strict=False)), **values)
+            except ValidationError as wrong:
+                said = explain(wrong, cls.__pydantic_fields__, setting)
+                raise error(str(said), *said.names) from None
+
+        cls.__init__ = init
+        return cls
+
+    return decorate
+
+
+def made(
+    cls: type[Object],
+    value: object,
+    name: str,
+    error: Callable[[str, str], Exception] = SettingError,
+) -> Object | None:
+    """Make a dataclass of ``value``, a mapping of its fields, which a user calls ``name``.
+
+    None and objects of the class are returned as they are. Raises ``error`` for anything else, and
+    for fields that the class does not have.
     """
     if value is None or isinstance(value, cls):
         return value
+    if not isinstance(value, Mapping):
+        raise error(f"{name} must be an object, got {value!r:.80}", name)
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for given in value:
+        if given not in known:
+            near = nearest(str(given), known)
+            hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
+            raise error(f"{name} has no field {given!r:.80}; {hint}", name)
+    return cls(**value)
+
+
+def object_setting(
+    cls: type[Object], name: str, value: object, words: str = "none"
+) -> Object | None:
+    """Make an object as `made` does, or of JSON; the setting may also be what ``words`` say."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
             raise SettingError(f"{name} must be a JSON object or {words}: {error}", name) from None
-    if not isinstance(value, Mapping):
-        raise SettingError(f"{name} must be an object, got {value!r:.80}", name)
-    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    for given in value:
-        if given not in known:
-            near = nearest(str(given), known)
-            hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
-            raise SettingError(f"{name} has no field {given!r:.80}; {hint}", name)
-    for field in known.values():
-        if field.default is MISSING and field.name not in value:
-            raise SettingError(f"{name}.{field.name} is missing", name)
-    return cls(**value)
+    return made(cls, value, name)
 
 
 def share_of(value: Any) -> float:
@@ -122,11 +155,6 @@ def check_percent(name: str, value: float) -> None:
         raise ConfigError(f"{name} must be a percentage from 0 to 100, got {value}")
 
 
-def check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be at least 0 and below 2**63, got {seed}")
-
-
 def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
     """Return a sentence about an unknown ``what``, with the nearest known one if there is one."""
     near = FOREIGN_SETTINGS.get(name)
@@ -145,17 +173,25 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     return None
 
 
-def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingError:
-    """Return the first of pydantic's complaints as a sentence without a trace of pydantic."""
+def explain(
+    error: ValidationError, fields: Mapping[str, FieldInfo], setting: str | None = None
+) -> SettingError:
+    """Return the first of pydantic's complaints as a sentence without a trace of pydantic.
+
+    The fields are those of the ``setting``'s value, if it is given.
+    """
     problem = error.errors(include_url=False)[0]
     path, kind, context = [str(p) for p in problem["loc"]], problem["type"], problem.get("ctx", {})
-    name, value = path[0], problem["input"]
-    if isinstance(context.get("error"), SettingError):  # raised by a setting's own validator
-        return context["error"]
-    if kind == "extra_forbidden":
-        return SettingError(unknown(path[-1], fields), name)
+    reason, value = context.get("error"), problem["input"]
+    if isinstance(reason, SettingError):  # raised by a setting's own validator
+        return reason
+    prefix, names = ("", path[:1]) if setting is None else (f"{setting}.", [setting])
+    if not path:  # raised by a dataclass: a rule between its fields
+        return SettingError(f"{prefix}{reason}", *names)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return SettingError(unknown(path[-1], fields), *names)
     if kind == "missing":
-        return SettingError(f"{'.'.join(path)} is missing", name)
+        return SettingError(f"{prefix}{'.'.join(path)} is missing", *names)
     if kind == "literal_error":
         wanted = _one_of(re.findall("'(.*?)'", context["expected"]))
     elif kind in _WANTED:
@@ -164,8 +200,8 @@ def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingE
         # The innermost that is a field: what follows it is an index, or the member of a union.
         wanted = _type_in_words(next(fields[part] for part in reversed(path) if part in fields))
     # A number given as text (by a flag or a variable) reads better without its quotes.
-    got = value if "than" in kind else repr(value)
-    return SettingError(f"{name} must be {wanted}, got {got}", name)
+    got = value if "than" in kind else f"{value!r:.80}"
+    return SettingError(f"{prefix}{path[0]} must be {wanted}, got {got}", *names)
 
 
 def _type_in_words(field: FieldInfo) -> str:

@@ -237,7 +237,7 @@ def _serve(pipes: Pipes, memory: int) -> None:
 
 def _compiled(fields: Fields, tokenizer: LLTokenizer, memory: int) -> Fields:
     try:
-        return StructuredOutputsParams.of(fields).compiled(tokenizer).to_wire()
+        return StructuredOutputsParams(**fields).compiled(tokenizer).to_wire()
     except RequestError as error:
         return failure(error)
     except MemoryError:

@@ -2,65 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from razor_dist.config.errors import RequestError
-from razor_dist.config.validation import nearest
+from razor_dist.config.validation import STRICT, explained, made
 
 FIELD = "repetition_detection"
 # The cost of a token grows with the longest pattern: 3 µs for 200, 5 µs for this one.
 LONGEST_PATTERN = 2048
-MOST = 2**31
+_MOST = 2**31
+_Size = Annotated[int, Field(ge=0, le=LONGEST_PATTERN)]
 
 
-@dataclass(frozen=True)
+@explained(FIELD, RequestError)
+@dataclass(frozen=True, config=STRICT)
 class RepetitionDetectionParams:
-    """An answer ends once its last tokens are one pattern again and again; vLLM's names.
+    """An answer ends once its last tokens are one pattern again and again; vLLM's names."""
 
-    ``max_pattern_size``  tokens of the longest pattern; 0 finds nothing
-    ``min_pattern_size``  tokens of the shortest; 0 is 1
-    ``min_count``         times that the pattern is there, one after the other, at least 2
-    ``min_length``        tokens that these are together; vLLM has no such field
-
-    Raises `RequestError` for a value of the wrong type or out of range.
-    """
-
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
-    min_count: int = 4
-    min_length: int = 0
+    max_pattern_size: Annotated[
+        _Size, Field(description="Tokens of the longest pattern; 0 finds nothing.")
+    ] = 0
+    min_pattern_size: Annotated[_Size, Field(description="Tokens of the shortest; 0 is 1.")] = 0
+    min_count: Annotated[
+        int, Field(ge=2, le=_MOST, description="Times that it is there, one after the other.")
+    ] = 4
+    # vLLM has no such field.
+    min_length: Annotated[
+        int, Field(ge=0, le=_MOST, description="Tokens that these are together.")
+    ] = 0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            low = 2 if name == "min_count" else 0
-            high = LONGEST_PATTERN if name.endswith("size") else MOST
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                wanted = f"an integer between {low} and {high}"
-                raise RequestError(f"{FIELD}.{name} must be {wanted}, got {value!r:.80}", FIELD)
         if self.max_pattern_size and self.min_pattern_size > self.max_pattern_size:
-            raise RequestError(
-                f"{FIELD}.min_pattern_size ({self.min_pattern_size}) must be at most "
-                f"max_pattern_size ({self.max_pattern_size})",
-                FIELD,
+            raise ValueError(
+                f"min_pattern_size ({self.min_pattern_size}) must be at most "
+                f"max_pattern_size ({self.max_pattern_size})"
             )
 
     @classmethod
     def of(cls, value: object) -> RepetitionDetectionParams | None:
-        """Make them of a request's field."""
-        if value is None or isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise RequestError(f"{FIELD} must be an object, got {value!r:.80}", FIELD)
-        for name in value:
-            if name not in cls.__dataclass_fields__:
-                near = nearest(str(name), cls.__dataclass_fields__)
-                hint = f"; did you mean {near!r}?" if near else ""
-                raise RequestError(f"{FIELD} has no field {name!r:.80}{hint}", FIELD)
-        return cls(**value)
+        """Make them of a request's field; `RequestError` if it is wrong."""
+        return made(cls, value, FIELD, RequestError)
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

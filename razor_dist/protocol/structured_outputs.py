@@ -21,8 +21,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.validation import made
 from razor_dist.protocol.grammar_bounds import LONGEST, grammar_problem, schema_problem
 from razor_dist.protocol.vocabulary import (
+    FIELD,
     library,
     load_vocabulary,
     one_line,
@@ -90,7 +92,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -115,17 +117,9 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
 
     @classmethod
-    def of(cls, value: object) -> StructuredOutputsParams:
-        """Take a mapping for the fields of one; refuses unknown names."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise refusal(f"must be an object, got {value!r:.80}")
-        names = [field.name for field in fields_of(cls)]
-        unknown = [name for name in value if name not in names]
-        if unknown:
-            raise refusal(f"unsupported field {unknown[0]!r:.80}; there are {', '.join(names)}")
-        return cls(**{n: v for n, v in value.items() if (n, v) != ("disable_any_whitespace", None)})
+    def of(cls, value: object) -> StructuredOutputsParams | None:
+        """Make one of a request's field; `RequestError` if it is wrong."""
+        return made(cls, value, FIELD, RequestError)
 
     def check(self) -> None:
         """Raise `RequestError` if it is too large, or nested or chained too deeply, to be compiled.
@@ -153,7 +147,7 @@ class StructuredOutputsParams:
             raise refusal(f"{kind} {problem}")
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields by name, for a message; ``of(fields)`` is as good."""
+        """Return the fields by name, for a message; made of the fields it is as good."""
         fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
         if isinstance(self.json, Mapping):
             # As text: msgpack has no integers beyond 64 bits, and a schema may.

@@ -234,10 +234,13 @@ def test_a_run_sees_one_window_start(
     [
         ("{", "speculative_config must be a JSON object or auto or none: "),
         ("[]", "must be an object, got []"),
-        ('{"method": "eagle"}', "speculative_config.method must be lookup or ngram, got 'eagle'"),
+        (
+            '{"method": "eagle"}',
+            "speculative_config.method must be one of lookup, ngram, got 'eagle'",
+        ),
         ('{"num_speculative_token": 3}', "did you mean 'num_speculative_tokens'?"),
-        ('{"num_speculative_tokens": 0}', "must be an integer from 1 to 63, got 0"),
-        ('{"num_speculative_tokens": true}', "must be an integer from 1 to 63, got True"),
+        ('{"num_speculative_tokens": 0}', "_tokens must be at least 1, got 0"),
+        ('{"num_speculative_tokens": true}', "_tokens must be an integer, got True"),
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "must not be above prompt_lookup_max"),
     ],
 )

@@ -297,7 +297,7 @@ def after(given: str, asked: list[dict[str, Any]]) -> list[list[str]]:
     compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [2])
     found = []
     for value in asked:
-        params = StructuredOutputsParams.of(value)
+        params = StructuredOutputsParams(**value)
         params.check()
         grammar = compiler.compile(params).result().fresh()
         for token in tokenizer.encode(given):
@@ -382,7 +382,7 @@ def vocabulary() -> LLTokenizer:
         ({"json": [1]}, "json must be a JSON schema"),
         ({"json": False}, "a schema that nothing matches"),
         ({"json_object": 1}, "json_object must be true or false"),
-        ({"structural_tag": "x"}, "unsupported field 'structural_tag'; there are json, json_obj"),
+        ({"structural_tag": "x"}, "has no field 'structural_tag'; known are: json, json_obj"),
         ("regex", "must be an object, got 'regex'"),
         ({"regex": "(a"}, "regex cannot be used: .*unclosed group"),
         ({"json": {"type": "foo"}}, "json cannot be used: Invalid type: foo"),
@@ -433,6 +433,6 @@ def test_large_schemas_and_choices_are_taken() -> None:
         {"choice": words},
         {"regex": r"(\w+ ){1,300}\w+\."},
     ):
-        structured = StructuredOutputsParams.of(value)
+        structured = StructuredOutputsParams(**value)
         structured.check()
         assert structured.compiled(vocabulary()).llguidance()

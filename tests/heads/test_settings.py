@@ -46,5 +46,5 @@ def test_settings_are_checked(kind: Any, wrong: dict[str, Any]) -> None:
 def test_rules_and_percentages_are_checked() -> None:
     with pytest.raises(ConfigError, match="sparsity or threshold, not both"):
         DuoSettings(sparsity=0.5, threshold=0.5)
-    with pytest.raises(ConfigError, match="induction must be a percentage"):
+    with pytest.raises(ConfigError, match="induction_percent must be at most 100, got 140"):
         RazorSettings(induction_percent=140)

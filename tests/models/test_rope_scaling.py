@@ -118,12 +118,12 @@ def test_a_prefix_of_another_rope_is_never_used(tiny: Tiny, tmp_path: Path) -> N
         ({**YARN, "rope_type": "dynamic"}, "rope_scaling.rope_type must be yarn, got 'dynamic'"),
         ({"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings is missing"),
         ({**YARN, "type": "yarn"}, "no field 'type'; did you mean 'rope_type'?"),
-        ({**YARN, "factor": 1}, "rope_scaling.factor must be a number above 1, got 1"),
-        ({**YARN, "factor": "4"}, "must be a number above 1, got '4'"),
-        ({**YARN, "factor": None}, "must be a number above 1, got None"),
-        ({**YARN, "original_max_position_embeddings": 64.0}, "an integer of at least 1, got 64.0"),
+        ({**YARN, "factor": 1}, "rope_scaling.factor must be greater than 1, got 1"),
+        ({**YARN, "factor": "4"}, "rope_scaling.factor must be a number, got '4'"),
+        ({**YARN, "factor": None}, "factor must be a number, got None"),
+        ({**YARN, "original_max_position_embeddings": 64.0}, "s must be an integer, got 64.0"),
         ({**YARN, "beta_slow": 40}, "beta_fast (32) must be above beta_slow (40)"),
-        ({**YARN, "attention_factor": float("nan")}, "must be a number above 0, got nan"),
+        ({**YARN, "attention_factor": float("nan")}, "must be a finite number, got nan"),
     ],
 )
 def test_mistakes_in_the_setting_are_named(value: Any, problem: str) -> None:
