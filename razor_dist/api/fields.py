@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from razor_dist.config.errors import RequestError
+from razor_dist.frontend.prompts import CONTENT, called_arguments
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
@@ -79,12 +79,6 @@ class CacheControl(Strict):
         return {"1h": 3600, "1d": 86_400, "7d": 604_800}.get(self.ttl or "5m", 300)
 
 
-CONTENT = (
-    'must be a string or a list of {"type": "text", "text": ...} parts; '
-    "other kinds of content are not supported"
-)
-
-
 class TextPart(Returned):
     type: Literal["text"]
     text: str
@@ -121,10 +115,7 @@ class CalledTool(Returned):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
+        arguments = called_arguments(self.function.arguments)
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,11 @@ from razor_dist.protocol.sampling_params import SamplingParams
 # Tokens before a border that must come out again when their text is tokenised.
 _SAME = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
+# What a message's content must be.
+CONTENT = (
+    'must be a string or a list of {"type": "text", "text": ...} parts; '
+    "other kinds of content are not supported"
+)
 
 
 class PromptEncoder:
@@ -151,6 +157,14 @@ class PromptEncoder:
                 f"the model has no tokenizer, so it takes no {what}; send token ids", param=param
             )
         return self.tokenizer
+
+
+def called_arguments(arguments: str) -> Any:
+    """Return a called tool's arguments as templates take them; the text itself if it is no JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 class Checked(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar
 
 from razor_dist.config.errors import EngineError
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.llm.generation import Conversation, Prompt, encode, encode_chat
+from razor_dist.llm.conversations import Conversation, conversation_of
+from razor_dist.llm.generation import Prompt, encode, encode_chat
 from razor_dist.llm.llm import LLM, closed
 from razor_dist.llm.loop_thread import CLOSED
 from razor_dist.llm.prefix import Prefix
@@ -61,7 +62,8 @@ class AsyncLLM:
         Arguments are those of `LLM.chat`.
         """
         template = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
-        return self._each(partial(encode_chat, **template), messages, sampling_params, prefix)
+        conversation = conversation_of(messages)
+        return self._each(partial(encode_chat, **template), conversation, sampling_params, prefix)
 
     async def _each(self, *arguments: Any) -> AsyncGenerator[RequestOutput]:
         # In a thread: texts are tokenised, and `LLM` may wait for its ranks to be restarted.

@@ -17,6 +17,7 @@ from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
+from razor_dist.llm.conversations import Conversation
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import OnProgress, PromptBar, UseTqdm
 from razor_dist.protocol.messages import Progress, check_text
@@ -24,8 +25,6 @@ from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
 A = TypeVar("A")
-
-Conversation = Sequence[Mapping[str, Any]]
 
 
 class Encoded(NamedTuple):
@@ -55,27 +54,6 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
-
-
-def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return one conversation or several as a list; `RequestError` if it is neither."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise _no_conversation(messages)
-    if not messages or isinstance(messages[0], Mapping):
-        messages = [cast("Conversation", messages)]
-    for conversation in messages:
-        for message in conversation if isinstance(conversation, Sequence) else [conversation]:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise _no_conversation(message)
-    return list(cast("Sequence[Conversation]", messages))
-
-
-def _no_conversation(value: object) -> RequestError:
-    return RequestError(
-        'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such '
-        f"lists; got {value!r:.80}. For a text use generate",
-        param="messages",
-    )
 
 
 def params_for(

@@ -11,15 +11,14 @@ from typing import Any
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.frontend.prompts import PromptLimits
+from razor_dist.llm.conversations import Conversation, conversation_of, conversations_of
 from razor_dist.llm.engine import EngineHandle
 from razor_dist.llm.generation import (
     CheckedPrompt,
-    Conversation,
     Encode,
     Encoded,
     GenerationCall,
     Prompt,
-    conversations_of,
     encode,
     encode_chat,
     params_for,
@@ -172,14 +171,9 @@ class LLM(EngineHandle):
         ...     asked = [{"role": "user", "content": f"{document}\\n\\n{question}"}]
         ...     outputs = llm.chat(asked, prefix=prefix)
         """
-        conversations = conversations_of(messages)
-        if len(conversations) > 1:
-            raise RequestError(
-                f"a prefix is the beginning of one conversation, got {len(conversations)}",
-                param="messages",
-            )
+        conversation = conversation_of(messages)
         template = {**(chat_template_kwargs or {}), "continue_final_message": True}
-        text = self._encoder.chat_text(conversations[0], add_generation_prompt=False, **template)
+        text = self._encoder.chat_text(conversation, add_generation_prompt=False, **template)
         ids = self._encoder.text(text, special_tokens=False)
         return self._pinned(Encoded(None, ids), use_tqdm, text)
 
@@ -199,7 +193,8 @@ class LLM(EngineHandle):
         Parameters
         ----------
         messages : list of ``{"role": ..., "content": ...}``, or a list of such lists
-            One conversation or several.
+            One conversation or several. A content is a text, or a list of
+            ``{"type": "text", "text": ...}`` parts, whose texts are joined.
         add_generation_prompt : bool
             End the prompt with the beginning of an assistant's message.
         chat_template_kwargs : mapping, optional

@@ -175,7 +175,42 @@ def test_chat(llm: LLM) -> None:
     with pytest.raises(RequestError, match="at least one message"):
         llm.chat([])
     with pytest.raises(RequestError, match="chat template refuses"):
-        llm.chat([{"role": "user", "content": 3}])
+        llm.chat([{"role": "user"}])
+
+
+def test_messages_in_openais_forms_are_read_as_the_server_reads_them(llm: LLM) -> None:
+    texts = [{"type": "text", "text": text} for text in ("What is ", "2+2?")]
+    call = {"id": "a", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    parsed = {"id": "a", "function": {"name": "add", "arguments": {"a": 2}}}
+    forms, plain = (
+        [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": empty, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "a", "content": "4"},
+        ]
+        for content, empty, called in ((texts, None, call), ("What is 2+2?", "", parsed))
+    )
+    template = {"chat_template": "{{ messages | tojson }}"}
+    want = PromptEncoder(smollm2_tokenizer()).chat(plain, **template)
+    [answer] = llm.chat(forms, chat_template_kwargs=template)
+    assert answer.prompt_token_ids == want
+
+    async def streamed() -> list[int]:
+        engine = FakeAsyncLLM.__new__(FakeAsyncLLM)
+        engine.llm = llm
+        outputs = engine.chat(forms, chat_template_kwargs=template)
+        return [output async for output in outputs][-1].prompt_token_ids
+
+    assert asyncio.run(streamed()) == want
+    one, other = (llm.prefill_chat(messages[:1]) for messages in (forms, plain))
+    assert one.num_tokens == other.num_tokens
+    one.release(), other.release()
+
+
+@pytest.mark.parametrize("content", [3, ["hi"], [{"type": "image_url"}], [{"type": "text"}]])
+def test_contents_that_are_no_text_are_refused(llm: LLM, content: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\].content must be a string or a list"):
+        llm.chat([{"role": "user", "content": content}])
 
 
 def test_a_chat_cut_behind_its_document_has_the_tokens_of_the_whole() -> None:
@@ -228,7 +263,7 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
 
 def test_a_prefix_is_of_one_conversation(llm: LLM) -> None:
     one = [{"role": "user", "content": "hi"}]
-    with pytest.raises(RequestError, match="the beginning of one conversation, got 2"):
+    with pytest.raises(RequestError, match="must be one conversation, got 2"):
         llm.prefill_chat([one, one])  # type: ignore[list-item]
 
 
