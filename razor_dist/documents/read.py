@@ -51,6 +51,8 @@ KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 _KEPT = re.compile("PATH|HOME|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|PYTHON.*")
 # In bytes read as UTF-8: they may be UTF-16's or ISO-2022's, which then leave none of these.
 OTHER_ENCODING = re.compile("[\0\x1b]")
+# Calls within calls of a reader: elements of a page that are never closed stand in each other.
+_DEEPEST = 10_000_000
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
 
@@ -87,15 +89,16 @@ class ReadLimits:
 def kind_of(path: Path) -> str | None:
     """Return a file's kind by its name, or ``None`` if it cannot be read.
 
-    A name without a suffix (``GPL-3``, ``LGPL-2.1``) is a text's. ``.gz`` is passed over.
+    A name without a suffix (``GPL-3``, ``LGPL-2.1``) is a text's. One ``.gz`` is passed over.
     """
     suffix = path.suffix.lower()
-    if suffix == ".gz":
-        kind = kind_of(path.with_suffix(""))
-        return None if kind == "jsonl" else kind
+    packed = suffix == ".gz"
+    if packed:
+        suffix = path.with_suffix("").suffix.lower()
     if not suffix[1:2].isalpha():
         return "text"
-    return KIND_OF_SUFFIX.get(suffix)
+    kind = KIND_OF_SUFFIX.get(suffix)
+    return None if packed and kind == "jsonl" else kind
 
 
 def require_reader(kind: str) -> None:
@@ -193,6 +196,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, most))
     resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.setrecursionlimit(_DEEPEST)
     try:
         data = sys.stdin.buffer.read()
         if given["gz"]:

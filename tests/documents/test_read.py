@@ -13,6 +13,7 @@ import pytest
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents import pdf, read
 from razor_dist.documents.collect import collect
+from razor_dist.documents.detect import detect_kind
 from razor_dist.documents.read import ReadLimits, kind_of, read_document
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
@@ -185,6 +186,13 @@ def test_the_mark_of_an_empty_element_is_no_others(page: str, text: str) -> None
     assert read_document(page.encode(), "html").text == text
 
 
+@pytest.mark.parametrize("tag", ["<b>", "<div>"])
+def test_elements_that_are_never_closed_are_read(tag: str) -> None:
+    page = f"<p>first</p>{f'{tag}word ' * 20_000}"
+    text = read_document(page.encode(), "html").text
+    assert text.split() == ["first", *["word"] * 20_000]
+
+
 @pytest.mark.parametrize(
     ("text", "written", "encoding"),
     [
@@ -210,10 +218,17 @@ def test_half_characters_are_replaced() -> None:
     assert read.checked_text("a\ud800b \U0001f98a") == "a\ufffdb \U0001f98a"
 
 
+def test_comments_before_a_page_or_a_text() -> None:
+    comments = b"<!-- > -- -->\n" * 500
+    assert detect_kind(comments + b"<html>", None) == "html"
+    assert detect_kind(comments + b"text", None) == "text"
+
+
 def test_kinds_by_names() -> None:
-    names = "GPL-3 LGPL-2.1 a.TXT a.md a.Htm a.PDF a.epub a.png a.txt.gz"
+    names = "GPL-3 LGPL-2.1 a.TXT a.md a.Htm a.PDF a.epub a.png a.txt.gz a"
+    names += ".gz" * 2000
     kinds = [kind_of(Path(name)) for name in names.split()]
-    assert kinds == ["text"] * 4 + ["html", "pdf", "epub", None, "text"]
+    assert kinds == ["text"] * 4 + ["html", "pdf", "epub", None, "text", None]
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
