@@ -17,7 +17,8 @@ COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
 _PARTS_OF_ZIP = {"word/document.xml": "docx", "META-INF/container.xml": "epub"}
 # A comment holds no end of another, else n of them could be taken apart in 2**n ways.
 _HTML = re.compile(
-    rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*|<!--(?:(?!-->).)*-->\s*)*<(!doctype html|html|head|body)\b",
+    rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*|<!--(?:(?!-->).)*-->\s*)*"
+    rb"<(!doctype html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
 

@@ -9,10 +9,12 @@ from bs4 import BeautifulSoup, NavigableString, Tag
 from bs4.dammit import UnicodeDammit
 
 from razor_dist.config.errors import DocumentError
+from razor_dist.documents.marks import grouped, numbered, raised
+from razor_dist.documents.marks import grouped, numbered, raised
 from razor_dist.documents.read import ReadLimits
 
 # Elements that are not read: programs, pictures, menus.
-_SKIPPED = re.compile("head|script|style|template|noscript|svg|math|nav|iframe|object")
+_SKIPPED = re.compile("head|script|style|template|noscript|svg|nav|iframe|object")
 # Elements within a paragraph; every other one begins and ends a block of its own.
 _INLINE = re.compile(
     "a|abbr|acronym|b|bdi|bdo|big|cite|code|data|del|dfn|em|font|i|img|ins|kbd|label"
@@ -23,11 +25,25 @@ _INLINE = re.compile(
 _ROLES = {"navigation", "banner", "contentinfo", "search"}
 _CLASSES = {"headerlink", "related", "sphinxsidebar", "navheader", "navfooter", "docnav"}
 _IDS = {"banner"}
+_HEADING = re.compile("h[1-6]")
+_HEADING = re.compile("h[1-6]")
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 _HASH = re.compile("^#", re.MULTILINE)
 # Tags of a page. Each takes about 12 microseconds and 700 bytes: all of them 20 s and 1 GiB. Text
 # has one in 40 bytes or fewer.
 _MOST_TAGS = 1_500_000
+_INTEGER = re.compile(r"-?\d{1,9}")
+# Elements of MathML, with what stands before each of their parts.
+_MARKS = {
+    **{"mfrac": ("", "/"), "msup": ("", "^"), "msub": ("", "_"), "msubsup": ("", "_", "^")},
+    **{"mover": ("", "^"), "munder": ("", "_"), "munderover": ("", "_", "^")},
+}
+_INTEGER = re.compile(r"-?\d{1,9}")
+# Elements of MathML, with what stands before each of their parts.
+_MARKS = {
+    **{"mfrac": ("", "/"), "msup": ("", "^"), "msub": ("", "_"), "msubsup": ("", "_", "^")},
+    **{"mover": ("", "^"), "munder": ("", "_"), "munderover": ("", "_", "^")},
+}
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
 
 
@@ -62,6 +78,7 @@ class _Blocks:
         self.done: list[str] = []
         self._open: list[str] = []
         self._mark = ""
+        self._numbers: dict[int, int] = {}  # of the next item of each list, by its ``id``
 
     def walk(self, element: Tag) -> None:
         for child in element.children:
@@ -72,11 +89,22 @@ class _Blocks:
 
     def _enter(self, tag: Tag) -> None:
         name = tag.name.lower()
-        if _SKIPPED.fullmatch(name) or _surrounds(tag):
+        if _SKIPPED.fullmatch(name):
             return
-        if name == "br":
+        if _surrounds(tag):
+            # A chapter's or a page's title may stand in its header.
+            for heading in tag.find_all(_HEADING) if name == "header" else []:
+                if heading.find_parent("nav") is None:
+                    self._enter(heading)
+        elif name == "br":
             self._open.append("\n")
             self.walk(tag)  # XML lets it hold text
+        elif name == "sup":
+            begin = len(self._open)
+            self.walk(tag)
+            self._open[begin:] = [raised("".join(self._open[begin:]))]
+        elif name == "math":
+            self._open.append(_SPACE.sub(" ", str(tag.get("alttext") or _formula(tag))))
         elif _INLINE.fullmatch(name):
             self.walk(tag)
         elif name in ("td", "th"):
@@ -89,19 +117,35 @@ class _Blocks:
         else:
             self.end()
             mark = ""
-            if re.fullmatch("h[1-6]", name):
+            if _HEADING.fullmatch(name):
                 mark = "#" * int(name[1]) + " "
             elif name == "li":
-                mark = "- "
+                mark = self._item(tag)
             self._mark = mark or self._mark
             self.walk(tag)
             self.end()
             if mark:
                 self._mark = ""  # an empty heading or item has left it
 
+    def _item(self, tag: Tag) -> str:
+        """Return the mark of an item, in an ordered list its number."""
+        items = tag.parent
+        if items is None or items.name != "ol":
+            return "- "
+        number = _integer(tag.get("value"), self._numbers.get(id(items)))
+        if number is None:
+            last = len(items.find_all("li", recursive=False)) if items.has_attr("reversed") else 1
+            number = _integer(items.get("start"), last)
+        self._numbers[id(items)] = number + (-1 if items.has_attr("reversed") else 1)
+        return f"{numbered(number, str(items.get('type')))}. "
+
     def end(self) -> None:
-        lines = (" ".join(line.split()) for line in "".join(self._open).split("\n"))
-        text = "\n".join(line for line in lines if line)
+        # A tab ends each cell: rows keep their columns also where a cell is empty.
+        lines = (
+            "\t".join(" ".join(cell.split()) for cell in line.split("\t")).removesuffix("\t")
+            for line in "".join(self._open).split("\n")
+        )
+        text = "\n".join(line for line in lines if line.strip())
         self._open = []
         if text:
             if self._mark.startswith("#"):
@@ -117,3 +161,49 @@ def _surrounds(tag: Tag) -> bool:
     if tag.get("role") in _ROLES or tag.get("id") in _IDS:
         return True
     return not _CLASSES.isdisjoint(tag.get_attribute_list("class"))
+
+
+def _integer(value: object, default: int | None) -> int | None:
+    """Return an attribute's number."""
+    return int(value) if isinstance(value, str) and _INTEGER.fullmatch(value) else default
+
+
+def _formula(element: Tag) -> str:
+    """Return a formula of MathML as a line: its TeX if it has some, else such as ``x^2/(a+b)``."""
+    parts = []
+    for child in element.children:
+        if isinstance(child, Tag):
+            if child.name == "annotation" and child.get("encoding") == "application/x-tex":
+                return child.get_text()
+            if not child.name.startswith("annotation"):
+                parts.append(_formula(child))
+        elif type(child) is NavigableString and child.strip():
+            parts.append(child.strip())
+    if element.name == "msqrt":
+        return f"√{grouped(''.join(parts))}"
+    marks = _MARKS.get(element.name, ())
+    if len(marks) != len(parts):
+        return "".join(parts)
+    return "".join(f"{mark}{grouped(part)}" for mark, part in zip(marks, parts, strict=True))
+
+
+def _integer(value: object, default: int | None) -> int | None:
+    """Return an attribute's number."""
+    return int(value) if isinstance(value, str) and _INTEGER.fullmatch(value) else default
+
+
+def _formula(element: Tag) -> str:
+    """Return a formula of MathML as a line: its TeX if it has some, else such as ``x^2/(a+b)``."""
+    parts = []
+    for child in element.children:
+        if isinstance(child, Tag):
+            if child.name == "annotation" and child.get("encoding") == "application/x-tex":
+                return child.get_text()
+            if not child.name.startswith("annotation"):
+                parts.append(_formula(child))
+        elif type(child) is NavigableString and child.strip():
+            parts.append(child.strip())
+    marks = _MARKS.get(element.name)
+    if marks is None:
+        return "".join(parts)
+    return "".join(f"{mark}{grouped(part)}" for mark, part in zip(marks, parts, strict=False))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pypdfium2  # type: ignore[import-untyped]
+import pypdfium2.raw as raw  # type: ignore[import-untyped]
 
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.read import ReadLimits
@@ -29,8 +30,13 @@ def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
         raise
     pages, found = len(document), False
     limits.check_pages(pages)
+    document.init_forms()
     for number in range(pages):
         page = document[number]
+        # What a form was filled in with, and notes, become text of the page once it is read again.
+        if raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY) == raw.FLATTEN_SUCCESS:
+            page.close()
+            page = document[number]
         text = _HYPHENATED.sub("", page.get_textpage().get_text_bounded())
         page.close()  # with its text
         found = found or bool(text.strip())

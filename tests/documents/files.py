@@ -110,18 +110,50 @@ def saved(file: DocxDocument) -> bytes:
 
 def pdf_of_references(pages: int) -> bytes:
     """A PDF file whose tree names one page many times."""
-    objects = [
+    return _pdf_of_objects(
         b"<</Type/Catalog/Pages 2 0 R>>",
         b"<</Type/Pages/Count %d/Kids[%s]>>" % (pages, b"3 0 R " * pages),
         b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]>>",
-    ]
+    )
+
+
+def pdf_form(value: str | None, note: str) -> bytes:
+    """A page that says Name, with a field filled in unless ``value`` is None, and with a note."""
+    font = b"<</Font<</F 4 0 R>>>>"
+    box = b"/Subtype/Form/BBox[0 0 99 20]/Resources" + font
+    form = b"" if value is None else b"/AcroForm<</Fields[6 0 R]/DA(/F 9 Tf)/DR " + font + b">>"
+    fields = b"" if value is None else b"6 0 R "
+    return _pdf_of_objects(
+        b"<</Type/Catalog/Pages 2 0 R%s>>" % form,
+        b"<</Type/Pages/Count 1/Kids[3 0 R]>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 300]/Contents 5 0 R/Resources %s"
+        b"/Annots[%s8 0 R]>>" % (font, fields),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+        _shown("Name", b""),
+        b"<</Type/Annot/Subtype/Widget/FT/Tx/T(name)/V(%s)/DA(/F 9 Tf)/F 4/Rect[90 200 189 220]"
+        b"/AP<</N 7 0 R>>>>" % (value or "").encode(),
+        _shown(value or "", box),
+        b"<</Type/Annot/Subtype/FreeText/Contents(%s)/DA(/F 9 Tf)/F 4/Rect[10 100 109 120]"
+        b"/AP<</N 9 0 R>>>>" % note.encode(),
+        _shown(note, box),
+    )
+
+
+def _shown(text: str, entries: bytes) -> bytes:
+    content = b"BT /F 9 Tf 10 9 Td (%s) Tj ET" % text.encode()
+    return b"<</Length %d%s>>stream\n%s\nendstream" % (len(content), entries, content)
+
+
+def _pdf_of_objects(*objects: bytes) -> bytes:
+    """A PDF file of these objects, from number 1 on; the first is its catalogue."""
     body, places = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, start=1):
         places.append(len(body))
         body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    count = len(objects) + 1
     table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    trailer = b"trailer\n<</Size 4/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % len(body)
-    return body + b"xref\n0 4\n0000000000 65535 f \n" + table + trailer
+    trailer = b"trailer\n<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % (count, len(body))
+    return body + b"xref\n0 %d\n0000000000 65535 f \n" % count + table + trailer
 
 
 def docx_of_paragraphs(count: int) -> bytes:

@@ -31,6 +31,8 @@ from tests.documents.files import FIRST, SECOND, TITLE
         ),
         (files.pdf(FIRST, SECOND), "pdf", f"{FIRST}\n\n{SECOND}"),
         (files.pdf(FIRST, password=""), "pdf", FIRST),
+        (files.pdf_form("Ann", "Call her."), "pdf", "Name Ann Call her."),
+        (files.pdf_form(None, "Call her."), "pdf", "Name Call her."),
         (files.epub(), "epub", f"# {TITLE}\n\n{FIRST}\n\n{SECOND}"),
         (
             files.epub(encrypted_by="http://www.idpf.org/2008/embedding"),
@@ -39,7 +41,10 @@ from tests.documents.files import FIRST, SECOND, TITLE
         ),
         (files.docx(), "docx", f"# {TITLE}\n\n{FIRST}\n\nleft\tright\n\n{SECOND}"),
     ],
-    ids=["utf-8", "utf-16", "html", "pdf", "pdf-no-password", "epub", "epub-fonts", "docx"],
+    ids=[
+        *("utf-8", "utf-16", "html", "pdf", "pdf-no-password", "pdf-form", "pdf-note"),
+        *("epub", "epub-fonts", "docx"),
+    ],
 )
 def test_the_text_of_a_document(data: bytes, kind: str, text: str) -> None:
     assert read_document(data, kind).text == text
@@ -183,6 +188,39 @@ def test_a_page_of_a_book_is_read_to_its_end(flaw: str, said: str) -> None:
     ],
 )
 def test_the_mark_of_an_empty_element_is_no_others(page: str, text: str) -> None:
+    assert read_document(page.encode(), "html").text == text
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("10<sup>6</sup> m<sup>2</sup>, 2<sup>n+1</sup>", "10^6 m^2, 2^(n+1)"),
+        ("the 1<sup>st</sup> of May<sup>[1]</sup>", "the 1st of May[1]"),
+        (
+            "<table><tr><th>a<th>b<th>c<tr><td>1<td> <td>3<tr><td>4<td><tr><td><td></table>",
+            "a\tb\tc\n\n1\t\t3\n\n4\t",
+        ),
+        ("<ol start=3><li>c<li value=7>g<li>h</ol>", "3. c\n\n7. g\n\n8. h"),
+        ("<ol reversed><li>b<ol type=i><li>x</ol><li>a</ol>", "2. b\n\ni. x\n\n1. a"),
+        ("<ol type=A start=26><li>z<li>y</ol><ul><li>x</ul>", "Z. z\n\nAA. y\n\n- x"),
+        ("<math alttext='x^2'><mi>x</mi></math>", "x^2"),
+        (
+            "<math><semantics><mi>y</mi><annotation encoding='application/x-tex'>y_1"
+            "</annotation></semantics></math>",
+            "y_1",
+        ),
+        (
+            "<math><mfrac><mn>1</mn><mrow><mn>2</mn><msup><mi>a</mi><mn>2</mn></msup></mrow>"
+            "</mfrac><msqrt><mi>b</mi></msqrt></math>",
+            "1/(2a^2)√b",
+        ),
+        (
+            "<body><header><nav><h2>Menu</h2></nav><h1>One</h1>at home</header>first</body>",
+            "# One\n\nfirst",
+        ),
+    ],
+)
+def test_what_a_page_shows_by_its_form(page: str, text: str) -> None:
     assert read_document(page.encode(), "html").text == text
 
 
