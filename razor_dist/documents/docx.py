@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from docx import Document
+from docx.document import Document as DocxDocument
+from docx.oxml import parse_xml
 from docx.oxml.ns import qn
 from docx.text.paragraph import Paragraph
 
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.detect import COMPOUND
+from razor_dist.documents.docx_lists import Numbering
+from razor_dist.documents.marks import grouped, raised, symbol
 from razor_dist.documents.read import ReadLimits
 
-_P, _TABLE, _ROW, _CELL = map(qn, ("w:p", "w:tbl", "w:tr", "w:tc"))
+_P, _TABLE, _ROW, _CELL, _RUN = map(qn, ("w:p", "w:tbl", "w:tr", "w:tc", "w:r"))
 # Elements between a parent and its paragraphs, rows or cells: content controls, insertions.
 _WRAPPERS = set(map(qn, ("w:sdt", "w:sdtContent", "w:customXml", "w:ins", "w:moveTo")))
 # Elements of which python-docx's ``str`` is the text.
@@ -25,21 +30,33 @@ _UNREAD = {
     *map(qn, ("w:del", "w:moveFrom", "w:pPr")),
     "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback",
 }
+_SYMBOL = qn("w:sym")
+_REFERENCES = {qn("w:footnoteReference"): "footnote", qn("w:endnoteReference"): "endnote"}
+_RAISED = f"{qn('w:rPr')}/{qn('w:vertAlign')}[@{qn('w:val')}='superscript']"
+# Elements of equations, and what stands before some of their parts.
+_M = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_BEFORE = {"num": "", "den": "/", "sup": "^", "sub": "_"}
+_CODE = re.compile("[0-9A-Fa-f]{4}")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
-    """Yield paragraphs, and tables with their rows as lines; `DocumentError` if encrypted."""
+    """Yield paragraphs, and tables with their rows as lines; `DocumentError` if encrypted.
+
+    Behind each are the notes that it refers to.
+    """
     if data.startswith(COMPOUND):
         raise DocumentError("is encrypted, or a .doc file under another name")
     document = Document(io.BytesIO(data))
+    body = _Body(document)
     levels: dict[str | None, str] = {}  # by styles, which python-docx looks up slowly
     for element in _children(document.element.body, _P, _TABLE):
-        text = _text_of(element)
+        text = body.text_of(element)
         if element.tag == _P and text.strip():
             if element.style not in levels:
                 levels[element.style] = _level(Paragraph(element, document))
             text = levels[element.style] + text
         yield text if text.strip() else ""
+        yield from body.notes()
 
 
 def _children(parent: Any, *tags: str) -> Iterator[Any]:
@@ -51,30 +68,100 @@ def _children(parent: Any, *tags: str) -> Iterator[Any]:
             yield from _children(child, *tags)
 
 
-def _text_of(element: Any) -> str:
-    """Return the text of a paragraph, or of a table with its rows as lines."""
-    if element.tag == _P:
-        return _inline(element).strip("\n")
-    return "\n".join(
-        "\t".join(map(_cell, _children(row, _CELL))) for row in _children(element, _ROW)
-    )
+class _Body:
+    """Tells what elements say, in the document's order: it counts lists and notes."""
+
+    def __init__(self, document: DocxDocument) -> None:
+        self._numbering = Numbering(_part(document, "numbering"), document.styles.element)
+        self._notes = {
+            (kind, note.get(qn("w:id"))): note
+            for kind in _REFERENCES.values()
+            for note in _part(document, f"{kind}s")
+        }
+        self._asked: list[Any] = []  # notes that are to follow
+        self._told = 0  # notes before them
+
+    def text_of(self, element: Any) -> str:
+        """Return the text of a paragraph, or of a table with its rows as lines."""
+        if element.tag == _P:
+            mark = self._numbering.mark(element)
+            text = self._inline(element).strip("\n")
+            return mark + text if text.strip() else text
+        return "\n".join(
+            "\t".join(map(self._blocks, _children(row, _CELL))) for row in _children(element, _ROW)
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield the notes that the texts since the last call refer to."""
+        while self._asked:
+            self._told += 1
+            yield f"[^{self._told}]: {self._blocks(self._asked.pop(0)).strip()}"
+
+    def _blocks(self, parent: Any) -> str:
+        return "\n".join(map(self.text_of, _children(parent, _P, _TABLE))).strip("\n")
+
+    def _inline(self, element: Any) -> str:
+        """Return what the elements in a paragraph say; powers may be of several runs."""
+        parts = []
+        for is_raised, children in groupby(element, _is_raised):
+            text = "".join(map(self._said, children))
+            parts.append(raised(text) if is_raised else text)
+        return "".join(parts)
+
+    def _said(self, element: Any) -> str:
+        tag = element.tag
+        if tag in _CHARACTERS:
+            return str(element)
+        if tag in _UNREAD:
+            return ""
+        if tag == _SYMBOL:
+            code = element.get(qn("w:char"), "")
+            return symbol(element.get(qn("w:font")), int(code, 16)) if _CODE.fullmatch(code) else ""
+        if tag in _REFERENCES:
+            return self._reference(_REFERENCES[tag], element.get(qn("w:id")))
+        if tag.startswith(_M):
+            return self._formula(element)
+        said = self._inline(element)
+        return f"\n{said}\n" if tag == _P else said  # a text box is lines of its own
+
+    def _reference(self, kind: str, id: str) -> str:
+        note = self._notes.pop((kind, id), None)
+        if note is None:
+            return ""
+        self._asked.append(note)
+        return f"[^{self._told + len(self._asked)}]"
+
+    def _formula(self, element: Any) -> str:
+        """Return what a part of an equation says, as in a line: ``x^2/(a+b)``."""
+        name = element.tag.removeprefix(_M)
+        if name == "t":
+            return element.text or ""
+        said = self._inline(element)
+        if name in _BEFORE:
+            return _BEFORE[name] + grouped(said) if said else ""
+        if name == "rad":
+            return f"\u221a{grouped(said)}"
+        if name == "d":
+            begin, end = (element.find(f"{_M}dPr/{_M}{side}Chr") for side in ("beg", "end"))
+            return f"{_sign(begin, '(')}{said}{_sign(end, ')')}"
+        sign = element.find(f"{_M}naryPr/{_M}chr")
+        return (_sign(sign, "\u222b") if name == "nary" else "") + said
 
 
-def _cell(cell: Any) -> str:
-    return "\n".join(map(_text_of, _children(cell, _P, _TABLE))).strip("\n")
+def _part(document: DocxDocument, name: str) -> Any:
+    """Return the elements of another part of the file; none if there is no such part."""
+    for relation in document.part.rels.values():
+        if relation.reltype.endswith(f"/{name}") and not relation.is_external:
+            return parse_xml(relation.target_part.blob)
+    return ()
 
 
-def _inline(element: Any) -> str:
-    """Return what the elements in a paragraph say; a text box in it is lines of their own."""
-    parts = []
-    for child in element:
-        if child.tag in _CHARACTERS:
-            parts.append(str(child))
-        elif child.tag == _P:
-            parts.append(f"\n{_inline(child)}\n")
-        elif child.tag not in _UNREAD:
-            parts.append(_inline(child))
-    return "".join(parts)
+def _sign(element: Any, default: str) -> str:
+    return default if element is None else element.get(f"{_M}val", "")
+
+
+def _is_raised(element: Any) -> bool:
+    return element.tag == _RUN and element.find(_RAISED) is not None
 
 
 def _level(paragraph: Paragraph) -> str:

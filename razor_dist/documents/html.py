@@ -10,7 +10,6 @@ from bs4.dammit import UnicodeDammit
 
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.marks import grouped, numbered, raised
-from razor_dist.documents.marks import grouped, numbered, raised
 from razor_dist.documents.read import ReadLimits
 
 # Elements that are not read: programs, pictures, menus.
@@ -26,18 +25,11 @@ _ROLES = {"navigation", "banner", "contentinfo", "search"}
 _CLASSES = {"headerlink", "related", "sphinxsidebar", "navheader", "navfooter", "docnav"}
 _IDS = {"banner"}
 _HEADING = re.compile("h[1-6]")
-_HEADING = re.compile("h[1-6]")
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 _HASH = re.compile("^#", re.MULTILINE)
 # Tags of a page. Each takes about 12 microseconds and 700 bytes: all of them 20 s and 1 GiB. Text
 # has one in 40 bytes or fewer.
 _MOST_TAGS = 1_500_000
-_INTEGER = re.compile(r"-?\d{1,9}")
-# Elements of MathML, with what stands before each of their parts.
-_MARKS = {
-    **{"mfrac": ("", "/"), "msup": ("", "^"), "msub": ("", "_"), "msubsup": ("", "_", "^")},
-    **{"mover": ("", "^"), "munder": ("", "_"), "munderover": ("", "_", "^")},
-}
 _INTEGER = re.compile(r"-?\d{1,9}")
 # Elements of MathML, with what stands before each of their parts.
 _MARKS = {
@@ -132,11 +124,12 @@ class _Blocks:
         items = tag.parent
         if items is None or items.name != "ol":
             return "- "
-        number = _integer(tag.get("value"), self._numbers.get(id(items)))
-        if number is None:
-            last = len(items.find_all("li", recursive=False)) if items.has_attr("reversed") else 1
-            number = _integer(items.get("start"), last)
-        self._numbers[id(items)] = number + (-1 if items.has_attr("reversed") else 1)
+        is_reversed = items.has_attr("reversed")
+        if id(items) not in self._numbers:
+            first = len(items.find_all("li", recursive=False)) if is_reversed else 1
+            self._numbers[id(items)] = _integer(items.get("start"), first)
+        number = _integer(tag.get("value"), self._numbers[id(items)])
+        self._numbers[id(items)] = number - 1 if is_reversed else number + 1
         return f"{numbered(number, str(items.get('type')))}. "
 
     def end(self) -> None:
@@ -163,7 +156,7 @@ def _surrounds(tag: Tag) -> bool:
     return not _CLASSES.isdisjoint(tag.get_attribute_list("class"))
 
 
-def _integer(value: object, default: int | None) -> int | None:
+def _integer(value: object, default: int) -> int:
     """Return an attribute's number."""
     return int(value) if isinstance(value, str) and _INTEGER.fullmatch(value) else default
 
@@ -180,30 +173,8 @@ def _formula(element: Tag) -> str:
         elif type(child) is NavigableString and child.strip():
             parts.append(child.strip())
     if element.name == "msqrt":
-        return f"√{grouped(''.join(parts))}"
+        return f"\u221a{grouped(''.join(parts))}"
     marks = _MARKS.get(element.name, ())
     if len(marks) != len(parts):
         return "".join(parts)
     return "".join(f"{mark}{grouped(part)}" for mark, part in zip(marks, parts, strict=True))
-
-
-def _integer(value: object, default: int | None) -> int | None:
-    """Return an attribute's number."""
-    return int(value) if isinstance(value, str) and _INTEGER.fullmatch(value) else default
-
-
-def _formula(element: Tag) -> str:
-    """Return a formula of MathML as a line: its TeX if it has some, else such as ``x^2/(a+b)``."""
-    parts = []
-    for child in element.children:
-        if isinstance(child, Tag):
-            if child.name == "annotation" and child.get("encoding") == "application/x-tex":
-                return child.get_text()
-            if not child.name.startswith("annotation"):
-                parts.append(_formula(child))
-        elif type(child) is NavigableString and child.strip():
-            parts.append(child.strip())
-    marks = _MARKS.get(element.name)
-    if marks is None:
-        return "".join(parts)
-    return "".join(f"{mark}{grouped(part)}" for mark, part in zip(marks, parts, strict=False))

@@ -1,4 +1,4 @@
-"""How a text shows what a page shows by its form: powers, numbers of lists, formulas."""
+"""How a text shows what a page shows by form: powers, formulas, symbols, numbers of lists."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ _ROMAN = (
     *((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc")),
     *((50, "l"), (40, "xl"), (10, "x"), (9, "ix"), (5, "v"), (4, "iv"), (1, "i")),
 )
+# Word's symbols by their codes, from 0x40 and 0xa1 on in the font Symbol, and some of Wingdings.
+_SYMBOLS = {
+    **{0x22: "∀", 0x24: "∃", 0x27: "∋", 0x2D: "−"},  # noqa: RUF001
+    **dict(enumerate("≅ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ[∴]⊥_‾αβχδεφγηιϕκλμνοπθρστυϖωξψζ{|}∼", 0x40)),  # noqa: RUF001
+    **dict(enumerate("ϒ′≤⁄∞ƒ♣♦♥♠↔←↑→↓°±″≥×∝∂•÷≠≡≈…⏐⎯↵", 0xA1)),  # noqa: RUF001
+    **dict(enumerate("ℵℑℜ℘⊗⊕∅∩∪⊃⊇⊄⊂⊆∈∉∠∇®©™∏√⋅¬∧∨⇔⇐⇑⇒⇓", 0xC0)),  # noqa: RUF001
+}
+_WINGDINGS = {
+    **{0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xFD: "☒", 0xFE: "☑"},
+    **{0xE0: "→", 0xFB: "✗", 0xFC: "✓"},
+}
+
+
+def symbol(font: str, code: int) -> str:
+    """Return the character of a symbol in a font; empty for a picture that has none here."""
+    if not 0xF000 <= code <= 0xF0FF:  # where Word puts what a font has no characters for
+        return chr(code)
+    code -= 0xF000
+    if font == "Symbol":
+        return _SYMBOLS.get(code, chr(code) if code >= 0x20 else "")
+    return _WINGDINGS.get(code, "") if font == "Wingdings" else ""
 
 
 def raised(text: str) -> str:

@@ -63,7 +63,7 @@ def _text(content: object, place: int) -> str:
     """Return a content's text, and of one in parts the texts of all, joined as the server does."""
     if isinstance(content, str | None):
         return content or ""
-    parts = content if isinstance(content, list | tuple) else [content]
+    parts: Sequence[Any] = content if isinstance(content, list | tuple) else [content]
     for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):

@@ -7,12 +7,15 @@ import zipfile
 
 from docx import Document
 from docx.document import Document as DocxDocument
+from docx.opc.packuri import PackURI
+from docx.opc.part import Part
 from docx.oxml import parse_xml
 from docx.oxml.ns import nsdecls
 from fpdf import FPDF
 
 TITLE, FIRST, SECOND = "The Fox", "The quick brown fox jumps.", "It is lazy & old."
 
+_RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _CONTAINER = (
     '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
     '<rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
@@ -93,9 +96,14 @@ def docx() -> bytes:
     return saved(file)
 
 
-def docx_of_body(xml: str) -> bytes:
-    """A .docx file with this XML before what else is in its body."""
+def docx_of_body(xml: str, **notes: str) -> bytes:
+    """A .docx file with this XML before what else is in its body, and a part of each name."""
     file = Document()
+    for name, content in notes.items():
+        root = f"<w:{name} {nsdecls('w')}>{content}</w:{name}>"
+        place = PackURI(f"/word/{name}.xml")
+        part = Part(place, "application/xml", root.encode(), file.part.package)
+        file.part.relate_to(part, f"{_RELATIONS}/{name}")
     body = parse_xml(f"<w:body {nsdecls('w')}>{xml}</w:body>")
     for place, element in enumerate(list(body)):
         file.element.body.insert(place, element)
