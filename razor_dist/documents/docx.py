@@ -119,7 +119,7 @@ class _Body:
             return symbol(element.get(qn("w:font")), int(code, 16)) if _CODE.fullmatch(code) else ""
         if tag in _REFERENCES:
             return self._reference(_REFERENCES[tag], element.get(qn("w:id")))
-        if tag.startswith(_M):
+        if str(tag).startswith(_M):  # a comment has a function for a tag
             return self._formula(element)
         said = self._inline(element)
         return f"\n{said}\n" if tag == _P else said  # a text box is lines of its own

@@ -166,7 +166,7 @@ TWICE = (
             "<w:sym w:font='Wingdings' w:char='F0FE'/><w:sym w:char='00e9'/></w:r></w:p>",
             "μm ☑é",
         ),
-        (f"<w:p>{RUN.format('x')} {FORMULA}</w:p>", "x(a+b)/(2^(n+1))+√c"),
+        (f"<w:p><!-- no -->{RUN.format('x')} {FORMULA}</w:p>", "x(a+b)/(2^(n+1))+√c"),
     ],
     ids=[
         *("block control", "inline control", "insertion", "deletion", "move", "tab stop"),
