@@ -43,7 +43,7 @@ from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, continued
 from razor_dist.frontend.passages import MOST_CITED, PromptText
-from razor_dist.frontend.prompts import CONTENT, PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
