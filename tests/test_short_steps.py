@@ -143,7 +143,7 @@ CHUNKS = (120, 60, 0, 0)
         *((family, False, (2, 8)) for family in ("qwen2", "mistral", "glm", "phi3")),
         *((family, True, (2, 3, 8)) for family in ("llama", "phi3")),
         *((family, True, (4, 8)) for family in ("llama2", "llama3", "qwen2", "qwen3", "qwen3_moe")),
-        *((family, True, (4, 8)) for family in ("mistral", "mixtral", "glm_1m", "glm4")),
+        *((family, True, (4, 8)) for family in ("mistral", "mixtral", "glm_1m", "glm4", "cohere")),
         *(
             pytest.param(family, False, (1, 4), marks=pytest.mark.long)
             for family in ("bloom", "mpt", "baichuan")

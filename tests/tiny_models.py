@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Glm4Config,
     GlmConfig,
     LlamaConfig,
@@ -128,6 +129,8 @@ _CONFIGS: dict[str, tuple[type[PretrainedConfig], int, int, int, dict[str, Any]]
     "glm_1m": (GlmConfig, 3, 8, 4, {**_GLM, **_rope(1e8, partial_rotary_factor=0.5)}),
     # GLM with norms behind attention and MLP as well.
     "glm4": (Glm4Config, 3, 8, 2, _GLM),
+    # As Command R+: each head has weights of its own to norm its queries and keys by.
+    "cohere": (CohereConfig, 3, 4, 2, {"logit_scale": 1.0, "use_qk_norm": True}),
 }  # fmt: skip
 FAMILIES = tuple(_CONFIGS)
 

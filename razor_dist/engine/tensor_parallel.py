@@ -44,6 +44,7 @@ class _Block:
     inputs: dict[str, nn.Linear] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # inputs whose outputs are wanted whole
     output: nn.Linear | None = None
+    others: list[nn.Parameter] = field(default_factory=list)  # of an attention: no linear layer's
 
 
 @dataclass
@@ -83,6 +84,10 @@ def _layers(model: PreTrainedModel) -> list[_Layer] | str:
         attention = blocks.get(name)
         if attention is None or attention.output is None:
             return f"the plan of {model.config.model_type} does not split its attention"
+        linear = (*attention.inputs.values(), attention.output)
+        split = {id(parameter) for module in linear for parameter in module.parameters()}
+        own_parameters = body.get_submodule(name).parameters()
+        attention.others = [p for p in own_parameters if id(p) not in split]
         prefix = name.rpartition(".")[0] + "."
         others = [b for n, b in blocks.items() if n.startswith(prefix) and n != name]
         if len(others) > 1:
@@ -102,13 +107,16 @@ def why_not(model: PreTrainedModel) -> str | None:
 def is_compact(model: PreTrainedModel) -> bool:
     """Tell if a model's attention takes as many heads as it is given, so that the others are left.
 
-    Others read their queries, keys and values from fixed places of one product, or norm all heads
-    together.
+    Others read their queries, keys and values from fixed places of one product, norm all heads
+    together, or have weights of each head (Command R+'s norms).
     """
-    found = _layers(model)
+    found, dim = _layers(model), ModelShape.from_config(model.config).head_dim
     assert not isinstance(found, str)
     return all(
-        set(layer.attention.inputs) == set(_QKV) and not layer.attention.gathered for layer in found
+        set(block.inputs) == set(_QKV)
+        and not block.gathered
+        and all(parameter.shape == (dim,) for parameter in block.others)
+        for block in (layer.attention for layer in found)
     )
 
 
