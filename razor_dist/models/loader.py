@@ -34,6 +34,7 @@ from razor_dist.models.dual_chunk import count_within_chunks
 from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.support import (
+    QUANTISED,
     check_class,
     check_supported,
     scale_rope,
@@ -42,7 +43,9 @@ from razor_dist.models.support import (
 
 # By their names in safetensors files.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
+_FLOATS = {*_DTYPES, "F64"}  # of weights that transformers casts to a model's dtype
+# Ends of the names of what quantised weights are multiplied by or moved.
+_SCALES = ("_scale", "_scale_inv", "_zero_point", ".scales", ".qzeros")
 
 # Numbers of each weight that make its fingerprint; fields that say nothing of keys and values.
 _SAMPLES = 256
@@ -94,7 +97,7 @@ def load_model(
     ``dtype`` is float32, bfloat16 or float16; ``trust_remote_code`` runs Python code that comes
     with the weights. The model is in eval mode, without gradients and without transformers' own
     cache; its forward needs ``attention_context=`` (see `razor_dist.models.bridge`). Raise
-    `ModelError` if the model is not supported, or its files lack a weight.
+    `ModelError` if the model is not supported, or its files lack a weight or are quantised.
     """
     if dtype not in _DTYPES.values():
         names = ", ".join(map(dtype_name, _DTYPES.values()))
@@ -105,6 +108,7 @@ def load_model(
     from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained
     config = without_idle_window(config)
     with quiet_transformers(), _reading_weights(path):
+        _check_floats(path)
         model, report = from_pretrained(
             path,
             config=config,
@@ -120,6 +124,25 @@ def load_model(
             ignore_mismatched_sizes=True,  # they are in the report
         )
     check_class(type(model))
+    _check_report(path, config, report)
+    return _made_ready(model)
+
+
+def _check_floats(path: str | Path) -> None:
+    """Raise `ModelError` for weights that are codes, and no numbers without their scales."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in sorted(weights.keys()):
+                dtype = weights.get_slice(name).get_dtype()
+                # Other tensors may be masks, say GPT-2's; 8-bit and 4-bit floats are always codes.
+                if dtype not in _FLOATS and (dtype.startswith("F") or name.endswith(".weight")):
+                    raise ModelError(
+                        f"the weight {name} in {file} is of dtype {dtype}: {QUANTISED}"
+                    )
+
+
+def _check_report(path: str | Path, config: PretrainedConfig, report: dict[str, Any]) -> None:
+    """Raise `ModelError` for what transformers says of the weights that it loaded."""
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise ModelError(
             f"the weight {name} in {path} is {list(found)}, and by config.json {list(wanted)}"
@@ -128,14 +151,16 @@ def load_model(
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ModelError(f"the weights in {path} lack {len(report['missing_keys'])}: {missing}")
+    unexpected = sorted(report["unexpected_keys"])
+    for name in unexpected:
+        if name.endswith(_SCALES):
+            raise ModelError(f"the weights in {path} have {name}: {QUANTISED}")
     # What an adapter does not know of may be a kind of model that its configuration does not tell.
-    if model_class is not None and report["unexpected_keys"]:
-        extra = ", ".join(sorted(report["unexpected_keys"])[:3])
+    if unexpected and adapter(config) is not None:
         raise ModelError(
-            f"the weights in {path} have {len(report['unexpected_keys'])} that a model of type "
-            f"{config.model_type!r} does not use: {extra}"
+            f"the weights in {path} have {len(unexpected)} that a model of type "
+            f"{config.model_type!r} does not use: {', '.join(unexpected[:3])}"
         )
-    return _made_ready(model)
 
 
 @contextlib.contextmanager

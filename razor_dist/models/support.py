@@ -22,6 +22,8 @@ _LONGROPE = ("phi3",)
 # Model types whose makers document YaRN for texts beyond their training.
 _YARN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
+QUANTISED = "weights are quantised; use the unquantised ones"
+
 _SINKS = "its attention has learned sinks in the softmax"
 # Model types whose attention differs in ways that no configuration field tells.
 _OTHER_ATTENTION = {
@@ -117,8 +119,9 @@ def _kind_reason(config: PretrainedConfig) -> str | None:
         return "it is an encoder-decoder, and only decoders are"
     if config.get_text_config() is not config:
         return "it is multi-modal, and only text models are"
-    if getattr(config, "quantization_config", None) is not None:
-        return "its weights are quantised; use the unquantised ones"
+    for name in ("quantization_config", "compression_config"):
+        if getattr(config, name, None) is not None:
+            return f"its {QUANTISED}"
     if config.model_type in _OTHER_ATTENTION:
         return _OTHER_ATTENTION[config.model_type]
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES

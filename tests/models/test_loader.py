@@ -131,6 +131,28 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
         load_model(path, device=CPU, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float16])
+def test_quantised_weights_of_which_config_json_is_silent(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path, name = make_tiny("llama", tmp_path), "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(path / "model.safetensors")
+    weights[name] = weights[name].to(dtype)
+    weights[f"{name}_scale"] = torch.ones(1)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    told = "_scale:" if dtype == torch.float16 else " in .* is of dtype .*:"
+    with pytest.raises(ModelError, match=f"{name}{told} weights are quantised"):
+        load_model(path, device=CPU, dtype=torch.float32)
+
+
+def test_tensors_that_are_no_weights_may_be_of_any_dtype(tmp_path: Path) -> None:
+    path, name = make_tiny("llama", tmp_path), "model.layers.0.self_attn.bias"
+    weights = load_file(path / "model.safetensors") | {name: torch.ones(3, 3, dtype=torch.bool)}
+    weights["model.norm.weight"] = weights["model.norm.weight"].double()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    load_model(path, device=CPU, dtype=torch.float32)
+
+
 def test_an_index_of_shards_that_is_broken(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
     (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")

@@ -51,6 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llava", {}, "multi-modal"),
     ("vit", {}, "no causal language model"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+    ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "are quantised"),
     (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
