@@ -74,9 +74,9 @@ def read_config(
         )
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(f"cannot read the configuration in {path}: {error}") from error
-    check_supported(config)
     if rope_scaling is not None:
         scale_rope(config, rope_scaling)
+    check_supported(config)
     return config
 
 

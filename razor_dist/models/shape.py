@@ -7,10 +7,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from razor_dist.config.errors import ModelError
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.dual_chunk import dual_chunk_sizes
 
 _BLOOM_TRAINED = 2048
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "seq_length")  # fields that name it
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,22 @@ def max_positions(config: PretrainedConfig) -> int:
 
     ALiBi models have no table of positions, and name the length they were trained with in their
     own ways; BLOOM's files do not always name it. With YaRN the context is a multiple of the
-    original one, whether or not ``max_position_embeddings`` names it (vLLM reads files so, too).
+    original one, whether or not ``max_position_embeddings`` names it; Command R's is its
+    ``model_max_length`` (vLLM reads files so, too). Raise `ModelError` if no field names it.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("factor"):
         return int(rope["factor"] * rope["original_max_position_embeddings"])
-    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+    named = getattr(config, "model_max_length", None)
+    if config.model_type == "cohere" and isinstance(named, int):
+        return named
+    for name in _CONTEXT:
         value = getattr(config, name, None)
         if value is not None:
             return int(value)
-    assert config.model_type == "bloom", "every other model names its context"
-    return _BLOOM_TRAINED
+    if config.model_type == "bloom":
+        return _BLOOM_TRAINED
+    raise ModelError(
+        f"config.json of the model of type {config.model_type!r} does not say its context: it has "
+        f"none of {', '.join(_CONTEXT)}"
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -14,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from razor_dist.config.errors import ModelError
 from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.models.adapters import adapter, is_alibi
+from razor_dist.models.shape import max_positions
 
 # Model types whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`).
 # PhiMoE's, say, rescales the embedding by length as well.
@@ -21,6 +23,10 @@ _LONGROPE = ("phi3",)
 
 # Model types whose makers document YaRN for texts beyond their training.
 _YARN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+# Model types whose layers with a sliding window are as the others but for it. Cohere 2's and
+# EXAONE 4's, say, are the only ones with a rotary embedding.
+_WINDOW_ALONE = ("ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 QUANTISED = "weights are quantised; use the unquantised ones"
 
@@ -44,6 +50,9 @@ _OTHER_FIELDS = {
     "kv_lora_rank": "latent attention (MLA) has keys and values of different widths",
 }
 
+# Fields that every model must have, also one with code of its own.
+_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+
 
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse, by a `ModelError` with the reason, a model whose attention cannot be honoured.
@@ -51,7 +60,7 @@ def check_supported(config: PretrainedConfig) -> None:
     A model whose code comes with its weights (``auto_map``) is judged by its configuration here,
     and by its class when `load_model` has it.
     """
-    for check in (_kind_reason, _shape_reason, _window_reason, _rope_reason):
+    for check in (_kind_reason, _shape_reason, _rope_reason, _window_reason, _layers_reason):
         if (reason := check(config)) is not None:
             raise ModelError(f"models of type {config.model_type!r} cannot be served: {reason}")
 
@@ -151,6 +160,9 @@ def _shape_reason(config: PretrainedConfig) -> str | None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         if not isinstance(getattr(config, name, 1), int | None):
             return f"its layers differ in {name}"
+    missing = [name for name in _SIZES if getattr(config, name, None) is None]
+    if missing:
+        return f"its config.json has no {', '.join(missing)}"
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
     if not query_heads or query_heads % kv_heads:
@@ -166,18 +178,22 @@ def _window_reason(config: PretrainedConfig) -> str | None:
     window = getattr(config, "sliding_window", None)
     if window is None or kinds == {"full_attention"}:
         return None
-    if window >= config.max_position_embeddings:
-        return None
-    return (
-        f"it was trained with a sliding window of {window} tokens on some or all layers, shorter "
-        f"than its context of {config.max_position_embeddings}"
-    )
+    context = max_positions(config)
+    if window < context:
+        return (
+            f"it was trained with a sliding window of {window} tokens on some or all layers, "
+            f"shorter than its context of {context}"
+        )
+    if kinds and config.model_type not in _WINDOW_ALONE:
+        return (
+            f"its layers with a sliding window of {window} tokens may differ from its others in "
+            "more than the window"
+        )
+    return None
 
 
 def _rope_reason(config: PretrainedConfig) -> str | None:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "its layers differ in their rotary embedding"
     for name, value in rope.items():
         if isinstance(value, str) and name not in ("rope_type", "type"):
             return f"rope_parameters.{name} in its config.json must be a number, got {value!r}"
@@ -185,4 +201,17 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
     # Such frequencies would differ from one rank's slice, or one decode step, to the next.
     if kind == "dynamic" or (kind == "longrope" and config.model_type not in _LONGROPE):
         return f"its rotary frequencies change with the length of the sequence (rope_type {kind})"
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if kind not in known and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"its rope_type is {kind!r}, which is none of {', '.join(known)}"
+    factor = rope.get("factor")
+    if factor is not None and not (isinstance(factor, int | float) and factor > 0):
+        return f"rope_parameters.factor in its config.json must be above 0, got {factor!r}"
+    return None
+
+
+def _layers_reason(config: PretrainedConfig) -> str | None:
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return "its layers differ in their rotary embedding"
     return None

@@ -72,6 +72,17 @@ def test_the_context_is_a_multiple_of_the_original(tmp_path: Path) -> None:
         context_length(EngineConfig(max_model_len=131073), shape)
 
 
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_window_that_the_scaled_context_exceeds(by_flag: bool, tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 32768, "max_window_layers": 8}
+    fields = {"model_type": "qwen2", "max_position_embeddings": 32768, **window}
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    own = {} if by_flag else {"rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(fields | own))
+    with pytest.raises(ModelError, match=r"window of 32768 tokens .* context of 131072"):
+        read_config(tmp_path, rope_scaling=RopeScaling.of(rope) if by_flag else None)
+
+
 def test_ultralong() -> None:
     """YaRN as the report on UltraLong has it (arXiv 2504.06214): alpha 1, beta 4, factor 128."""
     rope = {"rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192}

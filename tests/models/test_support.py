@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
 from razor_dist.models.adapters import register_configs
 from razor_dist.models.loader import read_config
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.shape import ModelShape, max_positions
 from razor_dist.models.support import check_supported, without_idle_window
 
 register_configs()
@@ -23,6 +23,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"max_position_embeddings": 32768, "sliding_window": 4096}, "4096 tokens"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 8}, "sliding window of 4096"),
     ("phi3", {"max_position_embeddings": 4096, "sliding_window": 2047}, "window of 2047"),
+    # Half of their layers slide, and those alone have a rotary embedding.
+    ("cohere2", {"max_position_embeddings": 4096}, "of 4096 tokens may differ from its others"),
+    (
+        "exaone4",
+        {"sliding_window": 4096, "sliding_window_pattern": 4, "max_position_embeddings": 4096},
+        "of 4096 tokens may differ from its others",
+    ),
     ("gemma2", {}, "soft-capped"),
     ("gemma3_text", {}, "sliding window"),
     (
@@ -56,6 +63,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope_type dynamic",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type is 'ntk'"),
+    *(
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": factor}},
+            "factor in its config.json must be above 0",
+        )
+        for factor in (0.0, -1, [4])
     ),
     (
         "phimoe",
@@ -157,6 +173,23 @@ def test_dual_chunk_attention_that_makes_no_sense(wrong: object) -> None:
 def test_refused(kind: str, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         check_supported(AutoConfig.for_model(kind, **fields))
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "max_position_embeddings"])
+def test_a_configuration_without_a_field(missing: str) -> None:
+    """As of a model with code of its own, whose configuration has other names for it."""
+    fields = {"num_attention_heads": 4, "hidden_size": 64, "vocab_size": 192}
+    fields |= {"num_hidden_layers": 2, "max_position_embeddings": 4096}
+    del fields[missing]
+    config = PretrainedConfig(auto_map={"AutoConfig": "code.Config"}, **fields)
+    with pytest.raises(ModelError, match=missing):
+        check_supported(config)
+        ModelShape.from_config(config)
+
+
+def test_the_context_of_command_r_is_model_max_length() -> None:
+    config = AutoConfig.for_model("cohere", model_max_length=131072)
+    assert (config.max_position_embeddings, max_positions(config)) == (8192, 131072)
 
 
 @pytest.mark.parametrize(
