@@ -93,6 +93,24 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
     return links if all(joined) else None
 
 
+class _Patience:
+    """The time that a rank waits for the others, which ends with an error.
+
+    Time in which this process was stopped itself says nothing about the others.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._waited, self._last = timeout, 0.0, time.monotonic()
+
+    def look(self) -> None:
+        """Count the time since the last look; `RuntimeError` once all of it is the time-out."""
+        now = time.monotonic()
+        self._waited, self._last = self._waited + min(now - self._last, _MOST_OF_A_LOOK), now
+        if self._waited >= self._timeout:
+            silent = f"no rank has answered for {self._timeout:g} s (collective_timeout)"
+            raise RuntimeError(silent)
+
+
 class _Transfer:
     """Bytes under way through the places of a channel or of the boards, piece by piece."""
 
@@ -224,10 +242,10 @@ class SharedMemory(Communicator):
 
         `RuntimeError` if another rank's process has ended, or nothing has moved for the time-out.
         """
-        looks, waited, last = 0, 0.0, time.monotonic()
+        looks, patience = 0, _Patience(self._timeout)
         while not done():
             if self._advance():
-                looks, waited, last = 0, 0.0, time.monotonic()
+                looks, patience = 0, _Patience(self._timeout)
                 continue
             looks += 1
             if looks <= _SHORT_SLEEPS:
@@ -237,14 +255,7 @@ class SharedMemory(Communicator):
             # What a rank wrote before it ended still counts.
             if ended and not self._advance():
                 raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
-            # Time in which this process was stopped itself says nothing about the others.
-            now = time.monotonic()
-            waited, last = waited + min(now - last, _MOST_OF_A_LOOK), now
-            if waited > self._timeout:
-                raise self._silence()
-
-    def _silence(self) -> RuntimeError:
-        return RuntimeError(f"no rank has answered for {self._timeout:g} s (collective_timeout)")
+            patience.look()
 
     def _advance(self) -> bool:
         moved = False
@@ -283,16 +294,15 @@ class SharedMemory(Communicator):
             return False
         meet, of = self._compiled.meet, (mine, out, *self.segment.for_torch, self.rank, add)
         met = meet(*of, True, _FUTEX_SLEEP)
-        waited, last = 0.0, time.monotonic() if met == _WAITING else 0.0
+        if met != _WAITING:
+            return bool(met == _DONE)
+        patience = _Patience(self._timeout)
         while met == _WAITING:
             ended = self._ends.poll(0)
             met = meet(*of, False, _FUTEX_SLEEP)  # what a rank wrote before it ended still counts
             if met == _WAITING and ended:
                 raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
-            now = time.monotonic()
-            waited, last = waited + min(now - last, _MOST_OF_A_LOOK), now
-            if waited > self._timeout:
-                raise self._silence()
+            patience.look()
         return bool(met == _DONE)
 
     def post(self, number: int) -> None:
@@ -342,7 +352,10 @@ class SharedMemory(Communicator):
             ready = self._sleep_until(self._inbox_or_end)
             if self._inbox not in ready:
                 raise RuntimeError(f"rank {self._ranks[ready.pop()]} has ended")
-            data = data[os.readv(self._inbox, [data]) :]
+            count = os.readv(self._inbox, [data])
+            if not count:  # nobody can write any more
+                raise RuntimeError("rank 0 has ended")
+            data = data[count:]
 
     def _sleep_until(self, poll: select.poll) -> set[int]:
         """Return the files that are ready, which takes no CPU time unless transfers are under way.
@@ -350,9 +363,9 @@ class SharedMemory(Communicator):
         Those are moved meanwhile: another rank may wait for one of them before it writes.
         """
         self.wait_for(lambda: bool(poll.poll(0)) or not any(self._queues.values()))
-        ready = poll.poll(1000 * self._timeout)
-        if not ready:
-            raise self._silence()
+        patience = _Patience(self._timeout)
+        while not (ready := poll.poll(1000 * _MOST_OF_A_LOOK)):
+            patience.look()
         return {fd for fd, _ in ready}
 
 

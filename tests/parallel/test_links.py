@@ -161,6 +161,41 @@ def test_the_end_of_a_rank_is_told_at_once(operation: str) -> None:
     assert segments() == before
 
 
+def wait_for_a_plan(comm: Communicator, end: bool) -> str:
+    """Rank 0 ends, or stops rank 1 for longer than the time-out; return what that is told."""
+    links = connect(dist.group.WORLD, timedelta(seconds=600 if end else 2))
+    assert links is not None
+    plan = torch.full((1,), os.getpid())
+    links.broadcast(plan.clone(), "control")
+    pids = links.all_gather(plan, "control").flatten().tolist()
+    if comm.rank == 0:
+        time.sleep(0.2)
+        if end:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(pids[1], signal.SIGCONT)
+        time.sleep(0.5)
+    try:
+        links.broadcast(plan, "control")
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_waits_for_a_plan_is_told_that_rank_0_has_ended() -> None:
+    with own_pool(2) as pool:
+        with pytest.raises((EOFError, ConnectionResetError)):  # rank 0 answers nothing
+            pool.run(wait_for_a_plan, True)
+        assert pool._pipes[1].poll(60)
+        assert pool._pipes[1].recv() == (True, "rank 0 has ended")
+
+
+def test_time_in_which_a_waiting_rank_was_stopped_does_not_count() -> None:
+    with own_pool(2) as pool:
+        assert pool.run(wait_for_a_plan, False) == ["nothing"] * 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("operation", ["broadcast", "gather", "sum", "exchange"])
 def test_a_rank_that_is_stopped_is_given_up_after_the_timeout(operation: str) -> None:
