@@ -106,10 +106,10 @@ def new_caches(
         rows_kept, pages_kept = layout.streaming_rows, cache.scratch_pages
         scratch = PagePool(rows_kept, pages_kept, size, dim, dtype=dtype, device=device)
     streaming = tuple(
-        # Two more than are held: a copy is made before another one goes, and one may be loaded.
+        # Three more: one is saved, and stays; one is loaded; a copy is made before another one goes.
         StreamingCache(
             heads,
-            cache.max_sequences + cache.max_cached + 2,
+            cache.max_sequences + cache.max_cached + 3,
             arena,
             dim,
             dtype=dtype,

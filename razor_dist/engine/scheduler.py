@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -16,6 +17,10 @@ from razor_dist.engine.request import Answer, Phase, Prefill, Request
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 from razor_dist.protocol.structured_outputs import Grammar
+
+
+# Priority of an aborted prompt's last chunk: it is short, and the prompt holds its caches until then.
+_FIRST = -sys.maxsize
 
 
 class Computed(NamedTuple):
@@ -151,7 +156,8 @@ class Scheduler:
         """Open waiting requests while all that they need is free; return them and the plans.
 
         The oldest goes first. One that waits for its grammar, or for what will cache its beginning,
-        lets others pass; so does one whose pinned prefix is being prefilled.
+        lets others pass; so does one whose pinned prefix is being prefilled, and so does a pinned
+        prefix that is not the oldest, or one too many.
         """
         if self.waiting:
             for answer in self.running.values():
@@ -173,7 +179,7 @@ class Scheduler:
             if request.prefix is not None and request.prefix.phase is not Phase.PREFILLED:
                 continue
             if request.pinned and (index or pins >= self.cache.max_pinned):
-                break  # a waiting request may not fit beside it, and it stays until released
+                continue  # a waiting request may not fit beside it, and it stays until released
             awaitable = self.prefill_policy.not_after(request, going)
             opened = self.admission.open(request, awaitable, plans)
             if opened is Wait.ROOM:
@@ -269,6 +275,7 @@ class Scheduler:
                 # While a prompt is prefilled in chunks, no rank has the whole window: a last one
                 # sees to it.
                 prefill.cut(min(prefill.end, prefill.position + 2 * self.world_size))
+                request.priority = _FIRST
                 return []
             del self.prefills[request.key]
             plans += self.room.end(request, request.key, prefill.tokens, keep=False)

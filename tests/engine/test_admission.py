@@ -48,6 +48,7 @@ class PagesOnly:
 
     slowdown = 1.0
     most_decoded = 64
+    beside = 1  # sequences beside those that run and those that stay: a copy that is being made
     device = torch.device("cpu")
     shape = SimpleNamespace(vocab_size=VOCABULARY, head_dim=1, alibi=False, dual_chunk=None)
 
@@ -110,7 +111,7 @@ class PagesOnly:
         requests = [key for key in self.lengths if key >= 0 and key not in self.cached]
         most = self.config.max_sequences
         assert len(requests) <= most + (self.config.max_cached and self.config.max_pinned)
-        assert len(self.lengths) <= most + self.config.max_cached + 1
+        assert len(self.lengths) <= most + self.config.max_cached + self.beside
         for tables in self.tables.values():
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
         rows = sum(entry.samples for entry in plan.entries) if plan.op is Op.STEP else 1
@@ -296,14 +297,34 @@ def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start()
     assert runner.streaming[0].free_places == runner.streaming[0].arena.places
 
 
-def test_others_pass_a_request_whose_prefix_is_being_prefilled() -> None:
+@pytest.mark.parametrize("pin", [False, True])
+def test_others_pass_a_request_whose_prefix_is_being_prefilled(pin: bool) -> None:
+    """And a pinned prefix behind it, which waits until it is the first."""
     core, _ = make_core(pages=30)
     core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "doc", 24, pin=True)
     add(core, "question", 2, 1, prefix="doc")
+    if pin:
+        add(core, "another doc", 3, pin=True)
     add(core, "other", 3, 1)
     ends = [m.id for m in run(core) if isinstance(m, Token) and m.finish]
     assert ends == ["other", "question"]
+
+
+def test_others_pass_a_pinned_prefix_while_no_more_may_be_pinned() -> None:
+    core, _ = make_core(pages=60, places=9 * WIDEST, share=True)
+    for name in "abcd":
+        add(core, name, 3, pin=True, salt=name)
+    run(core)
+    add(core, "long", 3, 20, prefix="d")
+    step(core)
+    core.abort("d")  # which goes with the answer that continues it
+    add(core, "e", 3, pin=True, salt="e")
+    add(core, "other", 3, 1)
+    messages = run(core)
+    ends = [m.id for m in messages if isinstance(m, Token) and m.finish]
+    assert ends == ["other", "long"]
+    assert {request.id for request in core.scheduler.pinned.values()} == set("abce")
 
 
 def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
@@ -576,6 +597,22 @@ def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
         "first",
         "same",
     ]
+    run(core)
+
+
+def test_an_aborted_prompt_that_is_kept_ends_before_others_of_any_priority() -> None:
+    """Requests of an earlier priority may keep coming, and it has all its caches until then."""
+    core, _ = make_core(pages=200, slots=6, places=9 * WIDEST, share=True, by_priority=True)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    add(core, "later", 39, priority=5)
+    while not any(p.position >= 32 for p in core.scheduler.prefills.values()):
+        step(core)
+    core.abort("later")
+    for name in "ab":
+        add(core, name, 38, priority=-1, salt=name)
+    for _ in range(3):
+        step(core)
+    assert [one.request.id for one in core.scheduler.prefills.values()] == ["a", "b"]
     run(core)
 
 

@@ -1,0 +1,105 @@
+"""Room in the engine's core while caches go to host memory and come from there.
+
+As in `tests.engine.test_admission`, without a model; a save or a load lasts as long as a test says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from razor_dist.engine.core import EngineCore
+from razor_dist.prefix.tiers import Tiers
+from razor_dist.prefix.transfer import load_job
+from razor_dist.protocol.messages import Token
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import Op, StepPlan
+from tests.engine import test_admission
+from tests.engine.test_admission import PagesOnly, make_core, run
+
+
+class Movable(PagesOnly):
+    """Saves and loads as well, each in so many ``parts``."""
+
+    beside = 3
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.parts: Counter[Op] = Counter()
+        self._left: Counter[Op] = Counter()
+
+    def execute(self, plan: StepPlan) -> torch.Tensor | None:
+        if plan.op not in (Op.SAVE, Op.LOAD):
+            return super().execute(plan)
+        self.executed += 1
+        self._left[plan.op] -= 1
+        if len(plan.payload):
+            self._left[plan.op] = self.parts[plan.op]
+            if plan.op is Op.LOAD:
+                job, [rank], [caches] = load_job(plan.payload), self.ranks, self.caches
+                rank.restore(plan.sequence, plan.total, job.chunks, job.mark)
+                for cache, slot in zip(
+                    caches.streaming, rank[plan.sequence].streaming, strict=True
+                ):
+                    slot.length = plan.total
+                    slot.start = slot.ring_begin = slot.tail_begin = max(
+                        cache.policy.sinks, cache.policy.start(plan.total)
+                    )
+        return torch.tensor([[max(0, self._left[plan.op]), 0, 0]])
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PagesOnly": Movable, "MAX_LEN": 400, "CACHED": 4}.items():
+        monkeypatch.setattr(test_admission, name, value)
+
+
+def core_of(slots: int) -> tuple[EngineCore, Movable]:
+    core, runner = make_core(share=True, pages=3000, slots=slots, places=10**5)
+    assert isinstance(runner, Movable)
+    room = core.scheduler.room
+    object.__setattr__(room.cache, "place_bytes", (1, 1))
+    index = room.prefix_cache.index
+    room.tiers = Tiers(
+        room.accounts, index, "", None, {"host": math.inf}, lambda _: [(1, 1), (1, 1)]
+    )
+    core.max_step = 0.0  # one part between two steps
+    return core, runner
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(test_admission.VOCABULARY, (tokens,), generator=generator).tolist()
+
+
+def add(core: EngineCore, name: str, ids: list[int], answer: int = 1, *, pin: bool = False) -> None:
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    core.add(name, ids, params, pin=pin)
+
+
+def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load() -> None:
+    core, runner = core_of(slots=1)
+    document, pins = text(60, 1), [text(20, 10 + number) for number in range(4)]
+    add(core, "document", document)
+    run(core)
+    for number, ids in enumerate(pins):
+        add(core, f"pin{number}", ids, pin=True)
+        run(core)
+    runner.parts[Op.SAVE] = runner.parts[Op.LOAD] = 1000
+    add(core, "saved", text(30, 2), 4)
+    ended = False
+    while not ended:
+        ended = any(isinstance(message, Token) and message.finish for message in core.step())
+    assert core.scheduler.room.saved
+    add(core, "loads", document + text(6, 3))
+    add(core, "copied", pins[0][:12] + text(30, 4))
+    ends = []
+    while len(ends) < 1:
+        ends += [m.id for m in core.step() if isinstance(m, Token) and m.finish]
+    assert ends == ["copied"]
+    core.abort("loads")
+    runner.parts.clear()
