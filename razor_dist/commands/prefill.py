@@ -15,6 +15,8 @@ from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 
+_LOST = "; not kept: it did not fit in prefix_store_gb, or could not be written"
+
 
 @with_config_flags(EngineConfig, leave_out=frozenset({"prefix_store"}))
 def prefill(
@@ -58,7 +60,7 @@ def prefill(
     lock.release()
     set_up_logging("warning")
     fields = {name: getattr(config, name) for name in config.model_fields_set}
-    done = 0
+    done, lost = 0, False
     with LLM(**fields) as llm:
         for source in sources:
             began, before = time.perf_counter(), _nodes(store)
@@ -72,13 +74,14 @@ def prefill(
             seconds = time.perf_counter() - began
             read = f"{total} tokens, {cached} of them were there; {seconds:.1f} s"
             why = "" if _entitle(store, before, source.id) else _unkept(config, total, cached)
+            lost |= why == _LOST
             typer.echo(f"{source.id}: {read}{why}")
         disk = llm.stats()["prefix_cache"]["disk"]
     size = f"{disk['entries']} prefixes, {disk['bytes'] / 2**20:.1f} MiB"
     typer.echo(f"{done} of {len(sources)} documents read; {store} holds {size}")
     if disk["evictions"]:
         typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
-    lost = disk["evictions"] or disk["failures"] or disk["no_room"]
+    lost |= any(disk[name] for name in ("evictions", "failures", "no_room"))
     raise typer.Exit(0 if done == len(sources) and not lost else EXIT_SOME_FAILED)
 
 
@@ -107,7 +110,7 @@ def _unkept(config: EngineConfig, total: int, cached: int) -> str:
 
     new, least = total - cached, least_new(total, config.page_size)
     if new >= least:
-        return "; not kept: it did not fit in prefix_store_gb, or could not be written"
+        return _LOST
     if total < least:
         return f"; not kept: prefixes are kept from {least} tokens on, shorter ones are read anew"
     if new <= 1:

@@ -198,10 +198,12 @@ class Admission:
     def _promote(self, request: Request, hit: Hit, plans: list[StepPlan]) -> Awaited | None:
         """Load what a request begins with from host memory or disk; return what it waits for."""
         tiers, accounts = self.room.tiers, self.accounts
-        if tiers is None or request.loaded:  # once: what could not be loaded is prefilled
+        if tiers is None:
             return None
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
+            return None
+        if found.entry is request.loaded:  # once: it may have been evicted since
             return None
         if tiers.loading is None:
             node, end, size = found.entry, found.entry.end, self.world_size
@@ -218,7 +220,7 @@ class Admission:
             key = next(self.room.copies)
             accounts.restore(key, chunks, end, node.manifest.tails)
             plans += [*evicting, tiers.load(node, key, request.namespace)]
-            request.loaded = True
+            request.loaded = node
         loading = tiers.loading
         return lambda _: tiers.loading is loading
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from razor_dist.config.errors import EngineError, RequestError
-from razor_dist.prefix.index import Namespace
+from razor_dist.prefix.index import Entry, Namespace
 from razor_dist.protocol.messages import AboutRequest, Progress, PromptLogprobs, Tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -59,9 +59,9 @@ class Request:
     grammar: Future[Grammar] | None = None  # what every answer must match
     # All ranks compute the whole prompt, in one step, unless part of it is found in the caches.
     short: bool = False
-    # While it waits: what is to cache its beginning; and if that was loaded for it.
+    # While it waits: what is to cache its beginning; and the node that was loaded for it.
     awaits: Awaited | None = None
-    loaded: bool = False
+    loaded: Entry | None = None
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # a pinned prefix that only those requests need
     priority: int = field(init=False)  # that of ``params``, or of one which waits for this prefix

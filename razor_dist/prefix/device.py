@@ -88,7 +88,8 @@ class PrefixCache:
                 worths.append((not helps, worth, key))
         if not worths:
             return None
-        _, self.index.clock["device"], key = min(worths)
+        _, worth, key = min(worths)
+        self.index.went("device", worth)
         self.remove(key)
         self.counts["evictions"] += 1
         return key

@@ -74,9 +74,9 @@ class _Node:
 class PrefixIndex:
     """Entries by their tokens; those of different namespaces know nothing of each other.
 
-    An entry is worth the seconds to prefill it again per byte, plus the worth of the one that went
-    last when this one was used (GreedyDual-Size). So what is not used loses to what is, and a
-    costly one slower than a cheap one. Each tier has a clock of its own.
+    An entry is worth the seconds to prefill it again per byte, plus what the clock said when it was
+    used: the most that any evicted entry was worth (GreedyDual-Size). So what is not used loses to
+    what is, and a costly one slower than a cheap one. Each tier has a clock of its own.
     """
 
     def __init__(self, cost: PrefillCost) -> None:
@@ -207,6 +207,10 @@ class PrefixIndex:
         """Return an entry's worth in a tier, if ``covered`` tokens could be had from others."""
         seconds = self._cost.work(entry.end - covered, covered)
         return entry.used_at[tier] + seconds / max(1.0, nbytes)
+
+    def went(self, tier: Tier, worth: float) -> None:
+        """Note an eviction. What costs others their place goes after them, for less than they."""
+        self.clock[tier] = max(self.clock[tier], worth)
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:

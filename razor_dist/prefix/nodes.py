@@ -270,7 +270,8 @@ class Nodes:
                 for node in nodes
                 if tier in node.where and not self._with(node, tier)
             ]
-            self._index.clock[tier], _, _, node = min(worths)
+            worth, _, _, node = min(worths)
+            self._index.went(tier, worth)
             self.counts[f"{tier}_evictions"] += 1
             self.leave(node, tier)
             if tier == "disk":

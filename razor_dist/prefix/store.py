@@ -87,19 +87,21 @@ class PrefixStore:
     def acquire(self) -> bool:
         """Become the writer, unless another process is; remove what nothing reads any more.
 
-        That is what a dead writer has left, and nodes of an older format.
+        That is what a dead writer has left, and nodes of an older format. `OSError` if nobody can
+        write: the directory may only be read, or was removed.
         """
         if self.lock.held:
             return True
-        try:
-            if not self.lock.acquire():
-                return False
-        except OSError:  # the directory may only be read
+        if not self.lock.acquire():
             return False
-        remove_leftovers(self._root)
-        for path in node_folders(self.folder):
-            if _format_of(path) < FORMAT:
-                remove_node(path)
+        try:
+            remove_leftovers(self._root)
+            for path in node_folders(self.folder):
+                if _format_of(path) < FORMAT:
+                    remove_node(path)
+        except OSError:
+            self.lock.release()
+            raise
         return True
 
     def changed(self) -> bool:

@@ -99,6 +99,7 @@ class Tiers:
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         self._wait_until, self._disk_failed = 0.0, -math.inf
+        self._told = ""
 
     @property
     def active(self) -> bool:
@@ -268,8 +269,16 @@ class Tiers:
 
     def _may_write(self) -> bool:
         assert self._store is not None
-        failed = time.monotonic() < self._disk_failed + _DISK_SECONDS
-        return not failed and self._store.acquire()
+        if time.monotonic() < self._disk_failed + _DISK_SECONDS:
+            return False
+        try:
+            writes = self._store.acquire()
+        except OSError as error:
+            self._complain(error)
+            return False
+        if not writes:
+            self._warn("another process writes to prefix_store: this one reads there")
+        return writes
 
     def saved(self, answers: Tensor) -> list[StepPlan]:
         """Take in how far the ranks are with the save; return what they are to do at its end."""
@@ -318,7 +327,13 @@ class Tiers:
     def _complain(self, error: OSError) -> None:
         self._disk_failed = time.monotonic()
         self.nodes.counts["disk_failures"] += 1
-        log.warning("prefix_store cannot be written: %s", error)
+        self._warn(f"prefix_store cannot be written: {error}")
+
+    def _warn(self, why: str) -> None:
+        """Log why nothing is written, once until there is another reason."""
+        if why != self._told:
+            log.warning(why)
+        self._told = why
 
     def close(self) -> None:
         """Drop what is not whole, and let another process write to the store."""

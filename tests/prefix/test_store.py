@@ -76,12 +76,21 @@ def test_a_directory_that_cannot_be_written_has_no_server(
     store = PrefixStore(tmp_path, {"model": "m"})
     denied = OSError(errno.EROFS, "Read-only file system")
     monkeypatch.setattr(filelock.FileLock, "acquire", mock.Mock(side_effect=denied))
-    assert not store.acquire()
+    with pytest.raises(OSError, match="Read-only"):
+        store.acquire()
     (tmp_path / "a.txt").write_text("text")
     for command in (["store", "prune"], ["prefill", str(tmp_path / "a.txt"), "--store"]):
         assert main([*command, str(tmp_path)]) == 2
         said = f"razor-dist: cannot write to {tmp_path}: Read-only file system\n"
         assert capsys.readouterr().err == said
+
+
+def test_a_directory_that_was_removed_is_not_written_and_not_locked(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path / "store", {"model": "m"})
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(OSError):
+        store.acquire()
+    assert not store.lock.held and WriterLock(tmp_path / "store").acquire()
 
 
 def test_a_store_that_a_server_changes_is_not_damaged(

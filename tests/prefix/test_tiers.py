@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -346,6 +347,18 @@ def test_a_damaged_prefix_is_one_line_in_the_log(
     assert check_node(part.parent).end == 162  # written again
 
 
+def test_what_a_damaged_prefix_follows_on_is_loaded(tiny: Tiny, tmp_path: Path) -> None:
+    path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
+    asks = q(0), q(2, 90)
+    lives(Communicator(None), path, store, asks)
+    [folder] = folders(tmp_path)
+    [last] = [node for node in node_folders(folder) if read_node(node)[0].end == 240]
+    next(last.glob("state-*")).unlink()
+    [(_, cached, stats)] = lives(Communicator(None), path, store, (Ask("turn", (*asks[1].ids, 7)),))
+    assert cached == {"turn": 150}
+    assert (stats["disk"]["failures"], stats["disk"]["hits"]) == (1, 1)
+
+
 def test_a_store_of_another_format_is_a_miss_and_one_line(
     tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -481,6 +494,30 @@ def test_a_disk_that_is_full_is_counted(
         [(_, _, stats)] = lives(Communicator(None), str(tiny("llama")), store, (q(0),))
     assert ranges(tmp_path) == []
     assert (stats["disk"]["failures"], stats["host"]["failures"]) == (1, 0)
+
+
+@pytest.mark.parametrize("why", ["it cannot be locked", "another writes"])
+def test_a_store_that_cannot_be_written_is_one_line_in_the_log(
+    why: str,
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lock, stuck = WriterLock(tmp_path), why == "it cannot be locked"
+    if stuck:
+        denied = mock.Mock(side_effect=OSError("No locks available"))
+        monkeypatch.setattr(WriterLock, "acquire", denied)
+    else:
+        assert lock.acquire()
+    with caplog.at_level(logging.WARNING):
+        asks = q(0), Ask("another", ids((7, 160)))
+        store = {"prefix_store": str(tmp_path)}
+        [(_, _, stats)] = lives(Communicator(None), str(tiny("llama")), store, asks)
+    lock.release()
+    assert stats["disk"]["failures"] == stuck
+    [record] = [r for r in caplog.records if r.name == tiers.__name__]
+    assert ("No locks available" if stuck else "another process writes") in record.message
 
 
 @pytest.mark.parametrize("why", ["another writes", "full"])

@@ -19,7 +19,7 @@ from razor_dist.cli import main
 from razor_dist.commands.prefill import page_text
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
-from razor_dist.prefix.store import check_node, folders, node_folders
+from razor_dist.prefix.store import WriterLock, check_node, folders, node_folders
 from tests.prefix.engines import ids
 from tests.server.process import ServerProcess, alive, wait_until
 
@@ -110,7 +110,7 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
 
 
 def test_documents_that_are_read_ahead_of_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_needle_model(tmp_path / "needle")
     settings = {"max_model_len": 1200, "head_map": str(model / HEAD_MAP), "threads": 1}
@@ -134,6 +134,15 @@ def test_documents_that_are_read_ahead_of_time(
     bounded = ["--prefix-store-gb", "1e-6", "--store", str(tmp_path / "small")]
     assert main(["prefill", files[0], *flags, *bounded]) == 3
     assert "not kept: it did not fit in prefix_store_gb" in capsys.readouterr().out
+    (tmp_path / "taken").mkdir()
+    with monkeypatch.context() as patched:
+        # A server takes it after that look, and before the first document is read.
+        patched.setattr(WriterLock, "require", lambda _: None)
+        lock = WriterLock(tmp_path / "taken")
+        assert lock.acquire()
+        assert main(["prefill", files[0], *flags, "--store", str(tmp_path / "taken")]) == 3
+        lock.release()
+    assert "or could not be written" in capsys.readouterr().out
     assert main(["prefill", files[0], *flags]) == 0
     [total, there] = re.findall(r"(\d+) tokens, (\d+) of them", capsys.readouterr().out)[0]
     assert int(there) == int(total) - 1

@@ -1,0 +1,79 @@
+"""What leaves the device, host memory and disk for want of room, and in which order."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from razor_dist.cache.accounting import CacheAccounts
+from razor_dist.cache.caches import CacheConfig
+from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.device import PrefixCache
+from razor_dist.prefix.index import PrefixIndex
+from razor_dist.prefix.manifest import Manifest
+from razor_dist.prefix.nodes import Node, Nodes
+
+PAGE, NO_SALT = 4, (None, 0)
+
+
+class Cost:
+    def work(self, tokens: float, context: int) -> float:
+        return tokens * (1 + context)
+
+
+def accounts() -> CacheAccounts:
+    sizes = {"max_sequences": 8, "max_tokens": 10**4, "num_pages": 1000, "page_size": PAGE}
+    dtypes = {"dtype": torch.float32, "streaming_dtype": torch.float32}
+    return CacheAccounts(CacheConfig(arenas=(), scratch_pages=0, **sizes, **dtypes), 1)
+
+
+def host(room: float) -> Nodes:
+    return Nodes(accounts(), PrefixIndex(Cost()), None, {"host": room})
+
+
+def enter(nodes: Nodes, name: int, length: int, parent: Node | None = None) -> Node:
+    """Enter a node of this many tokens and bytes."""
+    begin = 0 if parent is None else parent.end
+    end, before = begin + length, None if parent is None else parent.manifest.node
+    copy = f"{name:032x}"
+    rows = ((begin, end, begin, end),)
+    manifest = Manifest(
+        "f", copy, copy, before, begin, end, "space", 1, rows, (), 1, (), (), length, ""
+    )
+    nodes.enter(manifest, np.full(length, name, np.int32), parent, "host")
+    return nodes._nodes[manifest.sha256]
+
+
+def names(nodes: Nodes) -> set[int]:
+    return {int(node.manifest.node, 16) for node in nodes._nodes.values()}
+
+
+def test_what_was_used_last_stays_after_something_old_went_for_little() -> None:
+    """What others follow on stays, however little it is worth, and goes after them."""
+    nodes = host(60)
+    parent = enter(nodes, 1, 20)
+    enter(nodes, 2, 20, parent)  # worth 21 a byte, and its parent 1
+    old, new = enter(nodes, 3, 10), enter(nodes, 4, 10)
+    old.used_at["host"] = new.used_at["host"] = 30.0
+    assert nodes.make_room("host", 20, set()) and names(nodes) == {1, 3, 4}
+    nodes.used([old])
+    enter(nodes, 5, 20)
+    assert nodes.make_room("host", 20, set()) and names(nodes) == {3, 4, 5}
+    nodes.used([new])
+    enter(nodes, 6, 20)
+    assert nodes.make_room("host", 10, set()) and names(nodes) == {4, 5, 6}
+
+
+def test_the_devices_clock_never_goes_back() -> None:
+    of, index = accounts(), PrefixIndex(Cost())
+    cache = PrefixCache(of, index)
+    for key, source, length in ((1, None, 8), (2, 1, 8), (3, None, 4)):
+        of.open(key, source, length if source else 0, length, length)
+        of[key].chunks = [Chunk(0, length, 1)]
+        of.keep(key, length)
+        cache.add(NO_SALT, np.full(length, key == 3, np.int32), key)
+    # The first two share all their pages, so that the eviction of either frees nothing.
+    assert cache.evict(of.sizes > 0) == 3
+    before = index.clock["device"]
+    assert before > 0 and cache.evict(of.sizes > 0) in (1, 2)
+    assert index.clock["device"] >= before
