@@ -106,7 +106,7 @@ def new_caches(
         rows_kept, pages_kept = layout.streaming_rows, cache.scratch_pages
         scratch = PagePool(rows_kept, pages_kept, size, dim, dtype=dtype, device=device)
     streaming = tuple(
-        # Three more: one is saved, and stays; one is loaded; a copy is made before another one goes.
+        # Three more: one that is saved stays, one is loaded, one is copied before another goes.
         StreamingCache(
             heads,
             cache.max_sequences + cache.max_cached + 3,

@@ -18,8 +18,7 @@ from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 from razor_dist.protocol.structured_outputs import Grammar
 
-
-# Priority of an aborted prompt's last chunk: it is short, and the prompt holds its caches until then.
+# Priority of an aborted prompt's last chunk, which is short: the caches are held until then.
 _FIRST = -sys.maxsize
 
 
