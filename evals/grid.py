@@ -91,8 +91,9 @@ class GridTask:
             name, paragraphs = haystack_paragraphs(grid.haystack)
             haystack = (name, fingerprint(paragraphs))
         own = grid.model_dump(include=set(EngineConfig.model_fields))
-        # Attention is the methods', and so are the windows.
-        own |= {name: EngineConfig.model_fields[name].default for name in STREAMING_SETTINGS}
+        # Attention is the methods', and so are the windows and the blocks that are chosen.
+        names = (*STREAMING_SETTINGS, "retrieval_share")
+        own |= {name: EngineConfig.model_fields[name].default for name in names}
         shared = ReplayConfig(**own | {"attention": "full", "head_map": None, "seed": None})
         return cls(shared, grid, tuple(methods), haystack, preset)
 

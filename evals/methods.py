@@ -74,7 +74,7 @@ class Method:
     @property
     def shares_prefill(self) -> bool:
         """True where a document's keys and values are those of full attention."""
-        if "kv_dtype" in self.settings or self.selection is not None:
+        if self.settings.keys() & {"kv_dtype", "retrieval_share"} or self.selection is not None:
             return False
         return self.settings.get("attention") == "full" or self.settings.get("prefill") == "exact"
 

@@ -204,12 +204,15 @@ class ReplayModel(InProcess):
         self._read = None
 
     def engine(self, method: Method, tokens: int) -> RankEngine:
-        known = set(METHOD_SETTINGS) - {"head_map"}
+        known = {*METHOD_SETTINGS, "retrieval_share"} - {"head_map"}
+        if method.selection is not None:  # which chooses in the engine's place
+            known.remove("retrieval_share")
         own = {name: value for name, value in method.settings.items() if name in known}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
         shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
-        # A prefix would hold another method's keys; a replay has those of one token a step.
-        shared |= {"prefix_cache": False, "speculative_config": None}
+        # A prefix would hold another method's keys; a replay has those of one token a step. Blocks
+        # are chosen by methods that say so: what they are compared with reads all.
+        shared |= {"prefix_cache": False, "speculative_config": None, "retrieval_share": 0.0}
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
         if method.retrieval is None:
             head_map = head_map_of(config, self.shape, self.fingerprint)

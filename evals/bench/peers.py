@@ -1,7 +1,9 @@
 """Engines of others, which read the embedded model's GGUF file, timed as ours are.
 
 Each computes as it does by default, with our number of threads and nothing kept from one run to the
-next. Their packages are the extra ``peers``.
+next. Their packages are the extra ``peers``. OpenVINO's pipeline reads a prompt in one piece unless
+it is given a ``SchedulerConfig``, whose own default is pieces of 256 tokens; ours, which turns the
+prefix cache off, has the pipeline's limit.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import numpy as np
 from razor_dist.evals.bench.measure import Generate, TimedRun
 from razor_dist.evals.bench.settings import PEERS, EngineBenchSettings
 from razor_dist.models.smollm2 import gguf_file
+
+_ONE_PIECE = 2**64 - 1  # tokens of a step: the pipeline's own limit, the largest size_t
 
 
 def open_peers(settings: EngineBenchSettings) -> tuple[dict[str, Generate], list[str]]:
@@ -39,6 +43,7 @@ def openvino_pipeline(gguf: Path, threads: int, **scheduling: Any) -> Any:
 
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # what is measured is read
+    scheduler.max_num_batched_tokens = _ONE_PIECE
     for name, value in scheduling.items():
         setattr(scheduler, name, value)
     settings = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": threads}

@@ -72,6 +72,11 @@ class FidelityConfig(JobConfig):
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         refuse_attention(self)
+        if self.retrieval_share:
+            raise ConfigError(
+                f"retrieval_share is {self.retrieval_share:g}, but full attention reads all blocks "
+                "here: set it for a method, in a mapping of names to settings"
+            )
         if self.world_size != 1:
             raise ConfigError(
                 f"world_size is {self.world_size}, but eval fidelity compares in one process; "

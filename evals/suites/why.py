@@ -33,7 +33,7 @@ from razor_dist.evals.suites.tasks import Task
 from razor_dist.evals.watch import Mass, Watch
 from razor_dist.heads.decision import flags
 from razor_dist.jobs.results import differences, read_job
-from razor_dist.jobs.task import ExternalEngineConfig, Item
+from razor_dist.jobs.task import ExternalEngineConfig, Item, job_settings, settings_hash
 from razor_dist.protocol.sampling_params import SamplingParams
 
 KIND = "why"  # of task, in a folder's settings
@@ -41,6 +41,8 @@ LOST, KEPT = "lost", "kept"
 _HEADS_SHOWN = 5
 # Full attention was unsure of a token that it gave less than this.
 UNSURE = 0.5
+# Settings that the model is loaded by, once for the method and full attention.
+_OF_MODEL = ("device", "dtype", "weight_dtype", "rope_scaling")
 
 
 class WhyEngineConfig(ExternalEngineConfig):
@@ -212,6 +214,7 @@ class WhyTask:
     suite: SuiteTask
     method: str
     questions: tuple[tuple[str, str, int, int, int], ...]  # kind, task, length, number, question
+    fingerprint: str  # of the method's engine, its head map included
 
     @classmethod
     def plan(cls, folder: Path, config: SuiteConfig, method: str, most: int) -> WhyTask:
@@ -236,8 +239,16 @@ class WhyTask:
                 found[LOST if own < full else KEPT].append(at)
         if not found[LOST]:
             raise ConfigError(f"{folder} holds no answer that full attention had and {method} lost")
+        for name in _OF_MODEL:
+            if getattr(config.engine(method), name) != getattr(config.engine(FULL), name):
+                raise ConfigError(
+                    f"--method: {method} has another {name} than {FULL}, but here one model answers"
+                )
+        own = job_settings(suite)["engines"][method]
+        if other := differences(run.engines[method], own):
+            raise ConfigError(f"{folder} is of another {method}: {'; '.join(other)}")
         chosen = [(kind, *at) for kind, every in found.items() for at in _spread(every, most)]
-        return cls(suite, method, tuple(chosen))
+        return cls(suite, method, tuple(chosen), settings_hash(own))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -245,25 +256,29 @@ class WhyTask:
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        own = self._engine.model_dump(include=set(EngineConfig.model_fields))
-        whole = {"attention": "full", "head_map": None, "world_size": 1, "prefix_cache": False}
-        return {KIND: WhyEngineConfig(**own | whole)}
+        # Full attention's, so that what answers again is what answered then.
+        own = self.suite.config.engine(FULL).model_dump(include=set(EngineConfig.model_fields))
+        own |= {"head_map": None, "world_size": 1, "prefix_cache": False}
+        return {KIND: WhyEngineConfig(**own)}
 
     @property
-    def _engine(self) -> EngineConfig:
-        return self.suite.config.engine(self.method)
+    def _tried(self) -> Method:
+        engine, full = (self.suite.config.engine(name) for name in (self.method, FULL))
+        [found] = methods_of(engine, {self.method: {"attention": engine.attention}})
+        both = {name: getattr(engine, name) for name in ("kv_dtype", "retrieval_share")}
+        own = {name: value for name, value in both.items() if value != getattr(full, name)}
+        return replace(found, settings={**found.settings, **own})
 
     def items(self) -> Sequence[Item]:
         return [
-            Item("/".join(map(str, (self.method, *at))), at[2], KIND, {"at": at})
+            Item("/".join(map(str, (self.method, self.fingerprint, *at))), at[2], KIND, {"at": at})
             for at in self.questions
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
         model: WhyModel = llm
         kind, name, length, number, index = item.data["at"]
-        engine = self._engine
-        [method] = methods_of(engine, {self.method: {"attention": engine.attention}})
+        method = self._tried
         sample = self.suite.sample(model.prompter, name, length, number)
         question, task = sample.questions[index], self.suite.config.suite.tasks[name]
         ids, prompt, ends = model.prompter.with_ends(*self.suite.conversations(sample)[index])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from razor_dist.evals.bench.measure import (
     random_tokens,
     take_turns,
 )
-from razor_dist.evals.bench.peers import open_peers
+from razor_dist.evals.bench.peers import open_peers, openvino_pipeline
 from razor_dist.evals.bench.settings import EngineBenchSettings, ProbeBenchSettings
 from razor_dist.evals.report import cpu_name
 from razor_dist.heads.decision import spread
@@ -231,6 +233,19 @@ def test_peers_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert missing[0].startswith("openvino was left out: ")
     assert missing[1].endswith("; pip install llama-cpp-python (extra: peers).")
     assert open_peers(EngineBenchSettings()) == ({}, [])
+
+
+def test_openvino_reads_a_prompt_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    fake = SimpleNamespace(
+        SchedulerConfig=lambda: SimpleNamespace(max_num_batched_tokens=256),
+        LLMPipeline=lambda *_, **settings: given.update(settings),
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", fake)
+    openvino_pipeline(Path("model.gguf"), 2, max_num_seqs=4)
+    scheduler = given["scheduler_config"]
+    assert scheduler.max_num_batched_tokens >= 1 << 32
+    assert (scheduler.enable_prefix_caching, scheduler.max_num_seqs) == (False, 4)
 
 
 def test_ranks_share_the_threads() -> None:

@@ -192,6 +192,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
         ({"world_size": 2}, "world_size is 2, but eval fidelity compares in one process"),
         ({"tokens": 100, "prompt_tokens": 99}, "prompt_tokens is 99, but of 100 tokens 2"),
         ({"attention": "razor"}, "attention is what methods differ in"),
+        ({"retrieval_share": 0.5}, "retrieval_share is 0.5, but full attention reads all blocks"),
         ({"methods": {"a": {"page_size": 16}}}, "methods: a: page_size is no setting of a method"),
         ({"methods": {"a": {"window_min": 0}}}, "methods: a: window_min must be at least 1, got 0"),
         (

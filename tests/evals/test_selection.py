@@ -21,7 +21,7 @@ from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.fidelity.report import write_report
 from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.grid import GridTask
-from razor_dist.evals.methods import Method, methods_of, named_method, selection_of
+from razor_dist.evals.methods import FULL_METHOD, Method, methods_of, named_method, selection_of
 from razor_dist.evals.needle.config import NeedleGridConfig
 from razor_dist.evals.needle.model import build_needle_model
 from razor_dist.evals.needle.presets import PRESETS
@@ -220,6 +220,22 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
     full = _logits(model, Method("full", {"attention": "full"}), text, one_by_one=False)
     assert (full - wanted).abs().max() > 0.1  # it does make a difference
     assert read[0].min() < 0.9 and read[0][: RECENT + 2 * BLOCK - PROMPT].eq(1).all()
+
+
+def test_the_settings_share_is_the_methods_alone(
+    model: FidelityModel, text: Scored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention reads all, whatever YAML or the environment says; a method may choose."""
+    razor = Method("razor", WINDOW, HEADS)
+    whole = [_logits(model, own, text, one_by_one=False) for own in (FULL_METHOD, razor)]
+    shared = model.config.model_copy(update={"retrieval_share": 0.3})
+    monkeypatch.setattr(model, "config", shared)
+    monkeypatch.setattr(model, "_read", None)
+    for own, logits in zip((FULL_METHOD, razor), whole, strict=True):
+        torch.testing.assert_close(_logits(model, own, text, one_by_one=False), logits)
+    chosen = Method("razor", {**WINDOW, "retrieval_share": 0.3}, HEADS)
+    assert (_logits(model, chosen, text, one_by_one=False) - whole[1]).abs().max() > 1e-3
+    assert not Method("x", {"prefill": "exact", "retrieval_share": 0.3}, HEADS).shares_prefill
 
 
 @pytest.mark.long

@@ -14,6 +14,8 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.fidelity.model import Scored
 from razor_dist.evals.methods import Method
+from razor_dist.evals.suites.config import NonliteralConfig
+from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.why import (
     WhyEngineConfig,
     WhyModel,
@@ -113,6 +115,19 @@ def test_reasons(kept: list[str], full: float, reason: str) -> None:
     assert verdict(tried)[0] == reason
 
 
+def test_a_methods_own_dtype_and_blocks_are_not_full_attentions(letters: Path) -> None:
+    own = {"attention": "streaming", "kv_dtype": "bf16"}
+    methods = {"full": {"attention": "full"}, "own": own, "all": {"attention": "streaming"}}
+    config = NonliteralConfig(model=str(letters), haystack="reference", methods=methods)
+    task = WhyTask(SuiteTask.plan(config), "own", (), "of its engine")
+    [engine] = task.engines.values()
+    assert (engine.attention, engine.kv_dtype) == ("full", "auto")
+    assert task._tried.settings["kv_dtype"] == "bf16"
+    chosen = config.model_copy(update={"retrieval_share": 0.1})
+    task = WhyTask(SuiteTask.plan(chosen), "all", (), "of its engine")
+    assert [engine.retrieval_share for engine in task.engines.values()] == [0.1]
+
+
 def test_a_run(
     evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +153,14 @@ def test_a_run(
         with pytest.raises(
             ConfigError, match=rf"cannot be made again: .*{next(iter(changed))}.* is "
         ):
+            WhyTask.plan(folder, config.model_copy(update=changed), "streaming", 2)
+    int8 = {"full": {"attention": "full"}, "streaming": {"attention": "streaming"}}
+    int8["streaming"]["weight_dtype"] = "int8"
+    for changed, message in (
+        ({"methods": int8}, "streaming has another weight_dtype than full, but here one model"),
+        ({"window_min": 900}, "is of another streaming: window_min is 800 there and 900 here"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             WhyTask.plan(folder, config.model_copy(update=changed), "streaming", 2)
     task = WhyTask.plan(folder, config, "streaming", 2)
     assert task.questions == (("lost", "near", 1500, 0, 0), ("kept", "near", 1500, 1, 0))
