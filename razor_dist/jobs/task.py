@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.heads.head_map import default_head_map
+from razor_dist.models.content import content_hash
 
 if TYPE_CHECKING:
     from razor_dist.llm.llm import LLM
@@ -42,6 +43,7 @@ _YOUNGER = {
     "default_max_tokens": None,
     "retrieval_share": 0.0,
 }
+CONTENT = "model_content"  # among an engine's settings: what its model's folder holds
 
 
 class ExternalEngineConfig(EngineConfig):
@@ -191,11 +193,16 @@ def at_once(task: Task) -> int:
 def job_settings(task: Task) -> dict[str, Any]:
     """Return all that decides a task's results, as plain JSON data.
 
-    Head maps count by their content: another path of the same map is the same job.
+    Head maps count by their content: another path of the same map is the same job. A model in a
+    local folder counts by its path and its content.
     Raises `ConfigError` if the task's settings are not JSON data, or a head map cannot be read, and
     `HeadMapError` if an engine needs a head map and its model has none.
     """
+    contents = {config.model: content_hash(config.model) for config in task.engines.values()}
     engines = {name: _deciding(config) for name, config in task.engines.items()}
+    for name, config in task.engines.items():
+        if (content := contents[config.model]) is not None:
+            engines[name][CONTENT] = content
     try:
         # Read back: a tuple and a list, or 1 and "1" as a key, are the same in a file.
         settings: dict[str, Any] = json.loads(
@@ -204,6 +211,20 @@ def job_settings(task: Task) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the task's settings are not JSON data: {error}") from None
     return settings
+
+
+def as_begun(settings: Mapping[str, Any], there: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out what a folder's settings ``there`` do not say because an earlier version began it.
+
+    These are the contents of models.
+    """
+    if any(CONTENT in own for own in there.get("engines", {}).values()):
+        return settings
+    engines = {
+        name: {key: value for key, value in own.items() if key != CONTENT}
+        for name, own in settings.get("engines", {}).items()
+    }
+    return {**settings, "engines": engines} if engines else settings
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from razor_dist.config.errors import (
     ClusterError,
@@ -24,11 +26,12 @@ from razor_dist.config.sources import load_config
 from razor_dist.jobs.host_engine import HostEngine, host_pool
 from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.pool import EnginePool
-from razor_dist.jobs.results import RESULTS, read_job
+from razor_dist.jobs.results import RESULTS, ResultStore, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
 from razor_dist.llm.progress import ReadingLog
 from tests.fake_llm import FakeLLM
 from tests.jobs.tasks import Completions
+from tests.tiny_models import Tiny
 
 FULL = EngineConfig(attention="full", world_size=2)
 STREAMING = EngineConfig(attention="streaming")
@@ -166,6 +169,37 @@ def test_which_settings_decide(tmp_path: Path) -> None:
         name(head_map="/no/such.json")
     with pytest.raises(HeadMapError, match="no head map is shipped"):
         name(model="nobody/nothing")
+
+
+def test_another_model_in_the_same_folder_is_another_job(tmp_path: Path, tiny: Tiny) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    task = Completions({"full": EngineConfig(model=str(folder), attention="full")})
+    run_task(task, tmp_path / "out", pool(task))
+    assert run_task(task, tmp_path / "out", no_pool()).earlier == 6
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "q_proj" in name)
+    changes = [
+        lambda: save_file({**tensors, name: tensors[name] + 1}, weights, {"format": "pt"}),
+        lambda: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+    ]
+    for number, change in enumerate(changes):
+        change()
+        with pytest.raises(ConfigError, match=r"engines\.full\.model_content is .* there"):
+            run_task(task, tmp_path / "out", no_pool())
+        other = run_task(task, tmp_path / f"other-{number}", pool(task))
+        assert other.done == 6
+
+
+def test_a_folder_that_does_not_say_what_the_model_held_goes_on(tmp_path: Path, tiny: Tiny) -> None:
+    task = Completions({"full": EngineConfig(model=str(tiny("llama")), attention="full")})
+    settings = job_settings(task)
+    del settings["engines"]["full"]["model_content"]
+    with ResultStore.open(tmp_path, settings):
+        pass
+    assert run_task(task, tmp_path, pool(task)).done == 6
+    assert run_task(task, tmp_path, no_pool()).earlier == 6
 
 
 def test_tasks_that_are_wrong(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""What a model's folder holds, in a few bytes: whether results are of the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import BinaryIO, Final
+
+# What decides token ids, prompts and defaults of sampling, beside the weights.
+_FILES: Final = (
+    *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer*", "chat_template*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
+)
+_TENSORS: Final = 4096  # of a file, of which a sample is read
+_SAMPLE: Final = 64  # bytes of a tensor, from its middle
+
+
+def content_hash(model: str) -> str | None:
+    """Hash the files of a model's local folder; None for a hub id and the embedded model.
+
+    Of weights it takes names, dtypes and shapes, and a few bytes of each tensor: another
+    fine-tune differs in these, and gigabytes are not read.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    found = hashlib.sha256()
+    for path in sorted({path for pattern in _FILES for path in folder.glob(pattern)}):
+        if path.is_file():
+            found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found.update(path.name.encode() + _weights(file))
+    return found.hexdigest()[:16]
+
+
+def _weights(file: BinaryIO) -> bytes:
+    """Return the digest of a safetensors file's header and samples."""
+    length = file.read(8)
+    header = file.read(int.from_bytes(length, "little"))
+    found = hashlib.sha256(header)
+    try:
+        tensors = [t["data_offsets"] for name, t in json.loads(header).items() if name[:2] != "__"]
+    except ValueError:  # a damaged file, which loading refuses
+        tensors = []
+    for begin, end in sorted(tensors)[:: 1 + len(tensors) // _TENSORS]:
+        file.seek(len(length) + len(header) + (begin + end) // 2)
+        found.update(file.read(_SAMPLE))
+    return found.digest()
