@@ -155,7 +155,7 @@ class Study:
         about = _NOTE.format(
             tokens=self.config.tokens,
             compared=self.config.tokens - prompt - 1,
-            away=prompt - _first(prompt),
+            away=_away(self.config),
             places=len(self.config.places),
             lengths=" and ".join(map(str, self.config.lengths)),
             found=rows[0]["needles_full"],
@@ -179,11 +179,20 @@ class Study:
 
 
 def budget_of(config: MapsConfig, shape: ModelShape, percent: float, share: float) -> Budget:
-    """Settle ``percent`` of what full attention keeps; a token of a head counts as one byte."""
+    """Settle ``percent`` of what full attention keeps; a token of a head counts as one byte.
+
+    No middle window holds the passage that is repeated.
+    """
     whole = shape.layers * shape.kv_heads * config.tokens
-    most = int(percent / 100 * whole)
     return Budget.of(
-        config, shape, config.tokens, bytes=most, token_bytes=1, short=None, share=share
+        config,
+        shape,
+        config.tokens,
+        bytes=int(percent / 100 * whole),
+        token_bytes=1,
+        short=None,
+        share=share,
+        longest=_away(config) - config.block,
     )
 
 
@@ -207,7 +216,7 @@ def _streaming(budget: Budget) -> Plan:
 
 
 def texts_of(config: MapsConfig) -> tuple[Text, ...]:
-    """Prose, code, and prose of which a passage is read again from far behind all windows."""
+    """Prose, code, and prose of which a passage is read again from behind all middle windows."""
     prompter, prompt = Prompter.of(config), int(_PROMPT * config.tokens)
     _, paragraphs = haystack_paragraphs(config.haystack)
     prose = prompter.encode("\n\n".join(paragraphs))
@@ -230,6 +239,12 @@ def texts_of(config: MapsConfig) -> tuple[Text, ...]:
 def _first(prompt: int) -> int:
     """Return the first token of the passage that is repeated, which lies behind the sinks."""
     return prompt // 28
+
+
+def _away(config: MapsConfig) -> int:
+    """Return how many tokens before its copy the passage stands."""
+    prompt = int(_PROMPT * config.tokens)
+    return prompt - _first(prompt)
 
 
 def fidelity_task(

@@ -40,6 +40,9 @@ _FLAGS = {
     "recent": "--recent-tokens",
 }
 
+# Settings that say how many heads keep everything.
+_COUNTS = ("induction_percent", "echo_percent", "sparsity", "threshold")
+
 
 # The methods, with the classes of their settings and of their options beside the `CommonOptions`.
 METHODS: Mapping[str, tuple[str, tuple[type, ...]]] = {
@@ -118,7 +121,7 @@ identify = typer.Typer(
 )
 
 
-def _check(method: str, common: CommonOptions, own: Mapping[type, Any]) -> None:
+def _check(method: str, common: CommonOptions, settings: Any, own: Mapping[type, Any]) -> None:
     """Raise `ConfigError` for what can be seen to be wrong without a look at the model."""
     check_writable(common.out, common.plot)
     if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -137,13 +140,20 @@ def _check(method: str, common: CommonOptions, own: Mapping[type, Any]) -> None:
     for field in fields(budget):
         if budget.budget is None and getattr(budget, field.name) != field.default:
             raise ConfigError(f"--{field.name.replace('_', '-')} needs --budget")
+    for name in _COUNTS:
+        default = getattr(type(settings), name, None)
+        if budget.budget is not None and getattr(settings, name, default) != default:
+            flag = _FLAGS.get(name, f"--{name}")
+            raise ConfigError(
+                f"{flag} is of no use with --budget: bytes decide how many heads keep everything"
+            )
 
 
 def _add(method: str, text: str, classes: tuple[type, ...]) -> None:
     def run(common: CommonOptions, settings: Any, *options: Any) -> None:
         own = {WindowOptions: WindowOptions(), BudgetOptions: BudgetOptions()}
         own |= {type(one): one for one in options}
-        _check(method, common, own)
+        _check(method, common, settings, own)
         # Imported here, so that --help does not wait for torch.
         from razor_dist.commands import identify_run
 

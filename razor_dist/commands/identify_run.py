@@ -128,6 +128,8 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     if check is not None:
         result = check.run(found, lambda line: typer.echo(line, err=True))
         typer.echo(f"verified on {result}")
+        if not result.found_full:
+            typer.echo("warning: full attention finds none, so this verifies nothing", err=True)
         found = dataclasses.replace(found, verification=result)
         found.save(options.out)
     if options.plot is not None:

@@ -64,6 +64,8 @@ class Budget:
         Of the bytes beyond short windows, the part that middle windows get; 0 makes two classes.
     middle : int or None
         The middle window; None: of doublings of the short one, that whose map drops the least mass.
+    longest : int or None
+        The longest of these doublings that is tried; None: any.
     """
 
     bytes: int
@@ -74,6 +76,7 @@ class Budget:
     short: int
     share: float
     middle: int | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
@@ -125,7 +128,8 @@ class Budget:
         if self.middle is not None:
             return (self.middle,)
         found = (self.short << power for power in range(1, _DOUBLINGS + 1))
-        return tuple(window for window in found if self.cost(window) < self.tokens)
+        longest = self.tokens if self.longest is None else self.longest
+        return tuple(w for w in found if w <= longest and self.cost(w) < self.tokens)
 
     def cost(self, window: int | None) -> int:
         """Tokens that a head keeps at most, up to the length; of a retrieval head all."""

@@ -110,6 +110,18 @@ def test_a_found_map_is_taken_for_its_settings_alone(
             maps_run._found("razor", options, {"seed": 1})
 
 
+def test_no_middle_window_holds_the_passage_that_is_repeated(letters: Path) -> None:
+    config = MapsConfig(
+        model=str(letters), tokens=400, window_min=40, window_ratio=None, block=8, threads=1
+    )
+    [copies] = [text for text in maps.texts_of(config) if text.name == "copies"]
+    ids, [copy] = copies.scored.ids, copies.copies
+    away = 270
+    assert ids[copy.start : copy.stop] == ids[copy.start - away : copy.stop - away]
+    # With 320 tokens, which the bytes hold as well, copies would test no distance.
+    assert maps.budget_of(config, maps.shape_of(config), 60, 0.5).middles == (80, 160)
+
+
 def _named(method: str, key: tuple[str, float, int]) -> bool:
     return method == f"{key[0]} {key[1]:g} % {key[2]}"
 

@@ -94,6 +94,7 @@ def test_a_budget_decides_heads_and_windows(letters: Path, tmp_path: Path) -> No
     ("options", "message"),
     [
         (["--short-window", "9"], "--short-window needs --budget"),
+        (["--budget", "1G", "--sparsity", "0.3"], "--sparsity is of no use with --budget: bytes"),
         (["--budget", "9"], "budget is 9 bytes, but short windows of 4000 tokens alone take"),
         (["--budget", "1G", "--budget-tokens", "8K"], "budget_tokens is 8192, but the model holds"),
         (
