@@ -100,7 +100,7 @@ def failures(failed: Mapping[str, str]) -> str:
 
 # What reports call an `interval`.
 INTERVAL = (
-    "95 % interval (of 2,000 resamplings; where all are equal, by Clopper and Pearson's bound)"
+    "95 % interval (of 2,000 resamplings, and by Clopper and Pearson's bound for what they miss)"
 )
 
 
@@ -109,17 +109,25 @@ def interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of the mean of numbers from ``lowest`` to ``highest``.
 
-    It is found by resampling, except for equal numbers, whose resamplings are all alike. There,
-    ``1 - 0.025 ** (1 / n)`` bounds the share of other values that n samples can have missed
-    (Clopper and Pearson's bound for none of n), and these may be as far away as the range allows.
+    It is found by resampling, and is `widened`: resamplings of equal numbers are all alike.
     """
-    if min(numbers) == max(numbers):
-        unseen = 1 - 0.025 ** (1 / len(numbers))
-        low, high = (numbers[0] + unseen * (end - numbers[0]) for end in (lowest, highest))
-        return low, high
     draw = random.Random(0)
     means = sorted(fmean(draw.choices(numbers, k=len(numbers))) for _ in range(2000))
-    return means[50], means[-51]
+    found = means[50], means[-51]
+    return widened(found, fmean(numbers), len(numbers), lowest, highest)
+
+
+def widened(
+    found: tuple[float, float], mean: float, count: int, lowest: float = 0.0, highest: float = 1.0
+) -> tuple[float, float]:
+    """Widen an interval, found by resampling, by the values that the samples can have missed.
+
+    ``1 - 0.025 ** (1 / count)`` bounds their share (Clopper and Pearson's bound for none of
+    ``count``), and they may be as far away as the range allows.
+    """
+    unseen = 1 - 0.025 ** (1 / count)
+    low, high = (mean + unseen * (end - mean) for end in (lowest, highest))
+    return min(found[0], low), max(found[1], high)
 
 
 def draw_legend(figure: Figure) -> None:

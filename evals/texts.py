@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 
 Encode = Callable[[str], list[int]]  # text to token ids, without special tokens
 _MARK = "<<document>>"
+# Of Qwen3's templates and others: answers are too short for thoughts before them.
+_TEMPLATE: Mapping[str, Any] = {"enable_thinking": False}
 
 
 def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
@@ -120,8 +123,9 @@ def repeat_passages(
 class Prompter:
     """Splits a prompt where its document ends.
 
-    A model with a chat template is asked in a user's message. One without is a base model: it gets
-    document and question as they are, and the answer's beginning, as RULER does.
+    A model with a chat template is asked in a user's message, and to answer without thinking, where
+    the template knows that. One without is a base model: it gets document and question as they are,
+    and the answer's beginning, as RULER does.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -164,13 +168,19 @@ class Prompter:
         ids, found = self._encoder.text_with_ends(prompt, special_tokens=not self.is_chat)
         return ids, prompt, found.ends
 
+    def place(self, text: str) -> PromptText:
+        """Return where a message's tokens are in it; what follows them begins the answer."""
+        if self.is_chat:
+            return self._encoder.chat_with_ends([{"role": "user", "content": text}], **_TEMPLATE)[1]
+        return self._encoder.text_with_ends(text)[1]
+
     def _prompt(self, text: str, cue: str, earlier: Sequence[tuple[str, str]]) -> str:
         if not self.is_chat:
             return "".join(f"{asked} {answer}\n\n" for asked, answer in earlier) + f"{text} {cue}"
         turns = [*(part for turn in earlier for part in turn), text]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": part} for role, part in zip(roles, turns)]  # noqa: B905
-        return self._encoder.chat_text(messages) + cue
+        return self._encoder.chat_text(messages, **_TEMPLATE) + cue
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True
@@ -179,7 +189,8 @@ class Prompter:
         if not (self.is_chat and chat):
             # As one text, the special tokens that begin it included.
             return self._encoder.text(before), self.encode(after + cue)
-        text = self._encoder.chat_text([{"role": "user", "content": before + _MARK + after}])
+        message = {"role": "user", "content": before + _MARK + after}
+        text = self._encoder.chat_text([message], **_TEMPLATE)
         head, _, tail = text.partition(_MARK)
         return self.encode(head), self.encode(tail)
 

@@ -72,11 +72,11 @@ _MEANS = {
 }
 _COPYING = (
     "Copying, and the blocks that are chosen for it, in the last {tokens} tokens, which repeat a "
-    "passage. Right is how often the likeliest token is the text's, with its "
-    f"{INTERVAL} "
-    "over runs of {group} tokens; loss is above full attention's. Read "
-    "is the share of blocks of 128 keys before a query that it reads, and that the union of 16 "
-    "queries reads, means over retrieval heads. KL and same are of all text that is no copy."
+    f"passage. Right is how often the likeliest token is the text's, with its {INTERVAL} "
+    "over runs of {group} tokens, as if these were independent: neighbours are alike, so less is "
+    "known than it says. Loss is above full attention's. Read is the share of blocks of 128 keys "
+    "before a query that it reads, and that the union of 16 queries reads, means over retrieval "
+    "heads. KL and same are of all text that is no copy."
 )
 
 
@@ -137,14 +137,18 @@ def _means(texts: Mapping[str, Sequence[Result]]) -> str:
 
 
 def _copying(texts: Mapping[str, Sequence[Result]]) -> Iterator[str]:
-    """Yield tables of copies beside text: means over those that have copies at the same places."""
-    every: dict[tuple[str, tuple[int, ...]], list[Result]] = {}
+    """Yield tables of copies beside text: means over those that have copies at the same places.
+
+    Only methods that read each of these are in them.
+    """
+    every: dict[tuple[int, ...], dict[str, list[Result]]] = {}
     for result in itertools.chain.from_iterable(texts.values()):
         if any("copied" in part for part in result["ranges"]):
             ends = tuple(part["end"] for part in result["ranges"])
-            every.setdefault((result["method"], ends), []).append(result)
-    for ends in dict.fromkeys(ends for _, ends in every):
-        own = {name: results for (name, at), results in every.items() if at == ends}
+            every.setdefault(ends, {}).setdefault(result["method"], []).append(result)
+    for ends, found in every.items():
+        most = max(map(len, found.values()))
+        own = {name: results for name, results in found.items() if len(results) == most}
         first = next(iter(own.values()))[0]["ranges"]
         yield _COPYING.format(tokens=ends[-1] - first[-1]["begin"] + 1, group=GROUP)
         rows = [_copying_row(name, results) for name, results in own.items()]

@@ -23,7 +23,6 @@ from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import FOUND, PromptText, Trace, sentences
-from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.heads.sources import source_heads
 from razor_dist.models.loader import model_fingerprint, read_config
@@ -151,12 +150,10 @@ class SourcesReport:
         shape = ModelShape.from_config(model)
         head_map = head_map_of(task.traced, shape, model_fingerprint(model))
         layers = [layer for layer, _ in source_heads(task.traced, head_map, model)]
-        encoder = PromptEncoder(prompter.tokenizer)
         asked = []
         for item, result in zip(task.items(), results, strict=True):
             document = task.document(prompter, item)
-            message = {"role": "user", "content": document.content}
-            _, text = encoder.chat_with_ends([message])
+            text = prompter.place(document.content)
             asked.append(Asked(document, text, result, *_arrays(result)))
         return cls(asked, min(config.source_heads, len(layers)), layers, shape.layers - 1)
 
@@ -321,8 +318,8 @@ def page(summary: Mapping[str, Any], count: int) -> str:
         parts += [f"## By task: {rows[0][1]['heads']} heads", _table("task", rows)]
     parts += [
         "## Right answers from others",
-        "Areas under the ROC curve with the interval that holds 95 % of 1,000 resamplings; "
-        "product: of `grounded` and `question_match`.",
+        "Areas under the ROC curve with their 95 % interval, of 1,000 resamplings and by Clopper "
+        "and Pearson's bound for what they miss; product: of `grounded` and `question_match`.",
         separation.table(summary["separation"]),
     ]
     for task, found in tasks.items():

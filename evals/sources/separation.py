@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from razor_dist.evals.report import markdown
+from razor_dist.evals.report import markdown, widened
 
 _RESAMPLINGS = 1000
 
@@ -21,14 +21,19 @@ def roc_auc(yes: Sequence[float], no: Sequence[float]) -> float:
 
 
 def auc_interval(yes: Sequence[float], no: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of `roc_auc`, by resampling both."""
+    """Return the 95 % interval of `roc_auc`, by resampling both.
+
+    It is `widened` as if there were as many pairs as the smaller class has answers: resamplings of
+    classes that are apart are all alike.
+    """
     draw = random.Random(0)
     found = sorted(
         roc_auc(draw.choices(yes, k=len(yes)), draw.choices(no, k=len(no)))
         for _ in range(_RESAMPLINGS)
     )
     outside = _RESAMPLINGS // 40
-    return found[outside], found[-1 - outside]
+    inner = found[outside], found[-1 - outside]
+    return widened(inner, roc_auc(yes, no), min(len(yes), len(no)))
 
 
 def separation(task: str, answers: Sequence[Scored]) -> list[dict[str, Any]]:

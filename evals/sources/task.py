@@ -26,6 +26,7 @@ from razor_dist.evals.needle.presets import Fact
 from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
 from razor_dist.evals.sources.config import GRID, SUITE_OF, SourcesConfig
 from razor_dist.evals.suites.job import data_fingerprints, material_of
+from razor_dist.evals.suites.published import has_word
 from razor_dist.evals.suites.sample import Sample, Span
 from razor_dist.evals.suites.tasks import Score
 from razor_dist.evals.texts import Haystack, Prompter, same_haystack
@@ -89,7 +90,11 @@ class SourcesTask:
         name, text = self.haystack
         about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
         data = {"data": self.data} if self.data else {}
-        return {"kind": "sources", "model": display_name(self.config.model), **about, **data}
+        suites = [SUITE_OF[name] for name in self.config.task_names if name != GRID]
+        # The report makes their documents again.
+        versions = {"versions": {suite.name: suite.version for suite in suites}} if suites else {}
+        model = display_name(self.config.model)
+        return {"kind": "sources", "model": model, **about, **data, **versions}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
@@ -132,7 +137,10 @@ class SourcesTask:
         content = made.message(asked)
         question = content[question_begin(content) :]
         own = suite.tasks[task]
-        about = (asked.answers, asked.places, asked.cue, own.answer_tokens, own.score)
+        # RULER's rule for questions counts "I do not know" as "no".
+        word = {answer.lower() for answer in asked.answers} <= {"yes", "no"}
+        score = has_word if word else own.score
+        about = (asked.answers, asked.places, asked.cue, own.answer_tokens, score)
         return Document(content, question, *about)
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ from razor_dist.evals.suites.tasks import Task
 from razor_dist.evals.watch import Mass, Watch
 from razor_dist.heads.decision import flags
 from razor_dist.jobs.results import differences, read_job
-from razor_dist.jobs.task import ExternalEngineConfig, Item, job_settings, settings_hash
+from razor_dist.jobs.task import ExternalEngineConfig, Item, as_begun, job_settings, settings_hash
 from razor_dist.protocol.sampling_params import SamplingParams
 
 KIND = "why"  # of task, in a folder's settings
@@ -162,7 +162,16 @@ def other_heads(method: Method, dropped: Tensor, group: int) -> Method | None:
     order = by_kv.flatten().argsort(descending=True, stable=True)[:total].tolist()
     layers, heads = by_kv.shape
     chosen = flags([divmod(at, heads) for at in order], layers, heads)
-    return replace(method, retrieval=chosen)
+    if method.windows is None:
+        return replace(method, retrieval=chosen)
+    # The bytes stay: heads that no longer keep all get the windows of those that do now.
+    windows = [list(row) for row in method.windows]
+    every = [(layer, head) for layer in range(layers) for head in range(heads)]
+    freed = [(i, j) for i, j in every if chosen[i][j] and windows[i][j] is not None]
+    lost = [(i, j) for i, j in every if not chosen[i][j] and windows[i][j] is None]
+    for (i, j), (layer, head) in zip(lost, freed, strict=True):
+        windows[i][j], windows[layer][head] = windows[layer][head], None
+    return replace(method, retrieval=chosen, windows=tuple(map(tuple, windows)))
 
 
 def attention_figures(mass: Mass, method: Method, group: int, answer: int) -> dict[str, Any]:
@@ -244,7 +253,7 @@ class WhyTask:
                 raise ConfigError(
                     f"--method: {method} has another {name} than {FULL}, but here one model answers"
                 )
-        own = job_settings(suite)["engines"][method]
+        own = as_begun(job_settings(suite), {"engines": run.engines})["engines"][method]
         if other := differences(run.engines[method], own):
             raise ConfigError(f"{folder} is of another {method}: {'; '.join(other)}")
         chosen = [(kind, *at) for kind, every in found.items() for at in _spread(every, most)]

@@ -101,7 +101,7 @@ def _beside_kept(results: Sequence[Result]) -> str:
         if own:
             rows.append([kind, str(len(own)), *(_mean(own, name) for name in _FIGURES)])
     note = (
-        f"Means with their {INTERVAL}: of the attention to the "
+        f"Means over documents with their {INTERVAL}: of the attention to the "
         "tokens that state the answer, the part that is the retrieval heads' (where they are "
         "stated); and of streaming heads' attention the part that their windows drop."
     )
@@ -110,8 +110,14 @@ def _beside_kept(results: Sequence[Result]) -> str:
 
 def _mean(results: Sequence[Result], name: str) -> str:
     stated = name == "carried_by_retrieval"
-    found = [result[name] for result in results if result["places"] or not stated]
-    if not found:
+    # Questions about one document are not independent.
+    by_document: dict[tuple[Any, ...], list[float]] = {}
+    for result in results:
+        if result["places"] or not stated:
+            document = result["task"], result["length"], result["number"]
+            by_document.setdefault(document, []).append(result[name])
+    if not by_document:
         return "-"
+    found = list(map(fmean, by_document.values()))
     low, high = interval(found)
     return f"{fmean(found):.1%} ({low:.1%}-{high:.1%})"

@@ -235,6 +235,18 @@ def test_settings_that_are_refused(
     assert str(error.value).startswith(message)
 
 
+def test_copying_is_of_methods_that_read_every_text() -> None:
+    figures = dict.fromkeys(("kl", "same", "loss", "loss_full", "right", "right_full"), 0.5)
+    parts: list[dict[str, Any]] = [{"begin": 9, "end": 50, "tokens": 41, **figures}]
+    parts.append({"begin": 50, "end": 99, "tokens": 49, "copied": [1.0, 1.0], **figures})
+    texts = {
+        "one": [{"method": name, "ranges": parts} for name in ("a", "b")],
+        "two": [{"method": "b", "ranges": parts}],  # a is not done
+    }
+    page = "\n".join(report._copying(texts))
+    assert "| b |" in page and "| a |" not in page
+
+
 def test_texts_that_are_refused(letters: Path, tmp_path: Path) -> None:
     short, other = tmp_path / "short.txt", tmp_path / "other" / "short.txt"
     short.write_text("Not much.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from razor_dist.evals.sources.config import SourcesConfig
 from razor_dist.evals.sources.report import SourcesReport, bm25, page
 from razor_dist.evals.sources.separation import auc_interval, roc_auc, separation
 from razor_dist.evals.sources.task import Document, SourcesTask
+from razor_dist.evals.suites.nonliteral import NONLITERAL
+from razor_dist.evals.suites.ruler import RULER
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.prompts import PromptEncoder
 from tests.tokenizer import smollm2_tokenizer
@@ -77,6 +80,11 @@ def traced(
     }
 
 
+def test_another_version_of_a_suite_is_another_job() -> None:
+    task = SourcesTask.plan(SourcesConfig(tasks="grid,vt,near", haystack="reference"))
+    assert task.settings["versions"] == {"ruler": RULER.version, "nonliteral": NONLITERAL.version}
+
+
 def documents(task: SourcesTask) -> list[Document]:
     prompter = Prompter(smollm2_tokenizer())
     return [task.document(prompter, item) for item in task.items()]
@@ -123,15 +131,22 @@ def test_places_of_rulers_tasks_are_judged_one_by_one() -> None:
     assert "| niah_multikey_1, 0 of 1 right | 0 % | 100 % |" in text
 
 
-def test_a_document_is_where_its_prompt_has_it() -> None:
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "base"])
+def test_a_document_is_where_its_prompt_has_it(chat: bool) -> None:
     config = SourcesConfig(tasks="grid,vt", lengths="900", depths="50", needles=1, samples=1)
     config = config.model_copy(update={"haystack": "reference"})
-    prompter = Prompter(smollm2_tokenizer())
-    for document in documents(SourcesTask.plan(config)):
-        ids = prompter.whole(document.content, document.cue)
-        message = {"role": "user", "content": document.content}
-        before, text = PromptEncoder(prompter.tokenizer).chat_with_ends([message])
-        assert ids[: len(before)] == before == ids[: len(text.ends)]
+    tokenizer = copy.copy(smollm2_tokenizer())
+    if not chat:
+        tokenizer.chat_template = None
+    prompter, task = Prompter(tokenizer), SourcesTask.plan(config)
+    for item in task.items():
+        document = task.document(prompter, item)
+        ids, text = prompter.whole(document.content, document.cue), prompter.place(document.content)
+        before = prompter.whole(document.content, "")
+        # Of a base model's prompt the cue, and the space before it, follow.
+        assert (
+            ids[: len(text.ends)] == before[: len(text.ends)] and len(before) - len(text.ends) < 2
+        )
         [part] = text.parts
         # No place is in the question, where there can be no source.
         assert all(end <= part.searched for _, end in document.places)
@@ -169,6 +184,36 @@ def test_data_without_places_are_refused(tmp_path: Path) -> None:
         documents(task)
 
 
+def test_an_answer_that_contains_no_is_not_no(tmp_path: Path) -> None:
+    context = [
+        ["Tam", ["Tam rows.", " Ann does not."]],
+        *([f"Town {n}", ["It is."]] for n in range(40)),
+    ]
+    question = {"question": "Does Ann row?", "answer": "no", "context": context}
+    question |= {"supporting_facts": [["Tam", 1]]}
+    (tmp_path / "hotpot.json").write_text(json.dumps([question]))
+    own = {"tasks": "qa_2", "lengths": "500", "samples": 1, "haystack": "reference"}
+    [document] = documents(
+        SourcesTask.plan(SourcesConfig(**own, hotpotqa=str(tmp_path / "hotpot.json")))
+    )
+    scores = [document.score(said, ["no"]) for said in ("I do not know.", "No, she does not.")]
+    assert scores == [0, 1]
+
+
+@pytest.mark.parametrize("asked", ["whole", "around", "place"])
+def test_models_are_asked_to_answer_without_thinking(asked: str) -> None:
+    tokenizer = copy.copy(smollm2_tokenizer())
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}No thoughts.{% endif %}"
+    tokenizer.chat_template += thinking
+    prompter = Prompter(tokenizer)
+    if asked == "place":
+        plain = Prompter(smollm2_tokenizer()).place("A question")
+        assert len(prompter.place("A question").ends) > len(plain.ends)
+        return
+    ids = prompter.whole("A", "") if asked == "whole" else prompter.around("A", "B")[1]
+    assert prompter.decode(ids).endswith("No thoughts.")
+
+
 def test_bm25_prefers_rare_words_and_short_sentences() -> None:
     sentences = [text.split() for text in ("a b c", "a x", "a x y z w v u t", "a a a")]
     scores = bm25(["a", "x"], sentences)
@@ -193,7 +238,10 @@ def test_separation_has_means_areas_and_their_intervals() -> None:
         ("wrong", "b", 1.0),
     ]
     assert rows[0]["means"] == (pytest.approx(0.8), pytest.approx(0.6))
-    assert rows[0]["interval"] == (0, 1) and rows[1]["interval"] == (1, 1)
+    assert rows[0]["interval"] == (0, 1) and rows[1]["interval"] == pytest.approx(
+        (0.158, 1), abs=1e-3
+    )
+    assert auc_interval([1.0], [0.0]) == pytest.approx((0.025, 1)), "one pair says nothing"
     many = auc_interval([0.1 * n for n in range(10)], [0.1 * n - 0.25 for n in range(10)])
     assert 0.4 < many[0] < 0.7 < many[1] < 0.95
     assert separation("vt", answers[:2]) == separation("vt", answers[2:]) == []

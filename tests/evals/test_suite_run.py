@@ -157,6 +157,14 @@ def test_equal_scores_have_an_interval_as_well() -> None:
     assert interval([0.0] * 10, -100, 100) == pytest.approx((-30.85, 30.85), abs=0.01)
 
 
+def test_a_better_sample_narrows_no_interval_from_above() -> None:
+    cells = [[0.0] * 10, [0.0] * 9 + [0.2], [0.0] * 9 + [1.0], [0.0] * 8 + [1.0] * 2, [0.5] * 10]
+    found = [interval(cell) for cell in cells]
+    for end in (0, 1):
+        assert [pair[end] for pair in found] == sorted(pair[end] for pair in found)
+    assert interval([0.0, 1.0] * 20) == (0.35, 0.65), "where samples differ, resampling decides"
+
+
 def test_lost_and_gained_are_of_the_same_samples() -> None:
     about = {"model": "tiny", "tasks": ["a", "b"], "lengths": [100], "samples": 4, "seed": 0}
     about |= {"methods": ["full", "razor"], "haystack": "essays", "haystack_fingerprint": "0"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from razor_dist.evals.suites.why import (
     variants,
     verdict,
 )
+from razor_dist.evals.suites.why_report import _mean
 from razor_dist.evals.watch import Mass
 from tests.logits import stock_run
 
@@ -78,6 +80,10 @@ def test_other_heads_are_as_many_and_lose_most() -> None:
     own = Method("m", {}, ((True, True), (False, False)))
     found = other_heads(own, dropped.expand(3, -1, -1), 2)
     assert found is not None and found.retrieval == ((False, False), (True, True))
+    # The bytes stay: who keeps less gets the window of who keeps all now.
+    own = replace(own, windows=((None, None), (16, 32)))
+    found = other_heads(own, dropped.expand(3, -1, -1), 2)
+    assert found is not None and found.windows == ((16, 32), (None, None))
     assert other_heads(Method("m", {}, None), dropped, 2) is None
     assert other_heads(Method("m", {}, ((True, True), (True, True))), dropped, 2) is None
 
@@ -115,17 +121,23 @@ def test_reasons(kept: list[str], full: float, reason: str) -> None:
     assert verdict(tried)[0] == reason
 
 
+def test_questions_about_one_document_count_as_one() -> None:
+    about = {"task": "t", "length": 1, "places": 1}
+    found = [{**about, "number": 0, "dropped_answer": 0.2}] * 9
+    found.append({**about, "number": 1, "dropped_answer": 0.4})
+    assert _mean(found, "dropped_answer").startswith("30.0% (")
+    assert _mean(found, "dropped_answer") == _mean(found[-2:], "dropped_answer")
+
+
 def test_a_methods_own_dtype_and_blocks_are_not_full_attentions(letters: Path) -> None:
-    own = {"attention": "streaming", "kv_dtype": "bf16"}
-    methods = {"full": {"attention": "full"}, "own": own, "all": {"attention": "streaming"}}
+    own = {"attention": "streaming", "kv_dtype": "bf16", "retrieval_share": 0.1}
+    methods = {"full": {"attention": "full"}, "own": own}
     config = NonliteralConfig(model=str(letters), haystack="reference", methods=methods)
     task = WhyTask(SuiteTask.plan(config), "own", (), "of its engine")
     [engine] = task.engines.values()
-    assert (engine.attention, engine.kv_dtype) == ("full", "auto")
-    assert task._tried.settings["kv_dtype"] == "bf16"
-    chosen = config.model_copy(update={"retrieval_share": 0.1})
-    task = WhyTask(SuiteTask.plan(chosen), "all", (), "of its engine")
-    assert [engine.retrieval_share for engine in task.engines.values()] == [0.1]
+    assert (engine.attention, engine.kv_dtype, engine.retrieval_share) == ("full", "auto", 0)
+    tried = task._tried.settings
+    assert (tried["kv_dtype"], tried["retrieval_share"]) == ("bf16", 0.1)
 
 
 def test_a_run(
