@@ -106,6 +106,7 @@ class GridTask:
             "haystack": name,
             "haystack_fingerprint": text,
             "seed": self.grid.seed,
+            **self.preset.versions,
         }
 
     @property

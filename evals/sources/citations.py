@@ -189,7 +189,8 @@ class CitationsTask:
     def settings(self) -> Mapping[str, Any]:
         name, text = self.haystack
         about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
-        return {"kind": "citations", "model": display_name(self.config.model), **about}
+        model = display_name(self.config.model)
+        return {"kind": "citations", "model": model, **about, **PRESET.versions}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:

@@ -94,7 +94,7 @@ class SourcesTask:
         # The report makes their documents again.
         versions = {"versions": {suite.name: suite.version for suite in suites}} if suites else {}
         model = display_name(self.config.model)
-        return {"kind": "sources", "model": model, **about, **data, **versions}
+        return {"kind": "sources", "model": model, **about, **data, **versions, **PRESET.versions}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:

@@ -129,7 +129,7 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
         result = check.run(found, lambda line: typer.echo(line, err=True))
         typer.echo(f"verified on {result}")
         if not result.found_full:
-            typer.echo("warning: full attention finds none, so this verifies nothing", err=True)
+            typer.echo("warning: full attention finds none, so this verifies nothing")
         found = dataclasses.replace(found, verification=result)
         found.save(options.out)
     if options.plot is not None:

@@ -185,17 +185,15 @@ def test_data_without_places_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_contains_no_is_not_no(tmp_path: Path) -> None:
-    context = [
-        ["Tam", ["Tam rows.", " Ann does not."]],
-        *([f"Town {n}", ["It is."]] for n in range(40)),
-    ]
-    question = {"question": "Does Ann row?", "answer": "no", "context": context}
-    question |= {"supporting_facts": [["Tam", 1]]}
-    (tmp_path / "hotpot.json").write_text(json.dumps([question]))
-    own = {"tasks": "qa_2", "lengths": "500", "samples": 1, "haystack": "reference"}
-    [document] = documents(
-        SourcesTask.plan(SourcesConfig(**own, hotpotqa=str(tmp_path / "hotpot.json")))
-    )
+    questions = []
+    for name in ("Ann", "Ben"):
+        context = [[f"{name}'s town {n}", ["It is small.", " Nobody rows."]] for n in range(20)]
+        question = {"question": f"Does {name} row?", "answer": "no", "context": context}
+        questions.append({**question, "supporting_facts": [[context[3][0], 1]]})
+    (tmp_path / "hotpot.json").write_text(json.dumps(questions))
+    own = {"tasks": "qa_2", "lengths": "700", "samples": 1, "haystack": "reference"}
+    config = SourcesConfig(**own, hotpotqa=str(tmp_path / "hotpot.json"))
+    [document] = documents(SourcesTask.plan(config))
     scores = [document.score(said, ["no"]) for said in ("I do not know.", "No, she does not.")]
     assert scores == [0, 1]
 

@@ -81,7 +81,7 @@ def test_verify_records_what_the_map_loses(
     found = HeadMap.load(out).verification
     assert found is not None
     assert found.found_full == 0, "the model is random"
-    assert "full attention finds none, so this verifies nothing" in capsys.readouterr().err
+    assert "full attention finds none, so this verifies nothing" in text
     assert (found.documents, found.tokens, found.seed, found.dtype) == (5, 400, 1, "float32")
     assert found.haystack == str(tmp_path)
     assert found.settings["window_min"] == 150 and found.settings["prefill"] == "local"
