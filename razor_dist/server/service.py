@@ -168,6 +168,7 @@ class Service:
                 form,
                 include_usage=parsed.include_usage,
                 continuous_usage=parsed.continuous_usage,
+                heartbeat=self._heartbeat,
             )
             return EventStream(lines, close=choices.close)
         except BaseException:

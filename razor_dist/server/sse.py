@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 
 from fastapi.responses import StreamingResponse
@@ -26,14 +27,17 @@ async def stream(
     *,
     include_usage: bool,
     continuous_usage: bool = False,
+    heartbeat: float = math.inf,
 ) -> AsyncIterator[str]:
     """Stream the text of server-sent events, with a heartbeat for each event that is ``None``.
 
-    With ``include_usage`` the last chunk has the token counts, and the others ``"usage": null``, or
-    the counts so far with ``continuous_usage``.
+    There is one too after ``heartbeat`` seconds of tokens that show nothing, as those of a tool's
+    call. With ``include_usage`` the last chunk has the token counts, and the others
+    ``"usage": null``, or the counts so far with ``continuous_usage``.
     """
 
     sent = 0  # tokens of the answers
+    clock = asyncio.get_running_loop().time
 
     def line(chunk: Json) -> str:
         if include_usage:
@@ -43,21 +47,24 @@ async def stream(
     try:
         for chunk in form.opening():
             yield line(chunk)
+        last = clock()
         async for event in events:
-            if event is None:
-                yield form.heartbeat
-                continue
-            current_record().begun = True
-            if not isinstance(event.what, TextPiece):
-                chunks = form.progress(event.index, event.what)
-            else:
-                sent += 1
-                if form.is_slow:
+            chunks: list[Json] = []
+            if event is not None:
+                current_record().begun = True
+                if not isinstance(event.what, TextPiece):
+                    chunks = form.progress(event.index, event.what)
+                elif form.is_slow:
                     chunks = await asyncio.to_thread(form.piece, event.index, event.what)
                 else:
                     chunks = form.piece(event.index, event.what)
+                sent += isinstance(event.what, TextPiece)
+            if event is None or (not chunks and clock() - last >= heartbeat):
+                yield form.heartbeat
+                last = clock()
             for chunk in chunks:
                 yield line(chunk)
+                last = clock()
         for chunk in form.closing(include_usage):
             yield form.frame(chunk)
     except Exception as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import json
+import math
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +26,11 @@ from pydantic import BaseModel
 
 from razor_dist.api.formats import ChatFormat
 from razor_dist.api.parsing import parse_value
-from razor_dist.api.request import Limits, ParsedRequest
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.responses_format import FORMATS, ResponsesFormat
 from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.answers import Choice, ChoiceEvent
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import sentences
@@ -35,6 +38,7 @@ from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
+from razor_dist.server.sse import stream
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]
@@ -530,6 +534,25 @@ def test_a_response_has_openais_shape(form: str, answer: str) -> None:
         assert len(response.output) == len(calls) + bool(text)
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert done == events[-1].response.output
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("heartbeat", [0.0, math.inf])
+def test_a_call_that_is_being_written_has_heartbeats(endpoint: Endpoint, heartbeat: float) -> None:
+    choice = Choice(np.array([1]), 0, letters(PARIS))
+    request = ParsedRequest([], tools=ToolUse("named", NAMES[:1]))
+
+    async def streamed() -> list[str]:
+        form = FORMATS[endpoint](request, "m", [choice], None)
+        lines = stream(events(), form, include_usage=False, heartbeat=heartbeat)
+        return [line async for line in lines if line == form.heartbeat]
+
+    async def events() -> AsyncIterator[ChoiceEvent]:
+        for piece in choice.pieces:
+            yield ChoiceEvent(0, piece)
+
+    found = len(asyncio.run(streamed()))
+    assert found >= len(PARIS) - 1 if heartbeat == 0 else not found
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
