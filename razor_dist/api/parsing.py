@@ -38,6 +38,10 @@ BODIES: dict[Endpoint, type[Strict]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
+# Values in a body's lists and objects: pydantic's report of one that is wrong takes 1 kB.
+_MOST_VALUES = 1 << 18
+# Fields of token ids, whose check ends with the first that is none.
+_TOKENS = ("prompt", "tokens")
 
 
 def parse_request(
@@ -69,11 +73,29 @@ def parse_value(
     try:
         if endpoint == "detokenize":
             DetokenizeBody.check_length(value, limits.max_model_len)
+        _check_size(value)
         body = validated(BODIES[endpoint], value, ignored)
         parsed = _parsed(body, encoder, limits, files, kept)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     return replace(parsed, ignored=[*(ignored or ()), *parsed.ignored])
+
+
+def _check_size(body: object) -> None:
+    """Refuse a body that holds too many values, its tokens left aside."""
+    fields = body.items() if isinstance(body, dict) else ()
+    waiting: list[Any] = [[value for name, value in fields if name not in _TOKENS]]
+    count = 0
+    while waiting:
+        value = waiting.pop()
+        count += len(value)
+        if count > _MOST_VALUES:
+            raise RequestError(
+                f"the body holds more than {_MOST_VALUES} values in lists and objects",
+                code="body_too_large",
+            )
+        inner = value.values() if isinstance(value, dict) else value
+        waiting += [one for one in inner if isinstance(one, list | dict)]
 
 
 def _parsed(

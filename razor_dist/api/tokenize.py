@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import FailFast
 
 from razor_dist.api.field_types import Int, TemplateArguments
 from razor_dist.api.fields import Messages, Strict, check_contents
@@ -73,7 +75,7 @@ class TokenizeBody(Strict):
 
 class DetokenizeBody(Strict):
     model: str | None = None
-    tokens: list[Int]
+    tokens: Annotated[list[Int], FailFast()]
 
     @classmethod
     def check_length(cls, value: object, max_model_len: int) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from razor_dist.api.parsing import parse_value
 from razor_dist.api.request import Limits
 from razor_dist.api.responses_format import FORMATS
+from razor_dist.api.tokenize import DetokenizeBody
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
@@ -300,3 +302,20 @@ def test_tools_that_are_ignored_contradict_nothing() -> None:
     found = parsed("chat", LIMITS._replace(unknown_fields="warn"), **fields)
     assert found.ignored == ["tools"] and found.tools is None
     assert found.prompts[0].params.structured_outputs is not None
+
+
+@pytest.mark.parametrize("field", ["tools", "stop_token_ids", "messages", "logit_bias", "metadata"])
+def test_a_body_may_not_hold_more_wrong_values_than_can_be_told(field: str) -> None:
+    many = dict.fromkeys(map(str, range(2**18)), "")
+    given = {"messages": [MESSAGES[0] | many], "logit_bias": many, "metadata": many}
+    with pytest.raises(RequestError, match="more than 262144 values") as refused:
+        parsed("chat", **{field: given.get(field, [""] * 2**18)})
+    assert refused.value.code == "body_too_large"
+
+
+def test_of_tokens_only_the_first_that_is_none_is_told() -> None:
+    with pytest.raises(ValidationError) as refused:
+        DetokenizeBody(tokens=[5, "a", "b"])
+    assert [error["loc"] for error in refused.value.errors()] == [("tokens", 1)]
+    limits = LIMITS._replace(max_model_len=10**6)
+    assert parse_value("detokenize", {"tokens": [5] * 300_000}, ENCODER, limits).answer
