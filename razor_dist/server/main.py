@@ -62,6 +62,10 @@ _LAST_TRACES = 3
 # Connections that are accepted in one turn of the loop, and that wait for it. One that must make
 # way is closed a few turns later; few are accepted in each, so that `_OTHER_FILES` holds them.
 _ACCEPTED_AT_ONCE, _BACKLOG = 16, 1024
+# How a client is noticed that has vanished without a word, so that nothing more is read or answered
+# for it: seconds of silence until its host is asked, seconds between two questions and their
+# number; and milliseconds in which it must acknowledge what is sent.
+_IDLE, _INTERVAL, _COUNT, _UNACKNOWLEDGED = 30, 10, 3, 60_000
 
 
 def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) -> int:
@@ -317,6 +321,12 @@ def bind(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     # A port whose last connections linger after a restart can be used again at once.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":  # where connections have what is set for their listener
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _COUNT)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED)
     try:
         listener.bind(address)
         listener.listen(_BACKLOG)

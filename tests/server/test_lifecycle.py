@@ -258,6 +258,22 @@ def test_a_name_of_both_families_is_bound_by_ipv4(monkeypatch: pytest.MonkeyPatc
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="options are not inherited")
+def test_a_client_that_has_vanished_is_noticed_within_a_minute() -> None:
+    with (
+        bind(ServerConfig(port=0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as ours,
+    ):
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT"
+        options = (getattr(socket, name) for name in names)
+        idle, interval, count, milliseconds = (
+            ours.getsockopt(socket.IPPROTO_TCP, option) for option in options
+        )
+    assert idle + interval * count <= 60 and 0 < milliseconds <= 60_000
+
+
 def test_no_such_model_is_told() -> None:
     code, output = run("--model", "/no/such/model")
     assert code == 2
