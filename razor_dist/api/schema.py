@@ -244,12 +244,13 @@ class ChatBody(GenerateBody):
         arguments: dict[str, Any] = {k: v for k, v in hints.items() if v is not None}
         arguments |= self.chat_template_kwargs or {}
         arguments |= ending(self.add_generation_prompt, self.continue_final_message)
-        if self.used_tools:
-            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in self.used_tools]
+        if self.tools:  # also if none may be called: most templates begin with them
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return arguments
 
     @property
     def used_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
