@@ -48,7 +48,7 @@ class Format(ABC):
 
     @property
     def is_slow(self) -> bool:
-        """True if shaping takes time that grows with the prompt."""
+        """True if shaping a piece may take time that grows with the prompt."""
         return False
 
     @abstractmethod

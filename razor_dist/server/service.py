@@ -159,9 +159,8 @@ class Service:
                 async for _ in _naming(choices.events(), parsed.names):
                     pass
                 choices.close()
-                if form.is_slow:
-                    return await asyncio.to_thread(lambda: JSONResponse(form.whole()))
-                return JSONResponse(form.whole())
+                # Thousands of tokens with twenty log-probabilities each take seconds.
+                return await asyncio.to_thread(lambda: JSONResponse(form.whole()))
             events = choices.events(self._heartbeat)
             events = await _unless_refused(_naming(events, parsed.names))
             lines = stream(

@@ -22,6 +22,8 @@ import psutil
 import pytest
 
 from razor_dist.api.errors import Failure
+from razor_dist.api.formats import CompletionFormat
+from razor_dist.api.logprobs import Json
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
@@ -276,6 +278,24 @@ def test_a_million_tokens_are_never_parsed_in_this_process(
 
     asyncio.run(main())
     assert read_here == [len(body(prompt=[5, 6]))]
+
+
+def test_a_whole_answer_is_shaped_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    shaped_by: list[threading.Thread] = []
+    whole = CompletionFormat.whole
+
+    def noted(form: CompletionFormat) -> Json:
+        shaped_by.append(threading.current_thread())
+        return whole(form)
+
+    monkeypatch.setattr(CompletionFormat, "whole", noted)
+
+    async def main() -> None:
+        async with frontend() as (_, http):
+            assert (await http.post("/v1/completions", content=body(prompt=[5]))).is_success
+
+    asyncio.run(main())
+    assert shaped_by and threading.main_thread() not in shaped_by
 
 
 def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
