@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,13 +195,16 @@ class Trace:
 
         Those are its tokens that have characters of it; one without text belongs to none.
         """
-        ends = [*self._begins[1:], len(self.answer)]
         found = []
         for begin, end in spans:
+            # Only these can have any: an answer has thousands of tokens, and many sentences.
+            first = max(0, bisect_right(self._begins, begin) - 1)
+            last = bisect_left(self._begins, end)
+            bounds = pairwise([*self._begins[first : last + 1], len(self.answer)])
             tokens = [
                 pairs
-                for pairs, first, stop in zip(self.tokens, self._begins, ends, strict=True)
-                if max(first, begin) < min(stop, end)
+                for pairs, (start, stop) in zip(self.tokens[first:last], bounds, strict=False)
+                if max(start, begin) < min(stop, end)
             ]
             found.append(AnswerSentence(begin, end, *self._sum(tokens)))
         return found

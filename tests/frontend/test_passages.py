@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,6 +179,30 @@ def test_every_token_may_come_from_another_passage() -> None:
     sources, grounded = trace.sources()
     assert [source.weight for source in sources] == [pytest.approx(0.75), pytest.approx(0.25)]
     assert grounded == pytest.approx((0.8 + 0.3) / 1.2)
+
+
+class Looked(list[Any]):
+    """A list that counts how many of its items are looked at."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Looked.count += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Looked(found) if isinstance(index, slice) else found
+
+
+def test_a_sentence_looks_at_its_own_tokens_alone() -> None:
+    trace = trace_of("One is here. Which?", [])
+    trace.tokens = Looked(trace.tokens)
+    for n in range(500):
+        trace.add([(6, 1.0)], 3 * n, "It.")
+        trace.add([], 3 * n + 3, " ")
+    found = trace.sentences([(3 * n, 3 * n + 3) for n in range(500)])
+    assert len(found) == 500 and Looked.count < 5 * len(trace.tokens)
 
 
 def test_every_sentence_of_an_answer_has_its_own_sources() -> None:
