@@ -68,11 +68,12 @@ def legacy_logprobs(
         own = piece.logprobs.get(piece.token)
         first = own is None  # a prompt's first token has none
         own = own or Logprob(0.0, None, decode_one(tokenizer, piece.token))
-        tokens.append(_spell(piece.token, own))
+        tokens.append(_legacy_spell(tokenizer, piece.token, own))
         chosen.append(None if first else _finite(own))
-        top.append(
-            None if first else {_spell(t, lp): _finite(lp) for t, lp in piece.logprobs.items()}
-        )
+        found: Json = {}
+        for token, logprob in piece.logprobs.items():  # the likeliest first
+            found.setdefault(_legacy_spell(tokenizer, token, logprob), _finite(logprob))
+        top.append(None if first else found)
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
@@ -94,6 +95,14 @@ def _finite(logprob: Logprob) -> float:
 
 def _spell(token: int, logprob: Logprob) -> str:
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _legacy_spell(tokenizer: PreTrainedTokenizerBase | None, token: int, logprob: Logprob) -> str:
+    r"""Return a token's text, or a part of a character as OpenAI does: ``bytes:\xe4\xb8``."""
+    text = _spell(token, logprob)
+    if REPLACEMENT not in text or (spelt := token_bytes(tokenizer, token, text)) is None:
+        return text
+    return "bytes:" + "".join(chr(b) if 32 <= b < 127 else f"\\x{b:02x}" for b in spelt)
 
 
 def token_bytes(

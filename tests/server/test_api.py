@@ -15,11 +15,12 @@ import pytest
 
 import razor_dist
 from razor_dist.api.formats import ChatFormat, CompletionFormat
+from razor_dist.api.logprobs import legacy_logprobs
 from razor_dist.api.parsing import parse_value
 from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.outputs import AnswerSentence, Source
+from razor_dist.frontend.outputs import AnswerSentence, Logprob, Source
 from razor_dist.frontend.prompts import PromptEncoder
 from tests import fake_engine
 from tests.tokenizer import smollm2_tokenizer
@@ -261,6 +262,19 @@ def test_legacy_logprobs_tell_offsets(client: openai.OpenAI) -> None:
     assert logprobs.text_offset == [0, 4, 8]
     assert logprobs.token_logprobs == [-0.5, -0.5, -0.5]
     assert [len(top) for top in logprobs.top_logprobs] == [2, 2, 2]
+
+
+def test_legacy_logprobs_tell_parts_of_characters_apart() -> None:
+    likelier, chosen = TOKENIZER.encode("😀", add_special_tokens=False)[:2]
+    logprobs = {likelier: Logprob(-0.1, 1, "\ufffd"), chosen: Logprob(-3.0, None, "\ufffd")}
+    found = legacy_logprobs(TOKENIZER, [TextPiece(chosen, "", logprobs)])
+    assert found is not None
+    [spelt], [top] = found["tokens"], found["top_logprobs"]
+    assert list(top.values()) == [-0.1, -3.0] and list(top)[1] == spelt
+    assert re.fullmatch(r"bytes:(\\x[0-9a-f]{2})+", spelt)
+    alike = {1: Logprob(-0.1, 1, "a"), 2: Logprob(-3.0, None, "a")}
+    found = legacy_logprobs(TOKENIZER, [TextPiece(2, "a", alike)])
+    assert found is not None and found["top_logprobs"] == [{"a": -0.1}]
 
 
 def test_a_prompt_is_echoed_with_its_logprobs(client: openai.OpenAI) -> None:
