@@ -159,7 +159,7 @@ class ResponsesBody(SharedFields):
     names: ClassVar[Mapping[str, str]] = NAMES
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),  # of reasoning, which no answer has
         **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
         **dict.fromkeys(("max_tool_calls", "context_management"), ()),
         "stream_options": ({}, {"include_obfuscation": False}),

@@ -197,15 +197,15 @@ class Access:
         if not self._holders or path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if not given:  # Anthropic's header
-            scheme, given = "bearer", headers.get("x-api-key", "")
+        if scheme.lower() != "bearer" or not given:  # a proxy's own, say: Anthropic's header
+            given = headers.get("x-api-key", "")
         digest = hashlib.sha256(given.strip().encode()).digest()
         found = None
         # All of them, so that the time does not show which key matched.
         for known, holder in self._holders.items():
             if hmac.compare_digest(known, digest):
                 found = holder
-        if found is None or scheme.lower() != "bearer":
+        if found is None:
             raise RequestError(
                 "this server wants a key that it knows, in the header 'Authorization: Bearer KEY' "
                 "or 'x-api-key: KEY'",

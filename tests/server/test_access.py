@@ -98,6 +98,8 @@ def test_every_route_but_health_wants_a_key(guarded: ServerProcess) -> None:
         for key in (ADA, BOB):
             answer = httpx.request(method, url + path, headers=with_key(key), **body)
             assert answer.status_code == status, path
+    both = {"Authorization": "Basic cHJveHk6", "x-api-key": ADA}  # the first is a proxy's
+    assert httpx.get(f"{url}/v1/models", headers=both).status_code == 200
     assert httpx.get(f"{url}/health").status_code == 200
     counts = httpx.get(f"{url}/metrics", headers=with_key(ADA)).text
     for handler in ("/stats", "/v1/models/{name:path}", "unknown"):  # the last: /nothing/here

@@ -54,6 +54,7 @@ def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
         temperature=0.5,
         max_output_tokens=400,
         prompt_cache_key="a",
+        include=["reasoning.encrypted_content"],
         extra_body={"stream_options": {"include_obfuscation": False}},
     )
     assert whole.output_text == text and whole.status == "completed"
