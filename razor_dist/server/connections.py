@@ -121,7 +121,8 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._note_state()
+        begun, _ = self.conn.trailing_data
+        self._note_state(idle=not begun)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -136,8 +137,8 @@ class BoundedProtocol(H11Protocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
 
-    def _note_state(self) -> None:
-        """Begin or end waiting for the rest of a request."""
+    def _note_state(self, *, idle: bool = False) -> None:
+        """Begin or end waiting for the rest of a request, of which nothing has come if ``idle``."""
         state = self.conn.their_state
         if state in (h11.IDLE, h11.SEND_BODY):
             self._sending.setdefault(self)
@@ -145,7 +146,7 @@ class BoundedProtocol(H11Protocol):
             self._sending.pop(self, None)
         # A body that is read has a time-out of its own; what comes after the answer has none.
         answered = state is h11.SEND_BODY and self.conn.our_state is h11.DONE
-        if state is h11.IDLE or answered:
+        if (state is h11.IDLE and not idle) or answered:
             self._await_headers()
         elif self._header_timer is not None:
             self._header_timer.cancel()

@@ -57,6 +57,9 @@ P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
+# Seconds that a connection may idle between two requests: longer than load balancers and clients
+# keep theirs (60 s), so that none sends a request on a connection that is being closed.
+_KEEP_ALIVE = 75
 # Seconds that a collector gets to take the last traces.
 _LAST_TRACES = 3
 # Connections that are accepted in one turn of the loop, and that wait for it. One that must make
@@ -168,6 +171,7 @@ class Frontend:
             "backlog": _ACCEPTED_AT_ONCE,
             "access_log": False,  # it has paths that clients write
             "timeout_graceful_shutdown": _GRACE,
+            "timeout_keep_alive": _KEEP_ALIVE,
             "http": protocol
             if tls is None
             else lambda **given: TlsProtocol(protocol(**given), tls),
