@@ -283,7 +283,7 @@ class ServerConfig(EngineConfig):
     )
     max_body_mb: float = _server(64.0, "Largest request body, in MiB.", gt=0)
     max_total_body_mb: float = _server(
-        256.0, "All bodies in memory, and answers of /tokenize, in MiB; more get a 429.", gt=0
+        256.0, "All bodies in memory, and texts and tokens answered, in MiB; more get a 429.", gt=0
     )
     header_timeout: float = _server(
         10.0, "Seconds that a connection may take to send a request's headers.", gt=0

@@ -20,7 +20,7 @@ from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.documents.read import Document
 from razor_dist.server.access import Access, KeyHolder
-from razor_dist.server.bodies import BodyReader
+from razor_dist.server.bodies import Body, BodyReader
 from razor_dist.server.docs_page import POLICY, docs_page
 from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
@@ -95,7 +95,7 @@ def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
         service.require_open()
         body = await bodies.read(request, "application/octet-stream", "a file")
         read = service.documents.read(body, name, current_record().key)
-        return await _unless_gone(request, asyncio.create_task(_as_text(read)))
+        return await _unless_gone(request, asyncio.create_task(_as_text(read, body)))
 
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:
@@ -165,9 +165,9 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         return await page.get_response(name, request.scope)
 
 
-async def _as_text(file: Awaitable[Document]) -> Response:
+async def _as_text(file: Awaitable[Document], body: Body) -> Response:
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    return Response((await file).text, media_type="text/plain", headers=headers)
+    return body.answered((await file).text.encode(), "text/plain", headers)
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:

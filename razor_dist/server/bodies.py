@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -18,6 +18,7 @@ _STEP = 64 * 1024
 STALL_TIMEOUT, PATIENCE = 10.0, 3.0
 # Bytes of a small body, and bytes that only small ones may take beyond the bound.
 _SMALL, _RESERVE = 256 * 1024, 8 * 2**20
+_JSON = "application/json"
 
 
 class Body(bytearray):
@@ -39,13 +40,15 @@ class Body(bytearray):
         self.clear()
         self.dropped = True
 
-    def answered(self, answer: bytes) -> Response:
-        """Return a response of JSON, which counts in the body's place until it is sent.
+    def answered(
+        self, answer: bytes, media_type: str = _JSON, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Return a response, which counts in the body's place until it is sent.
 
         Raises `RequestError` as `BodyReader.response` does.
         """
         self.drop()
-        return self._reader.response(answer)
+        return self._reader.response(answer, media_type, headers)
 
     def __del__(self) -> None:
         self._reader.used -= len(self)
@@ -62,8 +65,10 @@ class BodyReader:
         self._reading: dict[asyncio.Timeout, Body] = {}
         self.used = 0
 
-    def response(self, answer: bytes) -> Response:
-        """Return a response of JSON that counts as a body until it is sent.
+    def response(
+        self, answer: bytes, media_type: str = _JSON, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Return a response that counts as a body until it is sent.
 
         Raises `RequestError` if there is no room for it now (``bodies_full``), or if there never
         is (``answer_too_large``).
@@ -78,12 +83,12 @@ class BodyReader:
         body = Body(self)
         self._make_room(body, len(answer), asyncio.get_running_loop().time())
         body.grow(answer)
-        headers = {"Content-Length": str(len(answer))}
-        return StreamingResponse(_pieces(body), headers=headers, media_type="application/json")
+        own = {"Content-Length": str(len(answer)), **(headers or {})}
+        return StreamingResponse(_pieces(body), headers=own, media_type=media_type)
 
     async def read_json(self, request: Request) -> Body:
         """Return the body of a request that says it is JSON; raises as `read` does."""
-        return await self.read(request, "application/json", "JSON")
+        return await self.read(request, _JSON, "JSON")
 
     async def read(self, request: Request, wanted: str = "", what: str = "") -> Body:
         """Return the body of a request whose media type is ``wanted``, which stands for ``what``.

@@ -33,6 +33,7 @@ from razor_dist.server import connections as connections_module
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.connections import bounded_protocol
 from tests import fake_engine
+from tests.documents import files
 from tests.server.process import ServerProcess, fake_server, health, wait_until
 from tests.tokenizer import smollm2_tokenizer
 
@@ -89,6 +90,17 @@ def test_half_sent_headers_hold_up_nobody(tight: ServerProcess) -> None:
                 client.sendall(b"a")
         assert wait_until(lambda: open_ones(clients) == 0, 10)
     assert len(tight.log) < 20_000
+
+
+def test_an_idle_connection_stays_and_half_a_request_on_it_does_not(tight: ServerProcess) -> None:
+    asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connections(tight, 1, asked) as [client]:
+        for rest in (asked, asked[:20]):
+            assert client.recv(12) == b"HTTP/1.1 200"
+            time.sleep(5.5)  # longer than --header-timeout, and than uvicorn's own 5 s
+            assert client.recv(1 << 16).endswith(b"}") and not is_closed(client)
+            client.sendall(rest)
+        assert wait_until(lambda: is_closed(client), 4)
 
 
 def test_a_body_that_drips_gets_408(tight: ServerProcess) -> None:
@@ -385,6 +397,16 @@ def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
     back = httpx.post(f"{tight.url()}/detokenize", json={"tokens": told["tokens"]}, timeout=60)
     assert back.json() == {"prompt": long}
     assert int(back.headers["content-length"]) == len(back.content)
+
+
+def test_a_documents_text_counts_as_a_body(tight: ServerProcess) -> None:
+    # A million characters: of one byte, or of three, which are more than all bodies may have.
+    for word, status in (("word ", 200), ("\u4e16\u754c\u4e16\u754c ", 413)):
+        file = files.epub(page=f"<p>{word * 280_000}</p>")
+        octets = {"Content-Type": "application/octet-stream"}
+        answer = httpx.post(f"{tight.url()}/documents/text", content=file, headers=octets)
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["code"] == "answer_too_large"
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages"])
