@@ -144,8 +144,8 @@ class CacheAccounts:
         """Return what sequences hold that share pages."""
         held = [self._held[key] for key in keys]
         pages = [
-            len({page for one in held for page in one.tables[rank].pages})
-            for rank in range(self.world_size)
+            pool.distinct_pages(*(one.tables[rank] for one in held))
+            for rank, pool in enumerate(self._pools)
         ]
         widths = [self._widths(one.totals) for one in held]
         return self._table(pages, [sum(of_arena) for of_arena in zip(*widths, strict=True)])

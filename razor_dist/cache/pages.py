@@ -49,6 +49,9 @@ class PageTable:
     _found: tuple[list[int], list[tuple[int, int, int]]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
+    _numbers: tuple[list[int], npt.NDArray[np.int64]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -65,6 +68,13 @@ class PageTable:
                     runs.append((index, page, 1))
             self._found = (self.pages, runs)
         return self._found[1]
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """The pages as int64 ``[n]``, made once: rank 0 asks for those of hundreds of sequences."""
+        if self._numbers is None or self._numbers[0] is not self.pages:
+            self._numbers = (self.pages, np.asarray(self.pages, np.int64))
+        return self._numbers[1]
 
 
 class PagePool:
@@ -182,7 +192,7 @@ class PagePool:
 
     def _drop(self, table: PageTable, kept: int) -> None:
         """Give back all of a table's pages but the first ``kept``."""
-        pages = np.asarray(table.pages[kept:], np.int64)
+        pages = table.numbers[kept:]
         self._references[pages] -= 1
         if not table.cached:
             self._users[pages] -= 1
@@ -191,17 +201,26 @@ class PagePool:
     def cache(self, table: PageTable) -> None:
         """Mark a sequence as cached: not in use. Pages that it has not filled become free."""
         self._drop(table, self.pages_for(table.tokens))
-        self._users[np.asarray(table.pages, np.int64)] -= 1
+        self._users[table.numbers] -= 1
         table.cached = True
 
     def exclusive_pages(self, table: PageTable) -> int:
         """The number of pages that only this table holds."""
-        return int(np.count_nonzero(self._references[np.asarray(table.pages, np.int64)] == 1))
+        return int(np.count_nonzero(self._references[table.numbers] == 1))
+
+    def distinct_pages(self, *tables: PageTable) -> int:
+        """The number of pages that any of the tables holds."""
+        return int(np.count_nonzero(self._held_by(*tables)))
+
+    def _held_by(self, *tables: PageTable) -> npt.NDArray[np.bool_]:
+        held = np.zeros(self.num_pages, np.bool_)
+        for table in tables:
+            held[table.numbers] = True
+        return held
 
     def unused_pages(self, *tables: PageTable) -> int:
         """The number of the tables' pages that no table in use holds."""
-        pages = np.unique(np.asarray([page for t in tables for page in t.pages], np.int64))
-        return int(np.count_nonzero(self._users[pages] == 0))
+        return int(np.count_nonzero(self._held_by(*tables) & (self._users == 0)))
 
     def fork(self, table: PageTable, stored: int, tokens: int) -> PageTable:
         """Return a table with the first ``stored`` tokens, and room for ``tokens`` in all.
@@ -210,7 +229,7 @@ class PagePool:
         """
         shared = stored // self.page_size
         own = self._take(max(0, self.pages_for(max(tokens, stored)) - shared))
-        pages = np.asarray(table.pages[:shared], np.int64)
+        pages = table.numbers[:shared]
         self._references[pages] += 1
         self._users[pages] += 1
         rest = stored - shared * self.page_size
@@ -239,7 +258,7 @@ class PagePool:
 
     def slots(self, table: PageTable, tokens: Tensor) -> Tensor:
         """Slots of the table's tokens, both int64 ``[n]``, on the CPU."""
-        pages = torch.tensor(table.pages, dtype=torch.int64)
+        pages = torch.from_numpy(table.numbers)
         return pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

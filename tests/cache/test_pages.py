@@ -82,11 +82,25 @@ class PoolMachine(RuleBasedStateMachine):
             assert read == content
             assert [x for _, v in segments for x in v[0, :, 0].tolist()] == [-x for x in content]
 
+    @rule(data=st.data())
+    def cache(self, data: st.DataObject) -> None:
+        if self.live:
+            table, _ = data.draw(st.sampled_from(self.live))
+            if not table.cached:
+                self.pool.cache(table)
+
     @invariant()
     def pages_are_accounted_for(self) -> None:
         held = {page for table, _ in self.live for page in table.pages}
         assert self.pool.free_pages == PAGES - len(held)
-        assert self.pool.used_bytes == len(held) * 2 * ROWS * SIZE * DIM * 4
+        assert self.pool.distinct_pages(*(table for table, _ in self.live)) == len(held)
+        used = {page for table, _ in self.live if not table.cached for page in table.pages}
+        assert self.pool.used_bytes == len(used) * 2 * ROWS * SIZE * DIM * 4
+        for table, _ in self.live:
+            assert table.numbers.tolist() == table.pages and table.numbers is table.numbers
+            others = {page for t, _ in self.live if t is not table for page in t.pages}
+            assert self.pool.exclusive_pages(table) == len(set(table.pages) - others)
+            assert self.pool.unused_pages(table) == len(set(table.pages) - used)
         # What a step writes to the spare page is in nobody's way.
         self.pool.put(slice(0, ROWS), torch.tensor([self.pool.dummy_slot]), *NOISE)
 
