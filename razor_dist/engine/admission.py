@@ -205,7 +205,11 @@ class Admission:
             return None
         if found.entry is request.loaded:  # once: it may have been evicted since
             return None
-        if tiers.loading is None:
+        if tiers.loading is not None and tiers.loading.chain[-1] is not found.entry:
+            # Only one is loaded at a time, which may take much longer.
+            if self._prefill_policy.is_quick(found.tokens - hit.tokens, hit.tokens):
+                return None
+        elif tiers.loading is None:
             node, end, size = found.entry, found.entry.end, self.world_size
             chunks = node.layout(size)
             stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)

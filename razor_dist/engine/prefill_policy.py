@@ -94,6 +94,10 @@ class PrefillPolicy:
         fits = repeated + self.cost.work(n, begin) <= _WHOLE * self._max_step
         return fits and repeated <= self.cost.chunk
 
+    def is_quick(self, tokens: int, context: int) -> bool:
+        """True if ``tokens`` after ``context`` others are prefilled in one `max_step`."""
+        return self.cost.work(tokens, context) <= self._max_step
+
     def joins(self, prompt: Prefill) -> bool:
         """True if a prompt is prefilled whole in the next step that has room for it."""
         n = prompt.end - prompt.begin

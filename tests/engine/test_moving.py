@@ -20,6 +20,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.engine import test_admission
 from tests.engine.test_admission import PagesOnly, make_core, run
+from tests.engine.test_core import evict_all
 
 
 class Movable(PagesOnly):
@@ -103,3 +104,23 @@ def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load() -> None:
     assert ends == ["copied"]
     core.abort("loads")
     runner.parts.clear()
+
+
+def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
+    core, runner = core_of(slots=6)
+    long, short = text(200, 1), text(12, 2)
+    for name, ids in (("long", long), ("short", short)):
+        add(core, name, ids)
+        run(core)
+    evict_all(core)
+    runner.parts[Op.LOAD] = 1000
+    add(core, "loads", long + text(40, 3))
+    add(core, "same", long + text(40, 4))
+    add(core, "other", short + text(3, 5))
+    for _ in range(20):
+        core.step()
+    assert {one.id for one in core.scheduler.waiting} == {"loads", "same"}
+    assert not core.scheduler.running and not core.scheduler.prefills
+    runner.parts.clear()
+    runner._left.clear()
+    run(core)
