@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,13 +265,28 @@ def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of samples from all weights, and of their names and shapes: of another model, another.
 
-    Reading all of a model's weights would take longer than much that is to be saved by it.
+    Reading all of a model's weights would take longer than much that is to be saved by it. What
+    turns keys is in it as well, whichever release of transformers has computed it: the rotary
+    frequencies, to three digits, since processors round otherwise; and so is code that comes with
+    the weights.
     """
     found = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // _SAMPLES)].float().cpu()
         found.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
+    for name, module in model.named_modules():
+        frequencies = [b for key, b in module.named_buffers(recurse=False) if "inv_freq" in key]
+        for value in (*frequencies, getattr(module, "attention_scaling", None)):
+            if value is not None:
+                numbers = torch.as_tensor(value).flatten().tolist()
+                found.update(" ".join([name, *(f"{x:.3g}" for x in numbers)]).encode())
+    kinds = {type(module).__module__ for module in model.modules()}
+    remote = [kind for kind in kinds if kind.startswith("transformers_modules.")]
+    folders = {Path(str(sys.modules[kind].__file__)).parent for kind in remote}
+    code = [path.read_bytes() for folder in folders for path in folder.glob("*.py")]
+    for digest in sorted(hashlib.sha256(text).digest() for text in code):
+        found.update(digest)
     return found.hexdigest()
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from razor_dist.models.loader import (
     model_fingerprint,
     read_config,
     stored_dtype,
+    weights_fingerprint,
 )
 from razor_dist.models.smollm2 import embedded_model
 from tests.logits import stock_run
@@ -211,3 +213,26 @@ def test_fingerprint_is_pinned() -> None:
     assert model_fingerprint(LlamaConfig()) == (
         "sha256:2ee30a311613e16c14496bc47c58a37d376ccb435dbd5a7712e24eac951156c0"
     )
+
+
+def test_what_turns_keys_is_in_the_fingerprint_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases of transformers may compute it otherwise, from the same weights and fields."""
+    model = load_model(make_tiny("llama", tmp_path / "model"), device=CPU, dtype=torch.float32)
+    rotary, found = model.model.rotary_emb, [weights_fingerprint(model)]
+    rotary.inv_freq *= 1 + 1e-6  # as another processor may round it
+    assert weights_fingerprint(model) == found[0]
+    rotary.inv_freq *= 1.1
+    found.append(weights_fingerprint(model))
+    rotary.attention_scaling = 1.2
+    found.append(weights_fingerprint(model))
+    kind, name = type("Remote", (type(model),), {}), "transformers_modules.of.modeling"
+    kind.__module__ = name
+    model.__class__ = kind
+    code = tmp_path / "helpers.py"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(tmp_path / "modeling.py")))
+    for text in ("one", "another"):
+        code.write_text(text)
+        found.append(weights_fingerprint(model))
+    assert len(set(found)) == len(found)
