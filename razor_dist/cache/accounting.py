@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from razor_dist.cache.caches import CacheConfig
-from razor_dist.cache.pages import PagePool, PageTable
+from razor_dist.cache.pages import PagePool, PageTable, held_by
 from razor_dist.cache.slots import Arena
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
@@ -144,8 +144,8 @@ class CacheAccounts:
         """Return what sequences hold that share pages."""
         held = [self._held[key] for key in keys]
         pages = [
-            pool.distinct_pages(*(one.tables[rank] for one in held))
-            for rank, pool in enumerate(self._pools)
+            np.count_nonzero(held_by((one.tables[rank] for one in held), self.cache.num_pages))
+            for rank in range(self.world_size)
         ]
         widths = [self._widths(one.totals) for one in held]
         return self._table(pages, [sum(of_arena) for of_arena in zip(*widths, strict=True)])

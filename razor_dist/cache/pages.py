@@ -8,7 +8,7 @@ copied together, some thousand tokens at a time: a segment for every page would 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -75,6 +75,14 @@ class PageTable:
         if self._numbers is None or self._numbers[0] is not self.pages:
             self._numbers = (self.pages, np.asarray(self.pages, np.int64))
         return self._numbers[1]
+
+
+def held_by(tables: Iterable[PageTable], num_pages: int) -> npt.NDArray[np.bool_]:
+    """Return which of a pool's pages any of the tables holds, ``[num_pages]``."""
+    held = np.zeros(num_pages, np.bool_)
+    for table in tables:
+        held[table.numbers] = True
+    return held
 
 
 class PagePool:
@@ -208,19 +216,9 @@ class PagePool:
         """The number of pages that only this table holds."""
         return int(np.count_nonzero(self._references[table.numbers] == 1))
 
-    def distinct_pages(self, *tables: PageTable) -> int:
-        """The number of pages that any of the tables holds."""
-        return int(np.count_nonzero(self._held_by(*tables)))
-
-    def _held_by(self, *tables: PageTable) -> npt.NDArray[np.bool_]:
-        held = np.zeros(self.num_pages, np.bool_)
-        for table in tables:
-            held[table.numbers] = True
-        return held
-
     def unused_pages(self, *tables: PageTable) -> int:
         """The number of the tables' pages that no table in use holds."""
-        return int(np.count_nonzero(self._held_by(*tables) & (self._users == 0)))
+        return int(np.count_nonzero(held_by(tables, self.num_pages) & (self._users == 0)))
 
     def fork(self, table: PageTable, stored: int, tokens: int) -> PageTable:
         """Return a table with the first ``stored`` tokens, and room for ``tokens`` in all.
