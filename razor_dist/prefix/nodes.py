@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
 from razor_dist.prefix.manifest import Manifest, Tokens
 from razor_dist.prefix.parts import BadPartError
-from razor_dist.prefix.store import PrefixStore, Stamp, read_node, remove_node
+from razor_dist.prefix.store import PrefixStore, Stamp, read_node
 
 log = logging.getLogger(__name__)
 
@@ -264,19 +265,26 @@ class Nodes:
         if self.bytes[tier] - evictable + nbytes > self.room[tier]:
             self.counts[f"{tier}_no_room"] += 1
             return False
+        may_go = set(nodes)
+        worths: list[tuple[float, float, int, Node]] = []
+
+        def push(node: Node) -> None:
+            if node in may_go and not self._with(node, tier):
+                may_go.remove(node)
+                heappush(worths, (self._worth(node, tier), node.last_use, node.key, node))
+
+        for node in nodes:
+            push(node)
         while self.bytes[tier] + nbytes > self.room[tier]:
-            worths = [
-                (self._worth(node, tier), node.last_use, node.key, node)
-                for node in nodes
-                if tier in node.where and not self._with(node, tier)
-            ]
-            worth, _, _, node = min(worths)
+            worth, _, _, node = heappop(worths)
             self._index.went(tier, worth)
             self.counts[f"{tier}_evictions"] += 1
             self.leave(node, tier)
             if tier == "disk":
                 assert self._store is not None
-                remove_node(self._store.folder / node.manifest.node)
+                self._store.remove(node.manifest.node)
+            if node.parent is not None:
+                push(node.parent)
         return True
 
     def _worth(self, node: Node, tier: Tier) -> float:

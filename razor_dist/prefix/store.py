@@ -32,6 +32,7 @@ import secrets
 import shutil
 import time
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,28 @@ class PrefixStore:
 
     def changed(self) -> bool:
         """Tell if prefixes may have come or gone since the last call."""
-        try:
-            now = self.folder.stat().st_mtime_ns
-        except OSError:
+        now = self._changed_at()
+        if not now or self._seen == (now, True):
             return False
         # Names that came in the same tick of the file system's clock are looked for once more.
         look = now, time.time_ns() - now > 2_000_000_000
         seen, self._seen = self._seen, look
         return look != seen
+
+    def _changed_at(self) -> int:
+        """Return when names came or went last, in ns; 0 if that cannot be known."""
+        try:
+            return self.folder.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    @contextlib.contextmanager
+    def _own_change(self) -> Iterator[None]:
+        """Change names as the writer, which is no reason to look for those of others."""
+        all_seen = self._seen == (self._changed_at(), True)
+        yield
+        if all_seen:
+            self._seen = self._changed_at(), True
 
     def stamps(self) -> dict[str, Stamp]:
         """Return the names of all nodes, with stamps that change when a node is written anew."""
@@ -132,7 +147,8 @@ class PrefixStore:
     def draft(self, node: str) -> Path:
         """Make the folder into which the ranks write a node."""
         path = self.folder / f"{node}.{secrets.token_hex(4)}{_NEW}"
-        path.mkdir(mode=0o700)
+        with self._own_change():
+            path.mkdir(mode=0o700)
         return path
 
     def publish(self, draft: Path, manifest: Manifest, tokens: Tokens) -> Stamp:
@@ -147,16 +163,21 @@ class PrefixStore:
         write_file(draft / _MANIFEST, manifest.to_json().encode())
         sync_folder(draft)
         path = self.folder / manifest.node
-        if path.exists():  # that could not be read, or it would not have been written again
-            remove_node(path)
-        stamp = _stamp(draft.stat())  # before another process can put its own in this place
-        draft.rename(path)
+        with self._own_change():
+            if path.exists():  # that could not be read, or it would not have been written again
+                remove_node(path)
+            stamp = _stamp(draft.stat())  # before another process can put its own in this place
+            draft.rename(path)
         sync_folder(self.folder)
         return stamp
 
-    @staticmethod
-    def discard(draft: Path) -> None:
-        shutil.rmtree(draft, ignore_errors=True)
+    def discard(self, draft: Path) -> None:
+        with self._own_change():
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def remove(self, node: str) -> None:
+        with self._own_change():
+            remove_node(self.folder / node)
 
     def touch(self, node: str) -> None:
         """Note that a node was used: its manifest's time says when."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import numpy as np
+import pytest
 import torch
 
 from razor_dist.cache.accounting import CacheAccounts
@@ -77,3 +81,27 @@ def test_the_devices_clock_never_goes_back() -> None:
     before = index.clock["device"]
     assert before > 0 and cache.evict(of.sizes > 0) in (1, 2)
     assert index.clock["device"] >= before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_least_worth_goes_first_and_is_looked_for_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of small nodes, hundreds go for a long one."""
+    draw, nodes, all_ = random.Random(seed), host(math.inf), []
+    for name in range(40):
+        parent = draw.choice([None, *all_])
+        all_.append(enter(nodes, name, draw.randint(1, 9), parent))
+        all_[-1].used_at["host"], all_[-1].last_use = draw.randint(0, 9), name
+    kept, left, wanted = draw.choice(all_), set(all_), 50
+    nodes.room["host"], want = nodes.bytes["host"], 0
+    while want < wanted:
+        leaves = [n for n in left if not n.children & left and n not in kept.chain]
+        gone = min(leaves, key=lambda n: (nodes._worth(n, "host"), n.last_use))
+        left.remove(gone)
+        want += gone.manifest.nbytes
+    looked: list[Node] = []
+    worth = nodes._worth
+    monkeypatch.setattr(nodes, "_worth", lambda n, tier: looked.append(n) or worth(n, tier))
+    assert nodes.make_room("host", wanted, {kept})
+    assert set(nodes._nodes.values()) == left and len(set(looked)) == len(looked)

@@ -8,10 +8,11 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import filelock
+import numpy as np
 import pytest
 
 from razor_dist.cli import main
@@ -91,6 +92,25 @@ def test_a_directory_that_was_removed_is_not_written_and_not_locked(tmp_path: Pa
     with pytest.raises(OSError):
         store.acquire()
     assert not store.lock.held and WriterLock(tmp_path / "store").acquire()
+
+
+def test_what_a_writer_changes_itself_is_not_looked_for(tmp_path: Path) -> None:
+    store, node = PrefixStore(tmp_path, {"model": "m"}), f"{1:032x}"
+    assert store.acquire()
+    os.utime(store.folder, (1e9, 1e9))
+    assert store.changed() and not store.changed()
+    store.discard(store.draft(node))
+    store.draft(node).rename(store.folder / node)
+    os.utime(store.folder, (2e9, 2e9))  # another process, whenever it was
+    store.remove(node)
+    assert store.changed()
+    os.utime(store.folder, (1e9, 1e9))
+    assert store.changed() and not store.changed()
+    manifest = SimpleNamespace(node=node, to_json=lambda: "{}")
+    store.publish(store.draft(node), cast("Any", manifest), np.zeros(1, np.int32))
+    assert not store.changed() and (store.folder / node).exists()
+    store.remove(node)
+    assert not store.changed() and not (store.folder / node).exists()
 
 
 def test_a_store_that_a_server_changes_is_not_damaged(
