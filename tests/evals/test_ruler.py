@@ -94,8 +94,8 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
     why = "ConfigError: cwe cannot be made"
     lost = {f"full/cwe/200/{n}": why for n in range(2)}
     page = report("RULER", about, results, lost, {"full": {"attention": "full"}})
-    assert "| vt | 75.0 (50-100) | 100.0 (16-100) | 87.5 |" in page
-    assert "| cwe | 12.5 (0-25) | - | - |" in page
+    assert "| vt | 75.0 (12-100) | 100.0 (16-100) | 87.5 |" in page
+    assert "| cwe | 12.5 (0-86) | - | - |" in page
     assert "| **average** | 43.8 | - | - |" in page
     assert "2 of 8 samples failed" in page and "not been asked" not in page
     assert "kvpress" not in page
