@@ -97,7 +97,8 @@ class Weights:
     """Sizes of a model's parameters, counted in the model's own class on the meta device."""
 
     parameters: int  # each counted once, also where it serves twice (tied embeddings)
-    nbytes: int  # of parameters and buffers, in the dtype of the deployment
+    nbytes: int  # of parameters and buffers, in the dtype of the deployment, and 8-bit copies
+    mapped: int  # of these, what may be pages of files: the parameters
     # Parameters that multiply every token: all matrices but the embedding and the output head; of
     # experts, those that a token is sent to.
     matmul: int
@@ -125,9 +126,11 @@ class Weights:
                 step += copied.get(id(parameter), parameter.nbytes) * share
             if parameter.dim() >= 2 and parameter is not table and parameter is not head:
                 matmul += parameter.numel() * share
+        mapped = sum(p.nbytes for p in model.parameters())
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
-            nbytes=buffers + sum(p.nbytes for p in model.parameters()) + sum(copied.values()),
+            nbytes=buffers + mapped + sum(copied.values()),
+            mapped=mapped,
             matmul=round(matmul),
             head=head.numel(),
             step_bytes=round(step),
@@ -142,6 +145,7 @@ class Deployment:
     kind: Literal["cuda", "cpu"]  # of the ranks' device
     head_map: HeadMap
     source: str  # of the head map, for people
+    stored: torch.dtype | str | None  # dtype of the weights' files, if config.json says it
     # The head map that the settings name, if it does not exist: the one here is a guess.
     missing: str | None = None
     shared: bool = False  # the ranks share short steps (tensor mode)
@@ -164,9 +168,10 @@ class Deployment:
             )
         folder = config_folder(config.model)
         model = read_config(folder, **config.model_options)
+        stored = model.dtype  # transformers changes it with every model that is made of it
         shape = ModelShape.from_config(model)
-        heads = _choose_heads(config, shape, model_fingerprint(model), fraction)
-        found = cls(config, model, shape, kind, *heads)
+        heads, source, missing = _choose_heads(config, shape, model_fingerprint(model), fraction)
+        found = cls(config, model, shape, kind, heads, source, stored, missing)
         return replace(found, shared=config.decode == "tensor" and found.not_shared is None)
 
     @property

@@ -260,8 +260,9 @@ class MemoryPlanner:
     def __init__(self, deployment: Deployment, device: Device) -> None:
         d, self._d = deployment, deployment
         self._logits = d.config.max_num_seqs * d.shape.vocab_size * (d.dtype.itemsize + 4)
-        # Ranks of one host map the same pages of their files.
-        self._weights = d.weights.nbytes // (d.world_size if device.shared else 1)
+        # Ranks of one host map the same pages of their files, if these are of their dtype.
+        mapped = d.weights.mapped if device.shared and d.stored == d.dtype else 0
+        self._weights = d.weights.nbytes - mapped + mapped // d.world_size
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
         self._fixed = self._weights + d.copied_bytes
         self._dry_run = DryRun(d, self.budget - self._fixed)

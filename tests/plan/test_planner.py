@@ -400,6 +400,22 @@ def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]
     assert weights.step_bytes == weights.nbytes - 4 * (experts // 2 + embedding)
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", None])
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+def test_ranks_of_a_host_share_weights_that_are_stored_as_they_compute(
+    stored: str | None, weight_dtype: Any, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    fields = json.loads((tiny("llama") / "config.json").read_text()) | {"dtype": stored}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = settings(model=str(tmp_path), dtype="fp32", weight_dtype=weight_dtype, world_size=4)
+    d = Deployment.of(config, "cpu", 0.5)
+    found = MemoryPlanner(d, load_device("cpu")).at(1000, 1000).weights
+    parameters = 4 * d.weights.parameters
+    shared = parameters * 3 // 4 if stored == "float32" else 0
+    assert found == d.weights.nbytes - shared
+    assert (d.weights.nbytes > 1.2 * parameters) == (weight_dtype == "int8")
+
+
 @pytest.mark.parametrize("prompt", [1, 5, 40, 333])
 def test_keys_that_a_streaming_head_sees(prompt: int) -> None:
     """Counted one by one, by the definition."""
