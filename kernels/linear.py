@@ -42,7 +42,8 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 
 # The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
 FEW = 24
-# Rows whose products are rounded as one row's are: those of the longest step with drafts.
+# Rows whose products are rounded as one row's are: those of the longest step with drafts. Experts
+# and GPT-2's `Conv1D` are no linear layers: transformers computes them, rounded otherwise.
 ALIKE = 8
 # Rows of 8 bits that the compiled operation multiplies: those of the longest recorded step. oneDNN
 # takes half of its time for 32, but other operations before and after take more (docs/LOG.md).
@@ -316,10 +317,16 @@ def use_fast_linear(model: nn.Module) -> None:
             module.__class__ = Linear
 
 
-def use_int8_linear(model: nn.Module) -> None:
-    """Make `Int8Linear` of a model's linear layers, the output head among them."""
+def use_int8_linear(model: nn.Module) -> int:
+    """Make `Int8Linear` of a model's linear layers, the output head among them.
+
+    Return how many parameters they have. Others, such as a mixture's experts, are left as they are.
+    """
+    packed = 0
     for module in model.modules():
         if type(module) in (nn.Linear, Linear):
             module.__class__ = Int8Linear
             assert isinstance(module, Int8Linear)
             module.pack()
+            packed += module.weight.numel()
+    return packed

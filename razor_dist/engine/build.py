@@ -90,7 +90,13 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     if config.weights == "replicated":
         model = load_model(path, device=device, dtype=dtype, **config.model_options)
         if config.weight_dtype == "int8":
-            use_int8_linear(model)
+            packed = use_int8_linear(model) / model.num_parameters()
+            if comm.rank == 0 and packed < 0.5:  # or most of it is what it was
+                log.warning(
+                    "weight_dtype: int8 packs linear layers, which have %.0f%% of this model's "
+                    "parameters; the others, such as a mixture's experts, stay in fp32",
+                    100 * packed,
+                )
     else:
         # As views of the mapped files, of which a rank then reads its share.
         cpu = torch.device("cpu")

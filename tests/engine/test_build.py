@@ -79,6 +79,14 @@ def test_8_bit_weights_are_near_and_for_float32_on_the_cpu(tiny: Callable[[str],
         build_full(tiny("llama"), weight_dtype="int8", weights="zero3-offload")
 
 
+def test_a_mixture_of_which_little_is_packed(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for family, told in (("llama", False), ("mixtral", True)):
+        build_full(tiny(family), weight_dtype="int8")
+        assert ("have 24% of this model's parameters" in caplog.text) == told
+
+
 def test_caches_that_do_not_fit_are_refused_with_the_settings_to_change(
     tiny: Callable[[str], Path],
 ) -> None:
