@@ -144,7 +144,7 @@ class CacheAccounts:
         """Return what sequences hold that share pages."""
         held = [self._held[key] for key in keys]
         pages = [
-            np.count_nonzero(held_by((one.tables[rank] for one in held), self.cache.num_pages))
+            int(held_by((one.tables[rank] for one in held), self.cache.num_pages).sum())
             for rank in range(self.world_size)
         ]
         widths = [self._widths(one.totals) for one in held]
