@@ -47,17 +47,10 @@ def prefill(
     from razor_dist.config.logs import set_up_logging
     from razor_dist.engine.checks import check_store
     from razor_dist.llm.llm import LLM
-    from razor_dist.prefix.store import WriterLock
 
     check_store(config.prefix_store)
     sources = documents(inputs, encoding)
-    try:
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--store: cannot make the folder {store}: {error.strerror}") from None
-    lock = WriterLock(store)
-    lock.require()
-    lock.release()
+    _check_writable(store)
     set_up_logging("warning")
     fields = {name: getattr(config, name) for name in config.model_fields_set}
     done, lost = 0, False
@@ -83,6 +76,19 @@ def prefill(
         typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
     lost |= any(disk[name] for name in ("evictions", "failures", "no_room"))
     raise typer.Exit(0 if done == len(sources) and not lost else EXIT_SOME_FAILED)
+
+
+def _check_writable(store: Path) -> None:
+    """Make the store's folder; `ConfigError` if that fails, or another process writes there."""
+    from razor_dist.prefix.store import WriterLock
+
+    try:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--store: cannot make the folder {store}: {error.strerror}") from None
+    lock = WriterLock(store)
+    lock.require()
+    lock.release()
 
 
 def _nodes(store: Path) -> set[Path]:

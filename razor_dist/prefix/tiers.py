@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,41 @@ class Loading:
     tier: Tier
 
 
+class Writing:
+    """Whether this process may write to the store now; it logs and counts what prevents it."""
+
+    def __init__(self, store: PrefixStore | None, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+        self._failed_at, self._logged = -math.inf, ""
+
+    @property
+    def is_possible(self) -> bool:
+        """True unless another process writes, or the disk has failed of late."""
+        if self._store is None or time.monotonic() < self._failed_at + _DISK_SECONDS:
+            return False
+        try:
+            writes = self._store.acquire()
+        except OSError as error:
+            self.failed(error)
+            return False
+        if not writes:
+            self._warn("another process writes to prefix_store: this one reads there")
+        return writes
+
+    def failed(self, error: OSError | None) -> None:
+        """Note that the disk has failed; without an ``error`` a rank has logged it."""
+        self._failed_at = time.monotonic()
+        self._counts["disk_failures"] += 1
+        if error is not None:
+            self._warn(f"prefix_store cannot be written: {error}")
+
+    def _warn(self, why: str) -> None:
+        """Log why nothing is written, once until there is another reason."""
+        if why != self._logged:
+            log.warning(why)
+        self._logged = why
+
+
 class Tiers:
     """The `Nodes`, and the one save and the one load that are under way.
 
@@ -98,8 +134,8 @@ class Tiers:
         self._queue: dict[int, Candidate] = {}
         self.saving: Saving | None = None
         self.loading: Loading | None = None
-        self._wait_until, self._disk_failed = 0.0, -math.inf
-        self._told = ""
+        self._wait_until = 0.0
+        self.writing = Writing(store, self.nodes.counts)
 
     @property
     def active(self) -> bool:
@@ -203,7 +239,8 @@ class Tiers:
         nodes = self.nodes
         nodes.refresh()
         # What went to host memory alone, while this process could not write, is new to the disk.
-        writes = "disk" in nodes.room and self._is_new(of, on_disk=True) and self._may_write()
+        writes = "disk" in nodes.room and self._is_new(of, on_disk=True)
+        writes = writes and self.writing.is_possible
         wanted = {"disk": writes, "host": self._is_new(of, on_disk=False)}
         if not any(wanted.values()):
             return None
@@ -224,7 +261,7 @@ class Tiers:
             try:
                 draft = self._store.draft(manifest.node)
             except OSError as error:
-                self._complain(error)
+                self.writing.failed(error)
         host = fits.get("host", False)
         if draft is None and not host:
             return None
@@ -267,19 +304,6 @@ class Tiers:
             tokens_sha256=tokens_digest(of.tokens[begin:]),
         )
 
-    def _may_write(self) -> bool:
-        assert self._store is not None
-        if time.monotonic() < self._disk_failed + _DISK_SECONDS:
-            return False
-        try:
-            writes = self._store.acquire()
-        except OSError as error:
-            self._complain(error)
-            return False
-        if not writes:
-            self._warn("another process writes to prefix_store: this one reads there")
-        return writes
-
     def saved(self, answers: Tensor) -> list[StepPlan]:
         """Take in how far the ranks are with the save; return what they are to do at its end."""
         saving = self.saving
@@ -287,8 +311,7 @@ class Tiers:
         left = answers[:, 0]
         if (left < 0).any():
             if (left == FAILED).any() and saving.draft is not None:
-                self._disk_failed = time.monotonic()  # a rank has logged why
-                self.nodes.counts["disk_failures"] += 1
+                self.writing.failed(None)
             return self._abandon()
         parent, on_disk = saving.parent, saving.draft is not None
         if parent is not None and not parent.where & ({"disk"} if on_disk else {"disk", "host"}):
@@ -307,7 +330,7 @@ class Tiers:
                 stamp = self._store.publish(saving.draft, m, own)
             except OSError as error:
                 self._store.discard(saving.draft)
-                self._complain(error)
+                self.writing.failed(error)
             else:
                 self.nodes.enter(m, own, parent, "disk", stamp)
         if saving.host:
@@ -323,17 +346,6 @@ class Tiers:
             self._store.discard(saving.draft)
         drop = [saving.manifest.sha256, *self.nodes.take_left_host()]
         return [StepPlan(Op.SAVE, payload=as_payload(SaveJob(drop)))]
-
-    def _complain(self, error: OSError) -> None:
-        self._disk_failed = time.monotonic()
-        self.nodes.counts["disk_failures"] += 1
-        self._warn(f"prefix_store cannot be written: {error}")
-
-    def _warn(self, why: str) -> None:
-        """Log why nothing is written, once until there is another reason."""
-        if why != self._told:
-            log.warning(why)
-        self._told = why
 
     def close(self) -> None:
         """Drop what is not whole, and let another process write to the store."""

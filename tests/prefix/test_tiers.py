@@ -531,7 +531,7 @@ def test_what_host_memory_alone_has_reaches_the_disk(
     lock = WriterLock(tmp_path)
     if why == "full":
         assert core.scheduler.room.tiers is not None
-        core.scheduler.room.tiers._complain(OSError("No space left on device"))
+        core.scheduler.room.tiers.writing.failed(OSError("No space left on device"))
     else:
         assert lock.acquire()
     serve_all(core, (q(1),))
