@@ -283,7 +283,7 @@ class EngineCore:
         return counters | {
             "decode": self.runner.decode,
             **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
-            "pinned": self.scheduler.pinned_elsewhere,
+            "pinned": self.scheduler.room.pinned_elsewhere,
             "running": self.scheduler.sequences,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,

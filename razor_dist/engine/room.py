@@ -47,6 +47,14 @@ class Room:
         found["entries"] = 0 if cache is None else cache.evictable
         return found | ({} if self.tiers is None else self.tiers.stats)
 
+    @property
+    def pinned_elsewhere(self) -> dict[str, dict[str, int]]:
+        """The bytes that pinned prefixes have in host memory and on disk, by their requests."""
+        if self.tiers is None:
+            return {}
+        held = self.tiers.held
+        return {one.id: held(one.namespace, one.tokens) for one in self.pinned.values()}
+
     def count(self, hit: Hit | None, request: Request) -> None:
         cache, tiers = self.prefix_cache, self.tiers
         assert cache is not None

@@ -85,14 +85,6 @@ class Scheduler:
         return sum(forks, start=accounts.free)
 
     @property
-    def pinned_elsewhere(self) -> dict[str, dict[str, int]]:
-        """The bytes that pinned prefixes have in host memory and on disk, by their requests."""
-        tiers = self.room.tiers
-        if tiers is None:
-            return {}
-        return {one.id: tiers.held(one.namespace, one.tokens) for one in self.pinned.values()}
-
-    @property
     def idle(self) -> bool:
         """True if nothing is to be computed: what is there only waits to be continued."""
         return not (self.waiting or self.prefills or self.running)
