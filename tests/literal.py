@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def causal(tokens: int) -> Tensor:
-    """What each of a text's tokens sees: bool ``[N, N]``."""
+    """Return the causal mask of a text, bool ``[N, N]``: row i is True up to column i."""
     return torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
 
@@ -62,7 +62,7 @@ def literal_head(
 
 
 def window_start(i: int, settings: dict[str, Any]) -> int:
-    """Where the window of the query at position ``i`` begins; perhaps before the text."""
+    """Return the first position in the window of the query at ``i``; it may be negative."""
     length, ratio = settings["window_min"], settings["window_ratio"]
     if ratio is not None:
         length = max(length, math.ceil((i + 1) / ratio))

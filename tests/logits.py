@@ -1,4 +1,4 @@
-"""What the logits of a case must be: one rank's, stock transformers', or a definition's."""
+"""Expected logits of a case: those of one rank, of stock transformers, or of a definition."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class History:
 
 @dataclass
 class Answered:
-    """What an engine has said of one request: by answer, and of its prompt."""
+    """An engine's output for one request: tokens by answer, log-probabilities of its prompt."""
 
     tokens: dict[str, list[Token]] = field(default_factory=dict)
     prompt_logprobs: list[Any] = field(default_factory=list)

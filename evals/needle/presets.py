@@ -67,7 +67,7 @@ class Preset:
 
     @property
     def versions(self) -> dict[str, int]:
-        """What a folder's settings say of the documents' version; nothing of the first."""
+        """The documents' version, as a run's settings have it: only from the second on."""
         return {"version": self.version} if self.version > 1 else {}
 
 

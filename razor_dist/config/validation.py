@@ -67,12 +67,12 @@ def explained(
     """
 
     def decorate(cls: Any) -> Any:
-        made, names = cls.__init__, [field.name for field in fields(cls)]
+        construct, names = cls.__init__, [field.name for field in fields(cls)]
 
-        @wraps(made)
+        @wraps(construct)
         def init(self: Any, *args: Any, **values: Any) -> None:
             try:
-                made(self, **dict(zip(names, args, strict=False)), **values)
+                construct(self, **dict(zip(names, args, strict=False)), **values)
             except ValidationError as wrong:
                 said = explain(wrong, cls.__pydantic_fields__, setting)
                 raise error(str(said), *said.names) from None
@@ -101,8 +101,7 @@ def made(
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for given in value:
         if given not in known:
-            near = nearest(str(given), known)
-            hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
+            hint = _hint(nearest(str(given), known), known)
             raise error(f"{name} has no field {given!r:.80}; {hint}", name)
     return cls(**value)
 
@@ -160,8 +159,11 @@ def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
     near = FOREIGN_SETTINGS.get(name)
     if near not in known:
         near = nearest(name, known)
-    hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(sorted(known))}"
-    return f"unknown {what} {name!r}; {hint}"
+    return f"unknown {what} {name!r}; {_hint(near, sorted(known))}"
+
+
+def _hint(near: str | None, known: Sequence[str]) -> str:
+    return f"did you mean {near!r}?" if near else f"known are: {', '.join(known)}"
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:

@@ -78,8 +78,8 @@ class _Body:
             for kind in _REFERENCES.values()
             for note in _part(document, f"{kind}s")
         }
-        self._asked: list[Any] = []  # notes that are to follow
-        self._told = 0  # notes before them
+        self._cited: list[Any] = []  # notes that are to follow
+        self._written = 0  # notes before them
 
     def text_of(self, element: Any) -> str:
         """Return the text of a paragraph, or of a table with its rows as lines."""
@@ -93,9 +93,9 @@ class _Body:
 
     def notes(self) -> Iterator[str]:
         """Yield the notes that the texts since the last call refer to."""
-        while self._asked:
-            self._told += 1
-            yield f"[^{self._told}]: {self._blocks(self._asked.pop(0)).strip()}"
+        while self._cited:
+            self._written += 1
+            yield f"[^{self._written}]: {self._blocks(self._cited.pop(0)).strip()}"
 
     def _blocks(self, parent: Any) -> str:
         return "\n".join(map(self.text_of, _children(parent, _P, _TABLE))).strip("\n")
@@ -128,8 +128,8 @@ class _Body:
         note = self._notes.pop((kind, id), None)
         if note is None:
             return ""
-        self._asked.append(note)
-        return f"[^{self._told + len(self._asked)}]"
+        self._cited.append(note)
+        return f"[^{self._written + len(self._cited)}]"
 
     def _formula(self, element: Any) -> str:
         """Return what a part of an equation says, as in a line: ``x^2/(a+b)``."""

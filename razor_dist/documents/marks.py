@@ -1,4 +1,4 @@
-"""How a text shows what a page shows by form: powers, formulas, symbols, numbers of lists."""
+"""Plain text for what a page shows by form: powers, formulas, symbols, numbers of lists."""
 
 from __future__ import annotations
 

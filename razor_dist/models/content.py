@@ -1,4 +1,4 @@
-"""What a model's folder holds, in a few bytes: whether results are of the same model."""
+"""A hash of a model's folder, by which a job that goes on knows that the model is the same."""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ class Loading:
 
 
 class Writing:
-    """Whether this process may write to the store now; it logs and counts what prevents it."""
+    """The store's state for a writer: if this process may write now, and what prevents it.
+
+    What prevents it is logged, and failures of the disk are counted.
+    """
 
     def __init__(self, store: PrefixStore | None, counts: Counter[str]) -> None:
         self._store, self._counts = store, counts

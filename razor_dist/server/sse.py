@@ -54,11 +54,12 @@ async def stream(
                 current_record().begun = True
                 if not isinstance(event.what, TextPiece):
                     chunks = form.progress(event.index, event.what)
-                elif form.is_slow:
-                    chunks = await asyncio.to_thread(form.piece, event.index, event.what)
                 else:
-                    chunks = form.piece(event.index, event.what)
-                sent += isinstance(event.what, TextPiece)
+                    sent += 1
+                    if form.is_slow:
+                        chunks = await asyncio.to_thread(form.piece, event.index, event.what)
+                    else:
+                        chunks = form.piece(event.index, event.what)
             if event is None or (not chunks and clock() - last >= heartbeat):
                 yield form.heartbeat
                 last = clock()

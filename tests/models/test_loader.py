@@ -152,7 +152,8 @@ def test_tensors_that_are_no_weights_may_be_of_any_dtype(tmp_path: Path) -> None
     weights = load_file(path / "model.safetensors") | {name: torch.ones(3, 3, dtype=torch.bool)}
     weights["model.norm.weight"] = weights["model.norm.weight"].double()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    load_model(path, device=CPU, dtype=torch.float32)
+    found = load_model(path, device=CPU, dtype=torch.float32).model.norm.weight
+    assert torch.equal(found, weights["model.norm.weight"].float())
 
 
 def test_an_index_of_shards_that_is_broken(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What leaves the device, host memory and disk for want of room, and in which order."""
+"""Eviction from the device, host memory and disk: which prefixes go, and in which order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def names(nodes: Nodes) -> set[int]:
 
 
 def test_what_was_used_last_stays_after_something_old_went_for_little() -> None:
-    """What others follow on stays, however little it is worth, and goes after them."""
+    """A node that others follow on goes after them, however little it is worth."""
     nodes = host(60)
     parent = enter(nodes, 1, 20)
     enter(nodes, 2, 20, parent)  # worth 21 a byte, and its parent 1
@@ -87,7 +87,7 @@ def test_the_devices_clock_never_goes_back() -> None:
 def test_the_least_worth_goes_first_and_is_looked_for_once(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of thousands of small nodes, hundreds go for a long one."""
+    """Small nodes are evicted for a long one in the order of their worth."""
     draw, nodes, all_ = random.Random(seed), host(math.inf), []
     for name in range(40):
         parent = draw.choice([None, *all_])
