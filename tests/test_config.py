@@ -152,6 +152,17 @@ def test_every_variable_of_the_code_may_be_set() -> None:
         assert load_config(EngineConfig, {}, {name: "0"}) == load_config(EngineConfig)
 
 
+@pytest.mark.parametrize("service", ["RAZOR_DIST", "RAZOR_DIST_HTTP"])
+def test_what_kubernetes_tells_of_a_service_is_no_setting(service: str) -> None:
+    told = """SERVICE_HOST=10.96.0.7 SERVICE_PORT=8000 SERVICE_PORT_HTTP=8000
+        PORT=tcp://10.96.0.7:8000 PORT_8000_TCP=tcp://10.96.0.7:8000 PORT_8000_TCP_PROTO=tcp
+        PORT_8000_TCP_PORT=8000 PORT_8000_TCP_ADDR=10.96.0.7"""
+    env = dict(f"{service}_{pair}".split("=") for pair in told.split())
+    assert load_config(ServerConfig, {}, env) == load_config(ServerConfig)
+    with pytest.raises(ConfigError, match="unknown environment variable 'RAZOR_DIST_MODEL'"):
+        load_config(ServerConfig, {}, {**env, "RAZOR_DIST_MODEL": "smollm2"})
+
+
 def test_a_name_of_a_file_that_is_too_long_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_config(EngineConfig, yaml_path="x" * 300)

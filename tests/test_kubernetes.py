@@ -52,6 +52,7 @@ def test_what_is_rendered_fits_the_server(folder: str, tmp_path: Path) -> None:
     first, *_ = templates = pods(objects)
     for template in templates:
         pod = template["spec"]
+        assert pod["enableServiceLinks"] is False
         assert pod["terminationGracePeriodSeconds"] > config.shutdown_timeout
         [container] = pod["containers"]
         given = [*container.get("command", ()), *container["args"]]
@@ -85,6 +86,9 @@ def test_what_is_rendered_fits_the_server(folder: str, tmp_path: Path) -> None:
 def test_the_hosts_ranks_are_all_of_the_server() -> None:
     """One server: the first host alone has HTTP, and all have the same command."""
     objects = rendered("hosts")
+    # It makes a Service of its own name, unless there is one, by which pods find the leader.
+    service, group = (objects[kind]["metadata"]["name"] for kind in ("Service", "LeaderWorkerSet"))
+    assert service != group
     leader, worker = (template["spec"]["containers"][0] for template in pods(objects))
     assert leader["command"] == worker["command"] and leader["args"] == worker["args"]
     assert "ports" not in worker and "readinessProbe" not in worker

@@ -24,8 +24,11 @@ from razor_dist.config.validation import SettingError, is_optional, unknown
 
 ENV_PREFIX = "RAZOR_"
 # Variables with our prefix that are no settings: where ranks meet, which one of our processes sets
-# for another, and the switch of `razor_dist.kernels.compiled`.
-OTHER_ENV = frozenset({"RAZOR_RENDEZVOUS", "RAZOR_DIST_CPU_KERNELS"})
+# for another, the switch of `razor_dist.kernels.compiled`, and what Kubernetes tells every pod of a
+# Service whose name begins with razor-dist.
+_NO_SETTINGS = re.compile(
+    "RAZOR_RENDEZVOUS|RAZOR_DIST_(CPU_KERNELS|(.*_)?SERVICE_HOST|(.*_)?PORT(_.*)?)"
+)
 
 Config = TypeVar("Config", bound=EngineConfig)
 _log = logging.getLogger(__name__)
@@ -173,7 +176,7 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
     known = {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
     mine = {}
     for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENV:
+        if not variable.startswith(ENV_PREFIX) or _NO_SETTINGS.fullmatch(variable):
             continue
         given = variable.removeprefix(ENV_PREFIX).lower()
         name = RENAMED.get(given, given)
