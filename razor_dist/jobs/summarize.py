@@ -53,7 +53,9 @@ from razor_dist.protocol.messages import Progress
 log = logging.getLogger(__name__)
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
-_VERSION = 8
+_VERSION = 9
+# Of Qwen3's templates and others: thoughts would become the summary.
+_TEMPLATE: Mapping[str, Any] = {"enable_thinking": False}
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
@@ -244,12 +246,15 @@ class Summarizer:
         prompt = self._style.prompt(material.text, kind)
         messages = [{"role": "user", "content": prompt}]
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
-        text = f"{prompt}\n\nSummary:"
+        encoder, text = self._encoder, f"{prompt}\n\nSummary:"
         if not self._style.sources:
-            ids = self._encoder.chat(messages) if is_chat else self._encoder.text(text)
+            ids = encoder.chat(messages, **_TEMPLATE) if is_chat else encoder.text(text)
             return Asked(material, ids)
-        encoder = self._encoder
-        ids, where = encoder.chat_with_ends(messages) if is_chat else encoder.text_with_ends(text)
+        ids, where = (
+            encoder.chat_with_ends(messages, **_TEMPLATE)
+            if is_chat
+            else encoder.text_with_ends(text)
+        )
         begin = self._style.document_begin(kind)
         parts = [part for at in where.parts for part in material.parts_at(at.begin + begin)]
         return Asked(material, ids, replace(where, parts=parts))

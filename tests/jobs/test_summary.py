@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any, cast
 
@@ -153,6 +154,15 @@ def test_a_model_without_a_chat_template_gets_a_text() -> None:
     llm = Quoter(4096, plain_tokenizer())
     assert summarize(llm, document(2))["summary"] == "fact0 fact1"
     assert llm.prompts[0].endswith("Write only the summary.\n\nSummary:")
+
+
+@pytest.mark.parametrize("sources", [False, True])
+def test_models_are_asked_to_summarise_without_thinking(sources: bool) -> None:
+    tokenizer = copy.copy(smollm2_tokenizer())
+    tokenizer.chat_template += "{% if enable_thinking is false %}No thoughts.{% endif %}"
+    llm = Quoter(4096, tokenizer)
+    summarize(llm, document(2), sources=sources)
+    assert llm.prompts[0].endswith("No thoughts.")
 
 
 def test_templates() -> None:

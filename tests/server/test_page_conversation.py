@@ -276,7 +276,9 @@ def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -
     reader.pending.get_by_role("button", name=re.compile(r"Summarise in about \d+ parts")).click()
     turn = page.locator("article")
     expect(turn.locator(".copy")).to_be_visible(timeout=60_000)
-    contents = [json.loads(one)["messages"][0]["content"] for one in requests]
+    bodies = [json.loads(one) for one in requests]
+    assert all(one["chat_template_kwargs"] == {"enable_thinking": False} for one in bodies)
+    contents = [one["messages"][0]["content"] for one in bodies]
     about = "\n\nWhat is the text above about? Answer in three sentences."
     texts = [one.removesuffix(about) for one in contents[:-1]]
     assert "".join(texts) == book and len(texts) > 2

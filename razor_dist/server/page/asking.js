@@ -19,6 +19,8 @@ const SAVE = 2000;
 const SOURCES = 3;
 // The wording that small models end by themselves (docs/LOG.md).
 const ABOUT = "\n\nWhat is the text above about? Answer in three sentences.";
+// Of Qwen3's templates and others: thoughts would become the summary of a part.
+const UNTHINKING = { enable_thinking: false };
 const ENDS = {
   length: () => `Cut off after ${count(app.settings.maxTokens)} tokens (Settings).`,
   repetition: () => "Ended by the server: the answer had begun to repeat itself.",
@@ -229,7 +231,8 @@ export async function summarise(long) {
     grow(view, `${turn.answer ? "\n\n" : ""}**${title}**\n\n`);
     const begun = turn.answer.length;
     const messages = [{ role: "user", content }];
-    await stream(() => body(messages, app.settings.maxTokens), view.reading, signal, (chunk) => {
+    const request = () => body(messages, app.settings.maxTokens, { chat_template_kwargs: UNTHINKING });
+    await stream(request, view.reading, signal, (chunk) => {
       grow(view, chunk.choices?.[0]?.delta?.content);
     });
     return turn.answer.slice(begun);
