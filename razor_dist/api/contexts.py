@@ -58,6 +58,22 @@ class KeptContext(msgspec.Struct, frozen=True):
             kept[-1], rest[:1] = rest[0].model_copy(update=joined), []
         return kept + rest
 
+    def cited(self, messages: Sequence[ChatMessage]) -> tuple[list[CitedDocument], list[Segment]]:
+        """Return its documents, and the blocks of a conversation that goes on with it.
+
+        ``messages`` are all of that, as `before` returns them. No blocks if it names none itself.
+        """
+        found, first = list(self.segments), len(self.messages) - 1
+        if not found:
+            return [], []
+        for number, message in enumerate(messages[first:], first):
+            end = 0
+            for at, part in enumerate(message.parts):
+                begin, end = end, end + len(part.text)
+                if number > first or at:  # its own blocks are in the first part of its last message
+                    found.append(Segment(number, begin, end, None))
+        return self.documents, found
+
 
 def contexts(
     encoder: PromptEncoder,

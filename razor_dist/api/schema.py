@@ -6,6 +6,7 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -318,17 +319,23 @@ class ChatBody(GenerateBody):
     @property
     def marks(self) -> list[Mark]:
         """The places up to which the conversation is to be kept."""
+        documents, segments = self.cited
+        of = {"documents": len(documents), "cites": self._kept is not None and self._kept.cites}
         found = []
         for index, message in enumerate(self.messages):
-            found += [Mark(index, at, control.seconds, True) for at, control in message.marks]
+            places = [(at, control, True) for at, control in message.marks]
             if message.cache_control is not None and message.content is not None:
-                found.append(Mark(index, len(message.text), message.cache_control.seconds, False))
+                places.append((len(message.text), message.cache_control, False))
+            for at, control, goes_on in places:
+                count = bisect_right(segments, (index, at), key=lambda one: (one.message, one.end))
+                place = index, at, control.seconds, goes_on
+                found.append(Mark(*place, segments=count, **of))
         return found
 
     @property
     def cited(self) -> tuple[Sequence[CitedDocument], Sequence[Segment]]:
         """The documents that an answer may cite, and where all blocks are in the messages."""
-        return (), ()
+        return ((), ()) if self._kept is None else self._kept.cited(self.messages)
 
     def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:
         if self._encoded is None or not self.marks:

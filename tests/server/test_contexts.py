@@ -100,6 +100,31 @@ def test_documents_in_a_context_are_cited_as_if_they_were_sent() -> None:
     assert error.value.param == "system"
 
 
+@pytest.mark.parametrize("of_part", [True, False])
+@pytest.mark.parametrize("cited", [True, False])
+@pytest.mark.parametrize("turns", [False, True])
+def test_documents_stay_where_a_chat_goes_on(of_part: bool, cited: bool, turns: bool) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": DOCUMENT}
+    document = {"type": "document", "source": source, "citations": {"enabled": cited}}
+    marked = [user(document | {"cache_control": MARK})]
+    [first] = parsed("messages", messages=marked, max_tokens=9).contexts
+    more, mark = part("A roof is green. " * 9), {"cache_control": MARK}
+    then = [user("Why?"), HELLO] * turns
+    then.append(user(more | mark, part("So?")) if of_part else user(more) | mark)
+    [kept] = parsed("chat", first, messages=then, context="c").contexts
+    assert kept.documents == first.documents and kept.cites is cited
+    rest = [document, part("What is green?")]
+    begin = [user(document, part("Why?")), HELLO, user(more, *rest)]
+    whole = begin if turns else [user(document, more, *rest)]
+    want = parsed("messages", messages=whole, max_tokens=9)
+    got = parsed("messages", kept, messages=[user(*rest)], context="c", max_tokens=9)
+    assert got.prompts[0].tokens.tolist() == want.prompts[0].tokens.tolist()
+    assert got.described == want.described and len(got.described["documents"]) == 2
+    assert got.prompts[0].params == want.prompts[0].params
+    texts = [found.prompts[0].text and found.prompts[0].text.to_wire() for found in (got, want)]
+    assert texts[0] == texts[1] and (texts[0] is not None) is cited
+
+
 def test_what_follows_a_kept_message_stands_apart() -> None:
     [kept] = parsed("chat", messages=[user(DOCUMENT) | {"cache_control": MARK}]).contexts
     asked: dict[str, Any] = {"max_tokens": 9}
