@@ -320,7 +320,7 @@ class ChatBody(GenerateBody):
     def marks(self) -> list[Mark]:
         """The places up to which the conversation is to be kept."""
         documents, segments = self.cited
-        of = {"documents": len(documents), "cites": self._kept is not None and self._kept.cites}
+        cites = self._kept is not None and self._kept.cites
         found = []
         for index, message in enumerate(self.messages):
             places = [(at, control, True) for at, control in message.marks]
@@ -328,8 +328,8 @@ class ChatBody(GenerateBody):
                 places.append((len(message.text), message.cache_control, False))
             for at, control, goes_on in places:
                 count = bisect_right(segments, (index, at), key=lambda one: (one.message, one.end))
-                place = index, at, control.seconds, goes_on
-                found.append(Mark(*place, segments=count, **of))
+                place = index, at, control.seconds, goes_on, False
+                found.append(Mark(*place, len(documents), count, cites=cites))
         return found
 
     @property

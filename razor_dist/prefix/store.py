@@ -12,6 +12,8 @@
                 kv-<rank>-<part>.safetensors       retrieval heads, each rank's shard
                 state-<window>-<part>.safetensors  streaming heads as of the last token
             <node>.title         of a document that was read ahead of time: its name
+            contexts.d/          what frontends keep of contexts; here, where no rank looks for
+                                 nodes each time that one comes or goes
 
 A node is written into a folder of another name, every file synced, and renamed when all ranks have
 written theirs. Readers take no lock, and a kill leaves at most a folder that readers ignore and the
@@ -45,6 +47,7 @@ from razor_dist.prefix.manifest import FORMAT, Manifest, Names, Tokens, digest, 
 from razor_dist.prefix.parts import BadPartError, read_file, replace_file, unpack, write_file
 
 _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
+CONTEXTS = "contexts.d"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
 _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
@@ -314,7 +317,8 @@ def remove_leftovers(directory: Path) -> int:
     A directory may hold files of others, which stay.
     """
     removed, old = 0, time.time() - _FILE_SECONDS
-    for path in [path for folder in folders(directory) for path in folder.iterdir()]:
+    own = [one for folder in folders(directory) for one in (folder, folder / CONTEXTS)]
+    for path in [path for folder in own if folder.is_dir() for path in folder.iterdir()]:
         with contextlib.suppress(OSError):
             if _FOLDER_LEFT.fullmatch(path.name):
                 shutil.rmtree(path)

@@ -136,12 +136,12 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/contexts/{name}/messages")
     async def context_messages(name: str) -> dict[str, Any]:
-        kept = service.contexts.find(name, current_record().key).kept
+        kept = (await service.contexts.find(name, current_record().key)).kept
         return {"id": name, "object": "context.messages", **kept.content()}
 
     @app.delete("/v1/contexts/{name}")
     async def end_context(name: str) -> dict[str, Any]:
-        service.contexts.end(name, current_record().key)
+        await service.contexts.end(name, current_record().key)
         return {"id": name, "object": "context", "deleted": True}
 
     @app.api_route("/ping", methods=["GET", "POST"])

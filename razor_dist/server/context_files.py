@@ -1,5 +1,7 @@
 """Contexts beside the prefixes of a store, so that they outlive the server: ``ID.context`` each.
 
+They have a folder of their own: ranks look at all prefixes whenever names in theirs have changed.
+
 A file has its time to live and the length of its head (4 bytes each), the head, and the
 `KeptContext`, both as msgpack. Its time is that of the last use by any server; a context expires
 its time to live after that.
@@ -12,6 +14,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,14 +22,14 @@ import msgspec
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.prefix.parts import replace_file
-from razor_dist.prefix.store import folders
+from razor_dist.prefix.store import CONTEXTS, folders
 
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"ctx_[0-9a-f]{32}")
 _INT_BYTES = 4
-# Seconds for which an expired file stays: a server that uses it renews it as it expires.
-_GRACE = 60.0
+# For which an expired file stays: a server that uses it renews it soon after it expires.
+GRACE_SECONDS = 60.0
 # Seconds after its last use in which any context has expired, also one that cannot be read.
 _LONGEST = 604_800
 
@@ -54,10 +57,10 @@ class Stored(NamedTuple):
 
 
 class ContextFiles:
-    """The files in a store's folder (`PrefixStore.folder`)."""
+    """The files below a store's folder (`PrefixStore.folder`)."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = folder / CONTEXTS
 
     def _path(self, id_: str) -> Path:
         return self._folder / f"{id_}.context"
@@ -67,6 +70,7 @@ class ContextFiles:
         first, rest = map(msgspec.msgpack.encode, (head, kept))
         begin = b"".join(n.to_bytes(_INT_BYTES, "big") for n in (ttl, len(first)))
         try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             _sweep(self._folder)
             replace_file(self._path(head.id), begin + first + rest)
         except OSError as error:
@@ -96,15 +100,21 @@ class ContextFiles:
         now = time.time()
         return [stored for stored in _sweep(self._folder)[0] if stored.expires >= now]
 
-    def look(self, id_: str) -> Stored | None:
-        """Return a context without its text; None if it is gone. Raises `OSError`."""
-        try:
-            with self._path(id_).open("rb") as file:
-                return _begin(file)
-        except FileNotFoundError:
-            return None
-        except _DAMAGED as error:
-            raise OSError(f"it is damaged: {error}") from None
+    def look(self, ids: Iterable[str]) -> dict[str, Stored | None]:
+        """Return contexts without their texts, None for those that are gone.
+
+        Those that cannot be read are left out: a disk that fails has deleted nothing.
+        """
+        found: dict[str, Stored | None] = {}
+        for id_ in ids:
+            with contextlib.suppress(OSError, *_DAMAGED):
+                try:
+                    with self._path(id_).open("rb") as file:
+                        found[id_] = _begin(file)
+                except FileNotFoundError:
+                    if self._folder.is_dir():
+                        found[id_] = None
+        return found
 
     def touch(self, id_: str, ttl: int | None = None) -> None:
         """Note that a context was used, and its time to live from now on, if a request says it."""
@@ -123,7 +133,14 @@ def sweep(directory: Path, unused_since: float = 0.0) -> int:
 
     Those of all fingerprints: a model that is served no more leaves no texts behind.
     """
-    return sum(_sweep(folder, unused_since)[1] for folder in folders(directory))
+    removed = 0
+    for folder in folders(directory):
+        for old in folder.glob("ctx_*.context"):  # where they were before version 0.2
+            with contextlib.suppress(OSError):
+                (folder / CONTEXTS).mkdir(mode=0o700, exist_ok=True)
+                old.rename(folder / CONTEXTS / old.name)
+        removed += _sweep(folder / CONTEXTS, unused_since)[1]
+    return removed
 
 
 def _sweep(folder: Path, unused_since: float = 0.0) -> tuple[list[Stored], int]:
@@ -135,7 +152,7 @@ def _sweep(folder: Path, unused_since: float = 0.0) -> tuple[list[Stored], int]:
             with contextlib.suppress(*_DAMAGED), path.open("rb") as file:
                 stored = _begin(file)
             expires = used + _LONGEST if stored is None else stored.expires
-            if expires + _GRACE < now or used < unused_since:
+            if expires + GRACE_SECONDS < now or used < unused_since:
                 path.unlink()
                 removed += 1
             elif stored is not None:

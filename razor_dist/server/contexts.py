@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,15 @@ from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
 from razor_dist.protocol.messages import Fields
-from razor_dist.server.context_files import ContextFiles, Head, Stored
+from razor_dist.server.context_files import GRACE_SECONDS, ContextFiles, Head, Stored
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
 _REMEMBERED = 1000
 # Characters of a context's text in a list.
 _BEGINS = 120
+# Seconds between two looks for contexts that have expired, or that other servers have deleted:
+# fewer than those for which the file of an expired one stays, which may be in use here.
+_WATCH_SECONDS = GRACE_SECONDS / 3
 
 
 @dataclass(eq=False)
@@ -42,7 +44,6 @@ class Context:
     stays: bool = False  # until it expires: it was pinned as a whole once, or an answer named it
     stored: bool = False  # in a file
     users: int = 0  # requests in flight that continue it
-    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
@@ -54,9 +55,7 @@ class Context:
 
     @cached_property
     def name(self) -> bytes:
-        """A hash of all that makes a context, equal for two requests that keep the same one."""
-        about = [self.head.owner, self.head.salt, self.kept.digest]
-        return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
+        return _name(self.head.owner, self.head.salt, self.kept)
 
     @property
     def expires(self) -> float:
@@ -66,6 +65,23 @@ class Context:
     def brief(self) -> Fields:
         """The context as an answer names it."""
         return {"id": self.id, "tokens": self.head.tokens, "expires_at": int(self.expires)}
+
+    def require_pin(
+        self, client: EngineClient, before: Context | None, most: int, priority: int
+    ) -> list[Pin]:
+        """Have it be pinned, unless it is; behind another, if that is pinned. Return a new pin."""
+        if self.is_pinned:
+            return []
+        behind = before.pin if before is not None and before.is_pinned else None
+        self.pin = Pin(
+            client,
+            self.kept.text.tokens,
+            behind=behind,
+            quota=(self.head.owner or "", most),
+            cache_salt=self.head.salt,
+            priority=priority,
+        )
+        return [self.pin]
 
 
 class Contexts:
@@ -84,19 +100,23 @@ class Contexts:
         self._by_name: dict[bytes, Context] = {}
         self._stored_in: ContextFiles | None = None
         self._writing: dict[Context, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
         self._ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()  # owner, and how
 
-    def find(self, id_: str, owner: str | None) -> Context:
+    async def find(self, id_: str, owner: str | None) -> Context:
         """Return a context of a key; `RequestError` (``context_not_found``) if there is none.
 
         `NotReadyError` while that is not known.
         """
-        found = self._contexts.get(id_)
-        if found is None:
+        if id_ in self._contexts:
+            await self._look([self._contexts[id_]])
+        else:
             self._require_known()
-            found = self._read(id_, owner)
-        elif not self._is_there(found):
-            found = None
+            await self._read(id_, owner)
+        return self._known(id_, owner)
+
+    def _known(self, id_: str, owner: str | None) -> Context:
+        found = self._contexts.get(id_)
         if found is not None and found.head.owner == owner:
             return found
         whose, how = self._ended.get(id_, (owner, ""))
@@ -120,35 +140,54 @@ class Contexts:
             self._stored_in = ContextFiles(Path(info.prefix_folder))
         return self._stored_in
 
-    def _is_there(self, context: Context) -> bool:
-        """Take in what other servers have done to a context; False if one has deleted it."""
-        files = self._files
-        if not context.stored or files is None:
-            return True
-        with contextlib.suppress(OSError):  # a disk that fails has deleted nothing
-            stored = files.look(context.id)
-            if stored is None:
+    async def _look(self, contexts: Iterable[Context]) -> None:
+        """Take in what other servers have done to contexts; forget those that one has deleted."""
+        files, stored = self._files, [context for context in contexts if context.stored]
+        if files is None or not stored:
+            return
+        ids = [context.id for context in stored]
+        for id_, seen in (await asyncio.to_thread(files.look, ids)).items():
+            context = self._contexts.get(id_)
+            if context is None:  # ended meanwhile
+                continue
+            if seen is None:
                 self._forget(context, "; it was deleted")
-                return False
-            context.used, context.ttl = max(context.used, stored.used), stored.ttl
-        return True
+            else:
+                context.used, context.ttl = max(context.used, seen.used), max(context.ttl, seen.ttl)
 
-    def _read(self, id_: str, owner: str | None) -> Context | None:
-        """Return a key's context that another server has kept, or this one before its restart."""
-        files = self._files
-        found = None if files is None else files.read(id_)
+    async def _watch(self) -> None:
+        """Forget contexts that expire, or that other servers delete, as long as there are any."""
+        while self._contexts:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await self._look(list(self._contexts.values()))
+            for context in list(self._contexts.values()):
+                if context.expires > time.time():
+                    continue
+                if context.users:
+                    self._touch(context)  # else another server would remove its file
+                else:
+                    self._forget(context, _expired(context))
+
+    def _enter(self, context: Context) -> None:
+        self._contexts[context.id] = context
+        self._by_name.setdefault(context.name, context)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _read(self, id_: str, owner: str | None) -> None:
+        """Take in a key's context that another server has kept, or this one before its restart."""
+        files, ended = self._files, self._ended.get(id_)
+        found = None if files is None else await asyncio.to_thread(files.read, id_)
         if found is None or found[0].head.owner != owner:
-            return None
+            return
+        if id_ in self._contexts or self._ended.get(id_) is not ended:  # meanwhile
+            return
         stored, kept = found
         context = Context(*stored, kept, stays=True, stored=True)
-        left = context.expires - time.time()
-        if left < 0:
+        if context.expires < time.time():
             self._remember(context, _expired(context))
-            return None
-        self._contexts[id_] = context
-        self._by_name.setdefault(context.name, context)
-        self._arm(context, left)
-        return context
+        else:
+            self._enter(context)
 
     def _write(self, context: Context) -> None:
         """Keep a context in a file, if there is a store."""
@@ -172,16 +211,16 @@ class Contexts:
 
         self._writing[context] = asyncio.create_task(write())
 
-    def listed(self, owner: str | None, held: Fields | None) -> list[dict[str, Any]]:
+    async def listed(self, owner: str | None, held: Fields | None) -> list[dict[str, Any]]:
         """Return a key's contexts as `described` does, those that only files have as well.
 
         `NotReadyError` while they are not known.
         """
         self._require_known()
-        own = [
-            c for c in list(self._contexts.values()) if c.head.owner == owner and self._is_there(c)
-        ]
-        stored = [] if self._files is None else self._files.all()
+        await self._look([c for c in self._contexts.values() if c.head.owner == owner])
+        files = self._files
+        stored = [] if files is None else await asyncio.to_thread(files.all)
+        own = [c for c in self._contexts.values() if c.head.owner == owner]
         return [described(context, held) for context in own] + [
             _entry(one, _UNKNOWN)
             for one in stored
@@ -193,11 +232,11 @@ class Contexts:
         pinned = [context.expires for context in self._contexts.values() if context.is_pinned]
         return max(1, math.ceil(min(pinned, default=0.0) - time.time()))
 
-    def end(self, id_: str, owner: str | None) -> None:
+    async def end(self, id_: str, owner: str | None) -> None:
         """End a context; requests that continue it go on."""
-        self._forget(self.find(id_, owner), "; it was deleted")
+        self._forget(await self.find(id_, owner), "; it was deleted")
 
-    def use(
+    async def use(
         self,
         base: Context | None,
         kept: Sequence[KeptContext],
@@ -211,12 +250,14 @@ class Contexts:
         continues nothing. What is pinned for it has its ``priority``. Raises as
         `EngineClient.submit`, and as `find` if ``base`` has ended.
         """
+        salt = salt if base is None else base.head.salt
+        known = [self._by_name.get(_name(owner, salt, one)) for one in kept]
+        await self._look([context for context in (base, *known) if context is not None])
         used, new = list[Context](), list[Pin]()
         try:
             if base is not None:
-                used.append(self.find(base.id, owner))  # it may have ended since it was found
-                self._require_pin(used[0], used[0].parent, new, priority)
-                salt = used[0].head.salt
+                used.append(self._known(base.id, owner))  # it may have ended since it was found
+                new += used[0].require_pin(self._client, used[0].parent, self.most, priority)
             for one in kept:
                 before = used[-1] if used else None
                 if before is None or len(one.text.tokens) > len(before.kept.text.tokens):
@@ -263,33 +304,12 @@ class Contexts:
         id_ = f"ctx_{self._tag}{secrets.token_hex(16)[len(self._tag) :]}"
         head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
         blank = Context(head, kept.ttl, now, kept, before)
-        found = self._by_name.get(blank.name)
-        if found is None or not self._is_there(found):
-            found = blank
-        self._require_pin(found, before, new, priority)
+        found = self._by_name.get(blank.name, blank)
+        new += found.require_pin(self._client, before, self.most, priority)
         found.parent, found.ttl = before, max(found.ttl, kept.ttl)
-        self._contexts[found.id] = self._by_name[found.name] = found
+        self._enter(found)
         self._touch(found, stated=True)
         return found
-
-    def _require_pin(
-        self, context: Context, before: Context | None, new: list[Pin], priority: int
-    ) -> None:
-        """Have a context be pinned, unless it is; behind another, if that is pinned."""
-        if context.is_pinned:
-            return
-        behind = before.pin if before is not None and before.is_pinned else None
-        tokens, head = context.kept.text.tokens, context.head
-        quota = head.owner or "", self.most
-        context.pin = Pin(
-            self._client,
-            tokens,
-            behind=behind,
-            quota=quota,
-            cache_salt=head.salt,
-            priority=priority,
-        )
-        new.append(context.pin)
 
     def _touch(self, context: Context, *, stated: bool = False) -> None:
         """Begin its time to live anew.
@@ -301,30 +321,12 @@ class Contexts:
         context.used = time.time()
         if context.stored and self._files is not None:
             self._files.touch(context.id, context.ttl if stated else None)
-        self._arm(context, context.ttl)
-
-    def _arm(self, context: Context, seconds: float) -> None:
-        if context.timer is not None:
-            context.timer.cancel()
-        loop = asyncio.get_running_loop()
-        context.timer = loop.call_later(seconds, self._expire, context)
-
-    def _expire(self, context: Context) -> None:
-        if context.users:
-            self._touch(context)  # else another server would remove its file
-        elif self._is_there(context):
-            if (left := context.expires - time.time()) > 0:  # another server has used it
-                self._arm(context, left)
-            else:
-                self._forget(context, _expired(context))
 
     def _forget(self, context: Context, how: str) -> None:
         if self._contexts.pop(context.id, None) is None:
             return
         if self._by_name.get(context.name) is context:
             del self._by_name[context.name]
-        if context.timer is not None:
-            context.timer.cancel()
         if context.pin is not None:
             context.pin.close()
         context.parent = None
@@ -336,6 +338,12 @@ class Contexts:
         self._ended[context.id] = context.head.owner, how
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
+
+
+def _name(owner: str | None, salt: str | None, kept: KeptContext) -> bytes:
+    """A hash of all that makes a context, equal for two requests that keep the same one."""
+    about = [owner, salt, kept.digest]
+    return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
 
 
 def _beginning(kept: KeptContext) -> str:

@@ -136,7 +136,7 @@ class Service:
                 parsed = await self._parse(endpoint, raw)
                 if parsed.unread or parsed.context:
                     if parsed.context is not None:
-                        context = self.contexts.find(parsed.context, record.key)
+                        context = await self.contexts.find(parsed.context, record.key)
                     files = await self._read_files(parsed.unread)
                     kept = None if context is None else context.kept
                     parsed = await self._parse(endpoint, raw, files, kept)
@@ -148,9 +148,9 @@ class Service:
                 seconds = min(seconds, parsed.timeout or math.inf)
                 timeout.reschedule(arrived + seconds)
                 prompts = await self._compiled(parsed)
+                parsed, choices = await self._submit(parsed, context, prompts, reader)
         except TimeoutError:
             raise _late(seconds) from None
-        parsed, choices = self._submit(parsed, context, prompts, reader)
         choices.fail_at(arrived + seconds, _late(seconds))
         name, tokenizer = self.config.name, reader.encoder.tokenizer
         form = FORMATS[endpoint](parsed, name, choices.choices, tokenizer)
@@ -175,7 +175,7 @@ class Service:
             choices.close()
             raise
 
-    def _submit(
+    async def _submit(
         self,
         parsed: ParsedRequest,
         context: Context | None,
@@ -185,7 +185,7 @@ class Service:
         """Ask for a request's answers, after the contexts that it continues or has kept."""
         salt, pinned = self._salt(parsed.cache_salt), None
         key, priority = current_record().key, prompts[0].params.priority
-        if found := self.contexts.use(context, parsed.contexts, key, salt, priority):
+        if found := await self.contexts.use(context, parsed.contexts, key, salt, priority):
             pinned, used = found
             parsed = replace(parsed, kept_as=[one.brief for one in used])
         try:
@@ -293,15 +293,15 @@ class Service:
         """Return the contexts of the request's key, or the one of that id."""
         key = current_record().key
         if id_ is not None:
-            self.contexts.find(id_, key)  # before the ranks are asked
-        elif not self.contexts.listed(key, None):
+            await self.contexts.find(id_, key)  # before the ranks are asked
+        elif not await self.contexts.listed(key, None):
             return []
         held = None
         with contextlib.suppress(EngineError):
             held = (await self.counters()).get("pinned", {})
         if id_ is None:
-            return self.contexts.listed(key, held)
-        return [described(self.contexts.find(id_, key), held)]
+            return await self.contexts.listed(key, held)
+        return [described(await self.contexts.find(id_, key), held)]
 
     async def scrape(self) -> bytes:
         """Return the metrics as Prometheus' text, the ranks' as last reported if they are busy."""

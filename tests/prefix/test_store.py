@@ -31,8 +31,9 @@ from razor_dist.prefix.store import (
 def test_leftovers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, {"model": "m"})
     ours, node = store.folder, "0" * 32
-    drafts = [ours / f"about.json{1:08x}.new", ours / f"ctx_{node}.context.{2:08x}.new"]
-    dead = [ours / f"ctx_{node}.context.{3:08x}.new", store.draft(node)]
+    (contexts := ours / "contexts.d").mkdir()
+    drafts = [ours / f"about.json{1:08x}.new", contexts / f"ctx_{node}.context.{2:08x}.new"]
+    dead = [contexts / f"ctx_{node}.context.{3:08x}.new", store.draft(node)]
     dead.append(ours / f"{node}.{4:08x}.old")
     dead[-1].mkdir()
     dead.append(ours / f"{1:032x}.title")  # of a node that is gone

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -166,14 +167,16 @@ class History:
         for server in self.servers:
             for key, id_, _ in self.given:
                 try:
-                    server.contexts.end(id_, key)
+                    await server.contexts.end(id_, key)
                 except RequestError as error:
                     assert error.code == "context_not_found"
-            assert server.contexts.listed("a", None) == server.contexts.listed("b", None) == []
+            for key in "ab":
+                assert await server.contexts.listed(key, None) == []
             await server.drain()
         for server in self.servers:
-            server.contexts.listed("a", None)  # and what the other has deleted
-            [server.contexts._is_there(c) for c in list(server.contexts._contexts.values())]
+            async with asyncio.timeout(60):
+                while server.contexts._contexts:  # until it sees what the other has deleted
+                    await asyncio.sleep(0.01)
             await server.drain()
             assert not server.client._streams and not server.core.seconds_left()
             stats = server.core.stats()
@@ -189,11 +192,11 @@ class History:
         try:
             if ask.handle is not None and own:
                 id_, begin = own[ask.handle % len(own)]
-                base, salt, text = server.contexts.find(id_, ask.key), None, (*begin, *text)
+                base, salt, text = await server.contexts.find(id_, ask.key), None, (*begin, *text)
                 assert tuple(base.kept.text.tokens.tolist()) == begin
             places = [len(text) - len(ask.text) + at for at in ask.marks]
             marks = [kept(text[:at]) for at in places if 0 < at < len(text)]
-            found = server.contexts.use(base, marks, ask.key, salt)
+            found = await server.contexts.use(base, marks, ask.key, salt)
         except RequestError as error:
             assert error.code == "context_not_found"
             self.happened["not found"] += 1
@@ -220,12 +223,12 @@ class History:
         elif do.what == "end" and self.given:
             key, id_, _ = self.given[do.number % len(self.given)]
             try:
-                server.contexts.find(id_, "b" if key == "a" else "a")
+                await server.contexts.find(id_, "b" if key == "a" else "a")
                 raise AssertionError("a key finds another's context")
             except RequestError:
                 pass
             try:
-                server.contexts.end(id_, key)
+                await server.contexts.end(id_, key)
             except RequestError as error:
                 assert error.code == "context_not_found"
         elif do.what == "expire" and contexts:
@@ -233,7 +236,6 @@ class History:
             context.used = past = time.time() - 2 * TTL
             if context.stored and server.contexts._files is not None:
                 os.utime(server.contexts._files._path(context.id), (past, past))
-            server.contexts._expire(context)
         elif do.what in ("die", "restart"):
             await self.check(server)
             await server.saved()
@@ -314,7 +316,8 @@ def test_any_history_of_contexts_is_answered_as_if_nothing_were_kept(
             await one.play(history)
             happened.update(one.happened)
 
-        asyncio.run(play())
+        with mock.patch("razor_dist.server.contexts._WATCH_SECONDS", 0.01):
+            asyncio.run(play())
 
     # What few random histories may have: a context asked by its handle, too many, and an end.
     def ask(first: int, *marks: int, handle: int | None = None) -> Ask:

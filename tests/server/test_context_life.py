@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -47,7 +48,7 @@ def played(play: Callable[[], Awaitable[None]]) -> None:
 
 
 async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
-    found = contexts.use(base, new, "a", None)
+    found = await contexts.use(base, new, "a", None)
     assert found is not None
     await asyncio.sleep(0)  # its pins hear of what was prefilled
     return found
@@ -62,8 +63,23 @@ async def used(contexts: Contexts, *new: KeptContext, base: Context | None = Non
     return last
 
 
-def ids(contexts: Contexts) -> list[str]:
-    return [one["id"] for one in contexts.listed("a", None)]
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("razor_dist.server.contexts._WATCH_SECONDS", 0.01)
+
+
+async def ids(contexts: Contexts) -> list[str]:
+    return [one["id"] for one in await contexts.listed("a", None)]
+
+
+def stored_in(store: Path) -> list[Path]:
+    return list(store.glob("contexts.d/*"))
 
 
 def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
@@ -71,9 +87,9 @@ def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
         client = FakeClient(reads=True)
         contexts = Contexts(client, 1e9)
         context = await used(contexts, kept())
-        contexts.end(context.id, "a")  # between `find` and `use`
+        await contexts.end(context.id, "a")  # between `find` and `use`
         with pytest.raises(RequestError, match="it was deleted") as error:
-            contexts.use(context, [], "a", None)
+            await contexts.use(context, [], "a", None)
         assert error.value.code == "context_not_found"
         assert client.aborted == [add.id for add in client.adds] and len(client.adds) == 1
 
@@ -90,9 +106,9 @@ def test_what_was_begun_is_taken_back_if_the_engine_dies_meanwhile(
         monkeypatch.setattr(client, "require_ready", mock.Mock(side_effect=[client.info, died]))
         marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
         with pytest.raises(EngineError):
-            contexts.use(None, parsed("chat", messages=[user(*marks)]).contexts, "a", None)
+            await contexts.use(None, parsed("chat", messages=[user(*marks)]).contexts, "a", None)
         [first] = client.adds
-        assert ids(contexts) == [] and client.aborted == [first.id]
+        assert await ids(contexts) == [] and client.aborted == [first.id]
 
     played(play)
 
@@ -108,10 +124,10 @@ def test_an_engine_that_dies_does_not_take_contexts_along() -> None:
         client.reads = False  # the client hangs up meanwhile, or there is no room now
         pinned, _ = await begun(contexts, base=context)
         pinned.close()
-        assert ids(contexts) == [context.id]
+        assert await ids(contexts) == [context.id]
         pinned, [new] = await begun(contexts, kept("Other."))
         pinned.close()
-        assert ids(contexts) == [context.id] and not new.is_pinned
+        assert await ids(contexts) == [context.id] and not new.is_pinned
         assert client.aborted == [client.adds[-1].id] == [new.pin.stream.request_id]
 
     played(play)
@@ -126,13 +142,13 @@ def test_a_disk_that_refuses_costs_no_context(
         with monkeypatch.context() as patched:
             patched.setattr(parts, "write_file", write)
             context = await used(contexts, kept())
-        assert write.called and not context.stored and list(tmp_path.iterdir()) == []
-        assert contexts.find(context.id, "a") is context
+        assert write.called and not context.stored and stored_in(tmp_path) == []
+        assert await contexts.find(context.id, "a") is context
         await used(contexts, base=context)
-        assert context.stored and len(list(tmp_path.iterdir())) == 1
+        assert context.stored and len(stored_in(tmp_path)) == 1
         with monkeypatch.context() as patched:
-            patched.setattr(ContextFiles, "look", mock.Mock(side_effect=OSError("stale handle")))
-            assert contexts.find(context.id, "a") is context
+            patched.setattr(Path, "open", mock.Mock(side_effect=OSError("stale handle")))
+            assert await contexts.find(context.id, "a") is context
 
     played(play)
 
@@ -142,9 +158,9 @@ def test_while_the_ranks_start_again_contexts_stay_and_can_be_deleted(tmp_path: 
         contexts = server(tmp_path)
         context = await used(contexts, kept())
         contexts._client.info = None
-        assert contexts.find(context.id, "a") is context
-        contexts.end(context.id, "a")
-        assert ids(contexts) == [] == list(tmp_path.iterdir())
+        assert await contexts.find(context.id, "a") is context
+        await contexts.end(context.id, "a")
+        assert await ids(contexts) == [] == stored_in(tmp_path)
 
     played(play)
 
@@ -157,17 +173,17 @@ def test_until_the_engine_is_ready_contexts_of_a_store_are_not_known(tmp_path: P
         loading = pytest.raises(NotReadyError, match="the model is being loaded")
         for call in (again.find, again.end):
             with loading:
-                call(context.id, "a")
+                await call(context.id, "a")
         with loading:
-            again.listed("a", None)
-        assert len(list(tmp_path.iterdir())) == 1
+            await again.listed("a", None)
+        assert len(stored_in(tmp_path)) == 1
         alone = Contexts(EngineClient(tmp_path / "socket"), 1e9)
         none = Contexts(EngineClient(tmp_path / "socket"), 0)  # --pinned-gb is not given
-        assert none.listed("a", None) == alone.listed("a", None) == []
+        assert await none.listed("a", None) == await alone.listed("a", None) == []
         with pytest.raises(RequestError, match="there is no context"):
-            alone.find(context.id, "a")
+            await alone.find(context.id, "a")
         with pytest.raises(RequestError, match="this server keeps none"):
-            none.find(context.id, "a")
+            await none.find(context.id, "a")
 
     played(play)
 
@@ -176,19 +192,19 @@ def test_a_longer_time_to_live_is_heard_by_all_servers(tmp_path: Path) -> None:
     async def play() -> None:
         first, second = server(tmp_path), server(tmp_path)
         context = await used(first, kept(ttl=300))
-        other = second.find(context.id, "a")
+        other = await second.find(context.id, "a")
         assert other is not context and other.ttl == 300
         await used(first, kept(ttl=3600))
-        assert (context.ttl, second.find(context.id, "a").ttl) == (3600, 3600)
-        [path] = tmp_path.iterdir()
+        assert (context.ttl, (await second.find(context.id, "a")).ttl) == (3600, 3600)
+        [path] = stored_in(tmp_path)
         past = time.time() - 1000
         os.utime(path, (past, past))
         other.used = past
-        second._expire(other)
-        assert ids(first) == ids(second) == ids(server(tmp_path)) == [context.id]
+        await until(lambda: other.expires > time.time())
+        assert await ids(first) == await ids(second) == await ids(server(tmp_path)) == [context.id]
         past = time.time() - 3700
         os.utime(path, (past, past))
-        assert ids(server(tmp_path)) == [] and not path.exists()
+        assert await ids(server(tmp_path)) == [] and not path.exists()
 
     played(play)
 
@@ -198,14 +214,15 @@ def test_a_time_to_live_that_another_server_has_heard_stays(tmp_path: Path) -> N
         first, second = server(tmp_path), server(tmp_path)
         context = await used(first, kept(ttl=300))
         pinned, _ = await begun(first, base=context)
-        second.find(context.id, "a")
+        await second.find(context.id, "a")
         await used(second, kept(ttl=604800))  # while the first answers
         pinned.close()
         await used(first, base=context)
-        found = [one.find(context.id, "a").ttl for one in (first, second, server(tmp_path))]
+        found = [(await one.find(context.id, "a")).ttl for one in (first, second, server(tmp_path))]
         assert found == [604800] * 3
         await used(first, kept(ttl=300))  # does not shorten what a request was promised
-        assert second.find(context.id, "a").ttl == first.find(context.id, "a").ttl == 604800
+        found = [(await one.find(context.id, "a")).ttl for one in (first, second)]
+        assert found == [604800] * 2
 
     played(play)
 
@@ -214,13 +231,14 @@ def test_a_file_is_renewed_while_a_request_goes_on(tmp_path: Path) -> None:
     async def play() -> None:
         contexts = server(tmp_path)
         context = await used(contexts, kept())
-        [path] = tmp_path.iterdir()
+        [path] = stored_in(tmp_path)
         pinned, _ = await begun(contexts, base=context)
         past = time.time() - 3610
         os.utime(path, (past, past))
-        assert ids(server(tmp_path)) == [] and path.exists()  # it may be in use elsewhere
-        contexts._expire(context)
-        assert ids(server(tmp_path)) == [context.id]
+        assert await ids(server(tmp_path)) == [] and path.exists()  # it may be in use elsewhere
+        context.used = past
+        await until(lambda: path.stat().st_mtime > past + 1)
+        assert await ids(server(tmp_path)) == [context.id]
         pinned.close()
 
     played(play)
@@ -231,15 +249,87 @@ def test_another_server_deletes_and_this_one_lists_it_no_more(tmp_path: Path) ->
         client = FakeClient(tmp_path, reads=True)
         first, second = Contexts(client, 1e9), server(tmp_path)
         context = await used(first, kept())
-        second.end(context.id, "a")
-        assert ids(first) == [] and client.aborted == [add.id for add in client.adds]
+        await second.end(context.id, "a")
+        assert await ids(first) == [] and client.aborted == [add.id for add in client.adds]
         again = await used(first, kept())  # not by the name of the one that is gone
-        assert again.id != context.id and ids(second) == [again.id]
-        first.end(again.id, "a")
+        assert again.id != context.id and await ids(second) == [again.id]
+        await first.end(again.id, "a")
         with pytest.raises(RequestError, match="there is no context"):
-            second.find(again.id, "b")
+            await second.find(again.id, "b")
 
     played(play)
+
+
+def test_what_another_server_deletes_stays_pinned_nowhere(tmp_path: Path) -> None:
+    async def play() -> None:
+        client = FakeClient(tmp_path, reads=True)
+        first, second = Contexts(client, 1e9), server(tmp_path)
+        context = await used(first, kept())
+        await second.end(context.id, "a")
+        await until(lambda: not context.is_pinned)
+        assert client.aborted == [add.id for add in client.adds] and not first._contexts
+
+    played(play)
+
+
+def test_what_is_deleted_while_its_file_is_read_is_not_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        first, second, deleted = server(tmp_path), server(tmp_path), threading.Event()
+        context = await used(first, kept())
+        read = ContextFiles.read
+
+        def read_slowly(files: ContextFiles, id_: str) -> Any:
+            found = read(files, id_)
+            deleted.wait(60)
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ContextFiles, "read", read_slowly)
+            finding = asyncio.create_task(second.find(context.id, "a"))
+            await asyncio.sleep(0)
+        await second.end(context.id, "a")
+        deleted.set()
+        with pytest.raises(RequestError, match="it was deleted"):
+            await finding
+        assert not second._contexts
+
+    played(play)
+
+
+def test_files_are_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[threading.Thread]()
+
+    def noting(what: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            threads.add(threading.current_thread())
+            return what(*arguments)
+
+        return run
+
+    async def play() -> None:
+        context = await used(server(tmp_path), kept())
+        for name in ("look", "read", "all"):
+            monkeypatch.setattr(ContextFiles, name, noting(getattr(ContextFiles, name)))
+        other = server(tmp_path)
+        await used(other, base=await other.find(context.id, "a"))
+        assert await ids(other) == [context.id]
+        assert threads and threading.main_thread() not in threads
+
+    played(play)
+
+
+def test_a_new_context_is_no_reason_to_look_for_prefixes(tmp_path: Path) -> None:
+    store, one = PrefixStore(tmp_path, {"model": 1}), kept()
+    files, past = ContextFiles(store.folder), time.time() - 10
+    for number in range(2):
+        if number:
+            os.utime(store.folder, (past, past))
+            assert store.changed() and not store.changed()
+        assert files.write(Head(f"ctx_{number:032x}", "a", None, 0.0, 99, "The door"), 300, one)
+    files.remove(f"ctx_{0:032x}")
+    assert not store.changed()
 
 
 def test_a_context_expires_when_it_was_not_used() -> None:
@@ -250,14 +340,14 @@ def test_a_context_expires_when_it_was_not_used() -> None:
         context.ttl = 0
         contexts._touch(context)
         await asyncio.sleep(0.05)
-        assert contexts.find(context.id, "a") is context  # its request has not ended
+        assert await contexts.find(context.id, "a") is context  # its request has not ended
         pinned.close()
-        await asyncio.sleep(0.05)
-        assert ids(contexts) == [] and client.aborted == [context.pin.stream.request_id]
+        await until(lambda: not contexts._contexts)
+        assert await ids(contexts) == [] and client.aborted == [context.pin.stream.request_id]
         with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
-            contexts.find(context.id, "a")
+            await contexts.find(context.id, "a")
         with pytest.raises(RequestError) as error:
-            contexts.find(context.id, "b")
+            await contexts.find(context.id, "b")
         assert "expired" not in str(error.value)
 
     played(play)
@@ -266,27 +356,31 @@ def test_a_context_expires_when_it_was_not_used() -> None:
 def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
     async def play() -> None:
         context = await used(server(tmp_path), kept())
-        [path] = tmp_path.iterdir()
+        [path] = stored_in(tmp_path)
         past = time.time() - 3610
         os.utime(path, (past, past))
         with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
-            server(tmp_path).find(context.id, "a")
+            await server(tmp_path).find(context.id, "a")
         with pytest.raises(RequestError) as error:
-            server(tmp_path).find(context.id, "b")
+            await server(tmp_path).find(context.id, "b")
         assert "expired" not in str(error.value)
 
     played(play)
 
 
 def contexts_of_other_models(store: Path) -> list[Path]:
-    """Contexts of three models, in this order: expired, not used for two days, just used."""
+    """Contexts of three models, in this order: expired, not used for two days, just used.
+
+    The last lies where contexts were before they had a folder of their own.
+    """
     found, day = [], 86400.0
     for number, (age, ttl) in enumerate([(3700.0, 3600), (2 * day, 604800), (0.0, 3600)]):
         folder = PrefixStore(store, {"model": number}).folder
         one, id_ = kept(), f"ctx_{number:032x}"
         assert ContextFiles(folder).write(Head(id_, "a", None, 0.0, 99, "The door"), ttl, one)
-        found.append(folder / f"{id_}.context")
+        found.append(folder / f"contexts.d/{id_}.context")
         os.utime(found[-1], (time.time() - age,) * 2)
+    found[-1].rename(folder / found[-1].name)
     return found
 
 
@@ -313,8 +407,8 @@ def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
     files, one = ContextFiles(tmp_path), kept()
     id_ = f"ctx_{0:032x}"
     assert files.write(Head(id_, "a", None, 0.0, len(one.text.tokens), "The door"), 300, one)
-    assert files.read(id_) == (files.look(id_), one)
-    [path] = tmp_path.iterdir()
+    assert files.read(id_) == (files.look([id_])[id_], one)
+    [path] = stored_in(tmp_path)
     data = path.read_bytes()
     at = data.index(one.text.token_bytes)
     changed = {
@@ -344,11 +438,11 @@ def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_pat
         pinned.close()
         await asyncio.gather(*contexts._writing.values())
         assert [context.users for context in found] == [0, 0]
-        assert ids(contexts) == [context.id for context in found]
-        assert all(one["begins"] for one in contexts.listed("a", None))
+        assert await ids(contexts) == [context.id for context in found]
+        assert all(one["begins"] for one in await contexts.listed("a", None))
         for context in found:
-            contexts.end(context.id, "a")
-        assert client.aborted == [add.id for add in client.adds] and ids(contexts) == []
+            await contexts.end(context.id, "a")
+        assert client.aborted == [add.id for add in client.adds] and await ids(contexts) == []
 
     played(play)
 
@@ -384,7 +478,7 @@ def test_a_pinned_prefix_is_the_last(tmp_path: Path) -> None:
         assert found == [first, second] and len(client.adds) == 2
         for one in (pinned, again):
             one.close()
-        contexts.end(first.id, "a")
-        assert second.is_pinned and ids(contexts) == [second.id]
+        await contexts.end(first.id, "a")
+        assert second.is_pinned and await ids(contexts) == [second.id]
 
     played(play)

@@ -31,10 +31,10 @@ class Server:
         self.client = FakeClient()
         self.contexts = Contexts(self.client, 1e12)
 
-    def ask(self, *marks: int) -> tuple[LiveChoices, Sequence[Context], list[Add]]:
+    async def ask(self, *marks: int) -> tuple[LiveChoices, Sequence[Context], list[Add]]:
         """Ask with marks at these tokens; return what is sent, too: pins, and the prompt."""
         before = len(self.client.adds)
-        found = self.contexts.use(None, [kept(TOKENS[:n]) for n in marks], "a", None)
+        found = await self.contexts.use(None, [kept(TOKENS[:n]) for n in marks], "a", None)
         assert found is not None
         pinned, used = found
         prompt = Checked(np.array(TOKENS, np.int32), SamplingParams(max_tokens=1))
@@ -53,7 +53,7 @@ class Server:
         return events
 
     async def keep(self, *marks: int) -> None:
-        choices, _, adds = self.ask(*marks)
+        choices, _, adds = await self.ask(*marks)
         before = 0
         for add, end in zip(adds, [*marks, len(TOKENS)], strict=True):
             await self.read(add, before, end, cached=before)
@@ -72,7 +72,7 @@ def played(play: Callable[[Server], Awaitable[None]]) -> None:
 def test_a_new_mark_before_what_is_pinned_is_read_beside_the_answer() -> None:
     async def play(server: Server) -> None:
         await server.keep(1000)
-        choices, [short, long], [pin, add] = server.ask(300, 1000)
+        choices, [short, long], [pin, add] = await server.ask(300, 1000)
         assert pin.pin and pin.prefix is None and add.prefix not in (None, pin.id)
         await server.read(pin, 0, 0, cached=0)
         await server.read(add, 1000, 1100, cached=1000)
@@ -82,9 +82,9 @@ def test_a_new_mark_before_what_is_pinned_is_read_beside_the_answer() -> None:
         progress = [event.what.processed for event in events if isinstance(event.what, Progress)]
         assert progress == [1100]  # of the prompt alone
         # Its answer has named both.
-        assert server.contexts.find(short.id, "a") is short and short.pin is not None
-        assert server.contexts.find(long.id, "a") is long and not server.client.aborted
-        again, [known, _], [only] = server.ask(300, 1000)
+        assert await server.contexts.find(short.id, "a") is short and short.pin is not None
+        assert await server.contexts.find(long.id, "a") is long and not server.client.aborted
+        again, [known, _], [only] = await server.ask(300, 1000)
         assert known is short and not only.pin
         again.close()
 
@@ -97,7 +97,7 @@ def test_a_new_mark_before_what_is_pinned_is_read_beside_the_answer() -> None:
 def test_usage_counts_what_the_answer_waits_for(known: int, marks: tuple[int, ...]) -> None:
     async def play(server: Server) -> None:
         await server.keep(known)
-        choices, _, [*pins, add] = server.ask(*marks)
+        choices, _, [*pins, add] = await server.ask(*marks)
         before = dict(zip(marks, (0, *marks), strict=False))
         for pin, mark in zip(pins, [mark for mark in marks if mark != known], strict=True):
             await server.read(pin, before[mark], mark, cached=before[mark])
@@ -112,7 +112,7 @@ def test_usage_counts_what_the_answer_waits_for(known: int, marks: tuple[int, ..
 def test_a_request_one_of_whose_contexts_is_refused_fails() -> None:
     async def play(server: Server) -> None:
         await server.keep(1000)
-        choices, [short, long], [pin, add] = server.ask(300, 1000)
+        choices, [short, long], [pin, add] = await server.ask(300, 1000)
         refused = Failed(pin.id, "this context would take more", code="pinned_contexts_full")
         server.client._handle(refused)
         server.client._handle(Progress(add.id, 1000, 1100, 1000, 1000, 0.0))
@@ -120,8 +120,10 @@ def test_a_request_one_of_whose_contexts_is_refused_fails() -> None:
             await anext(choices.events())
         choices.close()
         with pytest.raises(RequestError, match="there is no context"):
-            server.contexts.find(short.id, "a")
-        assert server.contexts.find(long.id, "a") is long and server.client.aborted == [add.id]
+            await server.contexts.find(short.id, "a")
+        assert await server.contexts.find(long.id, "a") is long and server.client.aborted == [
+            add.id
+        ]
 
     played(play)
 
@@ -129,12 +131,12 @@ def test_a_request_one_of_whose_contexts_is_refused_fails() -> None:
 def test_what_is_read_beside_an_answer_goes_with_a_client_that_hangs_up() -> None:
     async def play(server: Server) -> None:
         await server.keep(1000)
-        choices, [short, _], [pin, add] = server.ask(300, 1000)
+        choices, [short, _], [pin, add] = await server.ask(300, 1000)
         await server.read(add, 1000, 1100, cached=1000)
         choices.close()
         assert server.client.aborted == [add.id, pin.id]
         with pytest.raises(RequestError, match="there is no context"):
-            server.contexts.find(short.id, "a")
+            await server.contexts.find(short.id, "a")
 
     played(play)
 
@@ -145,7 +147,7 @@ def test_contexts_are_read_with_the_priority_of_their_request() -> None:
         content = part(DOCUMENT, cache_control=MARK), part("What is red?")
         request = parsed("chat", messages=[user(*content)], priority=7)
         reader = RequestReader(ENCODER, mock.Mock(), {})
-        _, choices = service._submit(request, None, request.prompts, reader)
+        _, choices = await service._submit(request, None, request.prompts, reader)
         assert [(add.pin, add.params["priority"]) for add in server.client.adds] == [
             (True, 7),
             (False, 7),

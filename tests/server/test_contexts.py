@@ -421,7 +421,7 @@ def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
         first = chat(server, messages=[user(part(text, cache_control=MARK), ask)])
         [context] = first["contexts"]
         by_handle = {"messages": [user(ask)], "context": context["id"], "return_sources": 1}
-        assert wait_until(lambda: any(tmp_path.glob("*/ctx_*.context")), 10)
+        assert wait_until(lambda: any(tmp_path.glob("*/*/ctx_*.context")), 10)
         saving = lambda: call(server, "/stats").json()["prefix_cache"]["saving"]  # noqa: E731
         assert wait_until(lambda: not saving(), 20)
         [listed] = call(server, "/v1/contexts").json()["data"]
@@ -443,7 +443,7 @@ def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
             assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
             if world_size == 1:
                 gone = call(server, f"/v1/contexts/{context['id']}", method="DELETE")
-                assert gone.json()["deleted"] and not list(tmp_path.glob("*/ctx_*"))
+                assert gone.json()["deleted"] and not list(tmp_path.glob("*/*/ctx_*"))
 
 
 def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: ServerProcess) -> None:
