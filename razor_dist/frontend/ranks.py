@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from razor_dist.config.cores import bound_spinning
@@ -84,12 +85,14 @@ class RankGroup(Ranks):
         folder: Path,
         socket_path: Path,
         module: str = "razor_dist.engine.worker",
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> RankGroup:
         """Start ``config.world_size`` ranks.
 
         The ranks meet at a file in ``folder``, which is private and empty, so that no port is
         raced for; rank 0 finds the frontend at ``socket_path``. In tests another ``module``
-        stands in for the worker.
+        stands in for the worker. ``env`` is what the ranks' environment has besides: where other
+        engines share the host, ``LOCAL_WORLD_SIZE`` counts their ranks as well.
         """
         config_file = folder / "config.json"
         config_file.write_text(config.engine_json())
@@ -102,8 +105,9 @@ class RankGroup(Ranks):
             "RAZOR_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(config.threads_per_rank(config.world_size)),
+            **env,
         }
+        shared["OMP_NUM_THREADS"] = str(config.threads_per_rank(int(shared["LOCAL_WORLD_SIZE"])))
         bound_spinning(shared)
         processes: list[asyncio.subprocess.Process] = []
         try:

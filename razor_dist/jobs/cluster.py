@@ -85,10 +85,7 @@ class Demand:
 
     def engines_held(self) -> int:
         """Return the number of such engines that the nodes hold when nothing else runs there."""
-        ranks = [
-            min(int(has.get(name, 0) / amount + 1e-6) for name, amount in self.bundle.items())
-            for has in _nodes()
-        ]
+        ranks = ranks_held(self.bundle).values()
         if self.strategy == "PACK":
             return sum(ranks) // self.ranks
         return sum(there // self.ranks for there in ranks)
@@ -133,12 +130,20 @@ def reserve(
     return group
 
 
-def _nodes() -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def ranks_held(bundle: Mapping[str, float]) -> dict[str, int]:
+    """Return how many such bundles each node holds, by its id, when nothing else runs there."""
+    return {
+        node: min(int(has.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
+        for node, has in _nodes().items()
+    }
+
+
+def _nodes() -> dict[str, dict[str, float]]:
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def _cluster() -> str:
-    nodes = _nodes()
+    nodes = list(_nodes().values())
     free = ray.available_resources()
     each = "; ".join(map(_resources, nodes[:8]))
     more = f"; {len(nodes) - 8} more" if len(nodes) > 8 else ""

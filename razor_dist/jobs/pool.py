@@ -40,9 +40,9 @@ class JobEngine(Protocol):
         """Give back what it holds; also from another thread, while `run` runs, and again."""
 
 
-# From one of the task's engine names and the number of the thread that asks, to an engine that is
-# ready. It may take long; the event is set when the engine is no longer wanted.
-OpenEngine = Callable[[str, int, threading.Event], JobEngine]
+# From one of the task's engine names, the number of the thread that asks and how many there are, to
+# an engine that is ready. It may take long; the event is set when the engine is no longer wanted.
+OpenEngine = Callable[[str, int, int, threading.Event], JobEngine]
 
 
 class EnginePool(NamedTuple):
@@ -103,7 +103,7 @@ def run_items(
     order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
     sign = 1 if engines == 1 else -1
     items.sort(key=lambda item: (order[item.engine], sign * item.size))
-    pool = _Pool(items, open_engine, attempts, at_once)
+    pool = _Pool(items, open_engine, engines, attempts, at_once)
     threads = [_thread(number, pool.work, number) for number in range(engines)]
     for thread in threads:
         thread.start()
@@ -120,6 +120,8 @@ def run_items(
                 raise event.error
             log.warning("engine %d is given up: %s; the job goes on with %d", *event, working)
     finally:
+        if left:
+            log.info("the job ends; its engines are being closed")
         pool.stop()
         for thread in threads:
             thread.join()
@@ -132,11 +134,16 @@ def _thread(engine: int, target: Callable[..., None], *arguments: object) -> thr
 
 class _Pool:
     def __init__(
-        self, items: Iterable[Item], open_engine: OpenEngine, attempts: int, at_once: int
+        self,
+        items: Iterable[Item],
+        open_engine: OpenEngine,
+        engines: int,
+        attempts: int,
+        at_once: int,
     ) -> None:
         self.events: queue.Queue[Outcome | ItemUpdate | _ThreadEnd] = queue.Queue()
         self.waiting = list(items)
-        self._open = open_engine
+        self._open, self._count = open_engine, engines
         self._attempts, self._at_once = attempts, at_once
         self._running = 0  # items that a thread has taken and not yet given back or done
         self._tried: dict[str, int] = {}
@@ -231,7 +238,7 @@ class _Pool:
         log.info("engine %d is being opened", number)
         for attempt in range(1, self._attempts + 1):
             try:
-                engine = self._open(name, number, self._over)
+                engine = self._open(name, number, self._count, self._over)
                 break
             except EngineLostError as error:
                 if attempt == self._attempts or self._over.is_set():

@@ -48,15 +48,24 @@ class RayLLM(LLM):
     """An `LLM` whose ranks are actors in a placement group, the first of them on this node."""
 
     def __init__(
-        self, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
+        self,
+        config: EngineConfig,
+        group: PlacementGroup,
+        bundle: Mapping[str, float],
+        engines: int,
     ) -> None:
-        self.start_ranks = partial(ActorRanks.start, group, bundle)
+        self.start_ranks = partial(ActorRanks.start, group, bundle, engines)
         super().__init__(**settings_of(config))
 
 
 class EngineActor:
     def open(
-        self, task: Task, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
+        self,
+        task: Task,
+        config: EngineConfig,
+        group: PlacementGroup,
+        bundle: Mapping[str, float],
+        engines: int,
     ) -> list[int]:
         """Start the ranks, or what is in their place; return their process ids once ready."""
         set_up_logging("info")
@@ -64,7 +73,7 @@ class EngineActor:
             external = config.open()
             self._engine = HostEngine(task, external)
             return list(external.pids)
-        llm = RayLLM(config, group, bundle)
+        llm = RayLLM(config, group, bundle, engines)
         self._engine = HostEngine(task, llm)
         return llm.pids
 
@@ -79,9 +88,9 @@ class EngineActor:
 class RayEngine:
     """The driver's handle of an engine, ready when the constructor returns.
 
-    ``group`` is removed when the engine is closed; ``over`` is set when the engine is no
-    longer wanted. An actor that dies is an `EngineLostError`, ranks that cannot start an
-    `EngineError` with theirs.
+    ``group`` is removed when the engine is closed; ``engines`` share the cluster; ``over`` is set
+    when the engine is no longer wanted. An actor that dies is an `EngineLostError`, ranks that
+    cannot start an `EngineError` with theirs.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class RayEngine:
         config: EngineConfig,
         group: PlacementGroup,
         bundle: Mapping[str, float],
+        engines: int,
         over: threading.Event,
     ) -> None:
         self._group, self._over = group, over
@@ -99,7 +109,8 @@ class RayEngine:
         own = bundle if isinstance(config, ExternalEngineConfig) else {"CPU": 0}
         self._actor = make_actor(EngineActor, group, 0, own, at_once(task))
         try:
-            self.pids: list[int] = self._get(self._actor.open.remote(task, config, group, bundle))
+            ready = self._actor.open.remote(task, config, group, bundle, engines)
+            self.pids: list[int] = self._get(ready)
         except BaseException:
             self.close()
             raise
@@ -159,7 +170,7 @@ def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
         count = job.engines or max(1, held)
         log.info("%d engines of %s", count, ", ".join(sorted(set(map(str, demands.values())))))
 
-        def open_engine(name: str, number: int, over: threading.Event) -> RayEngine:
+        def open_engine(name: str, number: int, engines: int, over: threading.Event) -> RayEngine:
             demand, config = demands[name], numbered(task.engines[name], number)
             if config.threads is None:
                 # As many as were reserved: other engines' ranks may be on the same node.
@@ -167,7 +178,7 @@ def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
                 config = config.model_copy(update={"threads": threads})
             what = f"engine {number}"
             group = reserve(demand, what, job.cluster_timeout, over, grows=grows)
-            engine = RayEngine(task, config, group, demand.bundle, over)
+            engine = RayEngine(task, config, group, demand.bundle, engines, over)
             log.info("%s is ready; its ranks are processes %s", what, engine.pids)
             return engine
 

@@ -21,6 +21,7 @@ from razor_dist.config.errors import RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.ranks import RankExit, Ranks
+from razor_dist.jobs.cluster import ranks_held
 from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableError
 
 # Killed actors are waited for this long. Their successors wait for their room in any case.
@@ -85,11 +86,15 @@ class ActorRanks(Ranks):
         cls,
         group: PlacementGroup,
         bundle: Mapping[str, float],
+        engines: int,
         config: EngineConfig,
         folder: Path,
         socket_path: Path,
     ) -> ActorRanks:
-        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node."""
+        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node.
+
+        There are up to ``engines`` engines of such bundles, which may share the nodes.
+        """
         actors = [make_actor(RankActor, group, rank, bundle) for rank in range(config.world_size)]
         try:
             refs = [actor.place.remote() for actor in actors]
@@ -98,7 +103,7 @@ class ActorRanks(Ranks):
             except RayError:
                 # Return: the supervisor reports which actor died.
                 return cls(actors, [], refs, None)
-            environments, store = rendezvous(places, folder)
+            environments, store = rendezvous(places, folder, engines, ranks_held(bundle))
             ends = [
                 actor.run.remote(config.engine_json(), env, str(socket_path) if rank == 0 else None)
                 for rank, (actor, env) in enumerate(zip(actors, environments, strict=True))
@@ -135,8 +140,13 @@ def brief(error: RayError) -> str:
     return " ".join(reasons).partition(" Some common causes include")[0] or repr(error)
 
 
-def rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:
+def rendezvous(
+    places: list[Place], folder: Path, engines: int, held: Mapping[str, int]
+) -> tuple[list[dict[str, str]], Any]:
     """Return every rank's environment, and the store at which ranks of several nodes meet.
+
+    Ranks take their part of a node's memory beside those of all ``engines``, of which each may have
+    as many there as this engine, up to what the node has ``held`` room for.
 
     On one node they meet at a file and talk over loopback, as `RankGroup` has them. Otherwise at
     a store that is already listening, as torchrun's agent does it, so that no port is raced for.
@@ -152,12 +162,17 @@ def rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]],
         store = TCPStore(places[0].address, 0, is_master=True, wait_for_workers=False)
         shared["MASTER_ADDR"], shared["MASTER_PORT"] = places[0].address, str(store.port)
         shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def ranks_of(node: str) -> int:
+        own = nodes.count(node)
+        return max(own, min(engines * own, held.get(node, own)))
+
     environments = [
         {
             **shared,
             "RANK": str(rank),
             "LOCAL_RANK": str(nodes[:rank].count(node)),
-            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+            "LOCAL_WORLD_SIZE": str(ranks_of(node)),
         }
         for rank, node in enumerate(nodes)
     ]

@@ -48,10 +48,13 @@ class EngineHandle:
             self._encoder = PromptEncoder(tokenizer)
             client = self._engine.client
             client.grammars = GrammarProcess(tokenizer, client.require_ready)
-            self.loop.run(client.ready())
+            self._wait_until_ready()
         except BaseException:
             self.close()
             raise
+
+    def _wait_until_ready(self) -> None:
+        self.loop.run(self._engine.client.ready())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that brings none: those that the model recommends."""

@@ -95,7 +95,7 @@ class Engine:
         self._replica = serve.get_replica_context().replica_tag
         group = util.get_current_placement_group()
         assert group is not None
-        start = partial(ActorRanks.start, group, bundle)
+        start = partial(ActorRanks.start, group, bundle, most_engines())
         config, self._store_lock = with_own_store(config, self._number)
         self._engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start)
         self._service = Service(config, self._engine.client, tag=engine_tag(self._replica))
@@ -204,6 +204,13 @@ class Engine:
                 return [Unanswered(self._replica, False, "it has no such context")]
         body = BodyPart(data, begun)
         return [Head(self._number, status, list(head.get("headers", []))), body] if head else [body]
+
+
+def most_engines() -> int:
+    """Return how many engines this replica's deployment may have."""
+    context = serve.get_replica_context()
+    scaling = context._deployment_config.autoscaling_config  # which Serve tells nowhere else
+    return scaling.max_replicas if scaling else context.world_size
 
 
 def with_own_store(

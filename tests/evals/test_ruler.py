@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.suites.config import RulerConfig
 from razor_dist.evals.suites.qa import read_squad
 from razor_dist.evals.suites.report import report
@@ -153,8 +154,8 @@ class Mute:
 
     failed = False
 
-    def __init__(self, **settings: Any) -> None:
-        self._tokenizer = load_tokenizer(Path(settings["model"]))
+    def __init__(self, config: EngineConfig, *_: Any) -> None:
+        self._tokenizer = load_tokenizer(Path(config.model))
 
     def close(self) -> None:
         pass
@@ -171,7 +172,7 @@ def test_samples_that_fail_are_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Mute)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", Mute)
     flags = "--tasks niah_single_1,cwe --lengths 1000 --samples 2 --methods streaming"
     assert evaluate("ruler", flags) == 1
     shown = capsys.readouterr().out

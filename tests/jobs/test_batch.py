@@ -19,7 +19,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.batch import BatchTask, read_batch
 from razor_dist.jobs.task import ItemSize, Work
 from tests.fake_engine import ENDLESS
-from tests.fake_llm import FakeLLM
+from tests.fake_llm import FakeHostLLM, FakeLLM
 from tests.hostile_grammars import chained_references
 from tests.tokenizer import smollm2_tokenizer
 
@@ -74,7 +74,7 @@ class Batch:
 
 @pytest.fixture
 def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Batch:
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", FakeHostLLM)
     return Batch(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_a_batch(
         assert f"line {place + 1}: {error['message']}" in told.err
 
     # Again: nothing is computed, and nothing changes.
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", None)
     before = out.read_bytes()
     assert batch.run() == 3
     assert out.read_bytes() == before
@@ -235,12 +235,12 @@ def test_an_engine_gets_several_requests_at_once(
     """Each waits until as many others are under way."""
     together = threading.Barrier(3)
 
-    class Together(FakeLLM):
+    class Together(FakeHostLLM):
         def call(self, *args: Any) -> Any:
             together.wait(60)
             return super().call(*args)
 
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Together)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", Together)
     words = "abcdef"
     lines = [request(w, prompt=f" {w} x", max_tokens=50) for w in words]
     answers = batch.answers(lines, "--max-num-seqs", "3")
@@ -306,17 +306,17 @@ def test_answers_end_in_a_batch_as_on_the_server(batch: Batch) -> None:
 def test_what_settings_refuse_is_tried_again_by_the_next_run(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Small(FakeLLM):
+    class Small(FakeHostLLM):
         def call(self) -> Any:
             raise RequestError("start it with a larger kv_tokens", code="kv_capacity_exceeded")
 
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Small)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", Small)
     line = request("long", prompt=" one two")
     [refused] = batch.answers([line], "--kv-tokens", "512", code=3)
     assert refused["response"].keys() == {"request_id", "status_code", "body"}
     assert refused["response"]["status_code"] == 400
     assert refused["response"]["body"]["error"]["code"] == "kv_capacity_exceeded"
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", FakeHostLLM)
     [body] = batch.bodies([line], "--kv-tokens", "1024")
     assert body["choices"][0]["text"] == " two one"
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from razor_dist.config.errors import (
@@ -23,13 +27,14 @@ from razor_dist.config.errors import (
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
-from razor_dist.jobs.host_engine import HostEngine, host_pool
+from razor_dist.jobs.host_engine import HostEngine, host_pool, share_of_host
 from razor_dist.jobs.job import JobSummary, run_job, run_task
-from razor_dist.jobs.pool import EnginePool
+from razor_dist.jobs.pool import EnginePool, JobEngine, run_items
 from razor_dist.jobs.results import RESULTS, ResultStore, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
 from razor_dist.llm.progress import ReadingLog
-from tests.fake_llm import FakeLLM
+from tests.fake_engine import WAIT
+from tests.fake_llm import FakeHostLLM, FakeLLM
 from tests.jobs.tasks import Completions
 from tests.tiny_models import Tiny
 
@@ -61,7 +66,7 @@ class Answers:
 
 @contextmanager
 def pool(task: Completions, engines: int = 2) -> Iterator[EnginePool]:
-    yield EnginePool(lambda name, number, over: Answers(task), engines)
+    yield EnginePool(lambda name, *_: Answers(task), engines)
 
 
 @contextmanager
@@ -228,7 +233,7 @@ def test_tasks_that_are_wrong(tmp_path: Path) -> None:
 
 def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An item whose rank is killed is tried again on the same engine, whose rank comes back."""
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", FakeHostLLM)
     harm = {"full-2": f"rank:{tmp_path / 'once'}", "full-4": "rank"}
     task = Completions({"full": FULL}, harm=harm, max_tokens=3)
     summary = run_task(task, tmp_path / "out", host_pool(task))
@@ -241,6 +246,70 @@ def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for id, record in records.items():
         if id != "full-4":  # the fake engine answers with the prompt's end reversed
             assert record["result"]["tokens"] == prompts[id][:-4:-1]
+
+
+def started_with(config: EngineConfig, number: int, engines: int) -> dict[str, str]:
+    """The environment of an engine's first rank."""
+    env = share_of_host(config, number, engines)
+    with FakeHostLLM(config, env, threading.Event()) as llm:
+        told: dict[str, str] = llm.stats()["env"]
+        return told
+
+
+def test_engines_of_a_host_share_its_memory_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = FULL.model_copy(update={"world_size": 2})
+    for engines in (1, 3):
+        env = started_with(config, 0, engines)
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("2", str(2 * engines))
+        assert env["OMP_NUM_THREADS"] == str(config.threads_per_rank(2 * engines))
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"), [(None, ["0,1", "2,3"]), ("7,5,MIG-a,2", ["7,5", "MIG-a,2"])]
+)
+def test_each_engine_of_a_host_has_gpus_of_its_own(
+    visible: str | None, shares: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = FULL.model_copy(update={"world_size": 2})
+    told = [started_with(config, number, 2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    assert told == shares
+    assert "CUDA_VISIBLE_DEVICES" not in share_of_host(config, 0, 1)
+    on_cpu = config.model_copy(update={"device": "cpu"})
+    assert "CUDA_VISIBLE_DEVICES" not in share_of_host(on_cpu, 2, 3)
+    with pytest.raises(ConfigError, match=r"engines is 3 and world_size 2, .* has 4 GPUs"):
+        share_of_host(config, 0, 3)
+
+
+def ranks() -> list[psutil.Process]:
+    found = psutil.Process().children()
+    return [each for each in found if "tests.fake_engine" in each.cmdline()]
+
+
+def test_an_engine_that_loads_is_given_up_when_the_job_is_over(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    (model / WAIT).touch()  # the ranks never come to anything
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", FakeHostLLM)
+    task = Completions({"full": FULL.model_copy(update={"model": str(model)})})
+    before, loading = ranks(), list[psutil.Process]()
+    with host_pool(task) as (open_engine, _):
+
+        def first_loads(name: str, number: int, engines: int, over: threading.Event) -> JobEngine:
+            if number == 0:
+                return open_engine(name, number, engines, over)
+            while len(loading) < FULL.world_size:
+                time.sleep(0.01)
+                loading[:] = [rank for rank in ranks() if rank not in before]
+            raise ConfigError("a mistake ends the job")
+
+        with pytest.raises(ConfigError, match="ends the job"):
+            list(run_items(task.items(), first_loads, 2))
+    assert (model / WAIT).exists() and not any(rank.is_running() for rank in loading)
 
 
 def test_an_engines_log_names_the_item(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """Two with 8 CPUs and 4 GPUs, and one with CPUs alone."""
     has = [{"CPU": 8.0, "GPU": 4.0}] * 2 + [{"CPU": 6.0}]
     total = {"CPU": 22.0, "GPU": 8.0}
-    there = [{"Alive": True, "Resources": resources} for resources in has]
+    there = [{"Alive": True, "NodeID": str(n), "Resources": own} for n, own in enumerate(has)]
     monkeypatch.setattr(cluster.ray, "nodes", lambda: there)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: total)
     monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": 3.0})
@@ -82,7 +82,7 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, address: str, why: str) -> 
 
 def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
     environments, store = rendezvous(
-        [Place("a", "10.0.0.1", 1), Place("a", "10.0.0.1", 2)], tmp_path
+        [Place("a", "10.0.0.1", 1), Place("a", "10.0.0.1", 2)], tmp_path, 1, {"a": 8}
     )
     assert store is None
     assert [env["RANK"] for env in environments] == ["0", "1"]
@@ -95,7 +95,7 @@ def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
 
 def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> None:
     places = [Place(node, "127.0.0.1", 1) for node in "aba"]
-    environments, store = rendezvous(places, tmp_path)
+    environments, store = rendezvous(places, tmp_path, 1, {})
     assert [env["LOCAL_RANK"] for env in environments] == ["0", "0", "1"]
     assert [env["LOCAL_WORLD_SIZE"] for env in environments] == ["2", "1", "2"]
     env = environments[1]
@@ -103,6 +103,17 @@ def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> 
     client = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
     store.set("key", "value")
     assert client.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("engines", "held", "ranks"), [(1, 8, [2, 1, 2]), (3, 8, [6, 3, 6]), (9, 4, [4, 4, 4])]
+)
+def test_ranks_are_told_of_all_that_a_node_may_hold(
+    engines: int, held: int, ranks: list[int], tmp_path: Path
+) -> None:
+    places = [Place(node, "127.0.0.1", 1) for node in "aba"]
+    environments, _ = rendezvous(places, tmp_path, engines, {"a": held, "b": held})
+    assert [int(env["LOCAL_WORLD_SIZE"]) for env in environments] == ranks
 
 
 def test_the_interface_of_an_address() -> None:

@@ -64,7 +64,7 @@ class FakeEngines:
         self.opened: list[FakeEngine] = []
         self._errors = list(errors)
 
-    def open(self, name: str, number: int, over: threading.Event) -> FakeEngine:
+    def open(self, name: str, number: int, engines: int, over: threading.Event) -> FakeEngine:
         if self._errors:
             raise self._errors.pop(0)
         engine = FakeEngine(self, name)
@@ -192,13 +192,13 @@ def test_a_lost_engines_item_does_not_wait_for_another_to_be_opened() -> None:
     both, began = threading.Barrier(2), set[int]()
     waits: list[bool] = []
 
-    def open_engine(name: str, number: int, over: threading.Event) -> FakeEngine:
+    def open_engine(name: str, number: int, engines: int, over: threading.Event) -> FakeEngine:
         if number in began:
             waits.append(over.wait(30))
             raise ClusterError("there was never any room")
         began.add(number)
         both.wait(30)
-        return pool.open(name, number, over)
+        return pool.open(name, number, engines, over)
 
     items = [Item("lost", size=2, data={"script": [LOST, OK]}), Item("other")]
     found = {o.item.id: o for o in run_items(items, open_engine, engines=2)}
@@ -254,7 +254,7 @@ class CrowdedEngines:
         self.opened: list[Crowded] = []
 
     def run(self, items: list[Item], engines: int = 1) -> list[Outcome]:
-        def open_engine(name: str, number: int, over: threading.Event) -> Crowded:
+        def open_engine(name: str, number: int, engines: int, over: threading.Event) -> Crowded:
             self.opened.append(Crowded(self))
             return self.opened[-1]
 

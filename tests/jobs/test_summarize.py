@@ -18,6 +18,7 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.jobs import host_engine
 from razor_dist.jobs.results import ResultStore, read_job
@@ -38,11 +39,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Quoter]:
     """The engines that jobs of this process open."""
     engines: list[Quoter] = []
 
-    def open_engine(**settings: Any) -> Quoter:
-        engines.append(Quoter(settings["max_model_len"] or 512))
+    def open_engine(config: EngineConfig, *_: Any) -> Quoter:
+        engines.append(Quoter(config.max_model_len or 512))
         return engines[-1]
 
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", open_engine)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", open_engine)
     return engines
 
 
@@ -203,13 +204,13 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The prefix stores of the engines that jobs of this process open; each gets a file."""
     found: list[Path] = []
 
-    def open_engine(**settings: Any) -> Quoter:
-        found.append(Path(settings["prefix_store"]))
+    def open_engine(config: EngineConfig, *_: Any) -> Quoter:
+        found.append(Path(config.prefix_store or ""))
         found[-1].mkdir(parents=True)
         (found[-1] / "prefix").write_text("kept")
-        return Quoter(settings["max_model_len"] or 512)
+        return Quoter(config.max_model_len or 512)
 
-    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", open_engine)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", open_engine)
     return found
 
 
@@ -273,7 +274,7 @@ def stopping_job(folder: Path, command: list[str]) -> None:
         os.dup2(told.fileno(), 2)
     # A shell that starts the tests in the background has them ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with mock.patch.object(host_engine, "LLM", lambda **settings: Stopping(300)):
+    with mock.patch.object(host_engine, "HostLLM", lambda *_: Stopping(300)):
         sys.exit(cli.main(command))
 
 

@@ -154,7 +154,7 @@ def test_the_command_tells_pages_and_chapters(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "razor_dist.jobs.host_engine.LLM", lambda **settings: Quoter(settings["max_model_len"])
+        "razor_dist.jobs.host_engine.HostLLM", lambda config, *_: Quoter(config.max_model_len)
     )
     Path("long.md").write_text(document(6))
     Path("short.pdf").write_bytes(files.pdf("Nothing is here.", "This is fact7.", "And fact8."))

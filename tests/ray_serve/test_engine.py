@@ -21,6 +21,7 @@ from razor_dist.ray_serve.engine import (
     Forwarded,
     Head,
     Unanswered,
+    most_engines,
     with_own_store,
 )
 from razor_dist.ray_serve.routing import Route
@@ -86,3 +87,13 @@ def test_an_engine_takes_no_store_that_another_has(tmp_path: Path) -> None:
     unusable = ServerConfig(prefix_store=str(tmp_path / "file" / "{engine}"))
     found, _ = with_own_store(unusable, 1)
     assert found.prefix_store == str(tmp_path / "file" / "1")  # which its ranks will refuse
+
+
+@pytest.mark.parametrize(("scaling", "most"), [(None, 2), (SimpleNamespace(max_replicas=4), 4)])
+def test_an_engine_knows_how_many_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, scaling: Any, most: int
+) -> None:
+    config = SimpleNamespace(autoscaling_config=scaling)
+    context = SimpleNamespace(_deployment_config=config, world_size=2)
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+    assert most_engines() == most

@@ -97,4 +97,4 @@ def readers(task: Any, made: list[Reader]) -> Iterator[EnginePool]:
         def close(self) -> None:
             pass
 
-    yield EnginePool(lambda name, number, over: Engine(name), 1)
+    yield EnginePool(lambda name, *_: Engine(name), 1)

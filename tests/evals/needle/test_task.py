@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -158,12 +157,12 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
     def interrupted(task: NeedleTask) -> Iterator[EnginePool]:
         with readers(task, made) as pool:
 
-            def open_engine(name: str, number: int, over: threading.Event) -> JobEngine:
+            def open_engine(name: str, *place: Any) -> JobEngine:
                 noted = json.loads((tmp_path / "config.json").read_text())
                 assert noted["methods"] == list(methods), "written before any work"
                 if name == "razor":
                     raise ConfigError("no such head map")
-                engine = pool.open_engine(name, number, over)
+                engine = pool.open_engine(name, *place)
                 if name == "streaming":
                     made[-1].prefill = Mock(side_effect=RuntimeError("out of memory"))
                 return engine
