@@ -13,21 +13,17 @@ step gives the most tokens per second. So a text in which nothing repeats has no
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.engine.request import Answer, Request
+from razor_dist.engine.ngram_index import NgramIndex, PromptIndexes
+from razor_dist.engine.request import Answer
 from razor_dist.engine.step_cost import StepCost
 from razor_dist.protocol.messages import Tokens
 
-# Earlier places of the last tokens that are compared, the latest ones.
-_CANDIDATES = 16
-# Multiplier of the hash of tokens: the fraction of the golden ratio, as Knuth proposes.
-_KNUTH = 2654435761
 # Matches are sorted by length: 0, 1, 2 to 3, 4 to 7, 8 to 15, and more.
 _KINDS = 6
 # How often the next token was the proposed one, for each kind of match, in the embedded model's
@@ -47,108 +43,6 @@ _LEAST_ROW = 0.025
 _LEAST_STEP = 1e-4
 # A draft must promise this many times the tokens per second of a step without one: estimates err.
 _GAIN = 1.05
-
-
-class NgramIndex:
-    """Earlier places of a sequence's last tokens: hash chains, as in LZ77 compressors.
-
-    ``_last[h]`` is the end of the last ``n`` tokens with hash h, and ``_before[i]`` the end before
-    position i in its chain; both are −1 where there is none. A token is added in constant time.
-
-    Parameters
-    ----------
-    tokens : int32 ``[N]``
-        The sequence so far.
-    n : int
-        Tokens that must be alike.
-    """
-
-    def __init__(self, tokens: Tokens, n: int) -> None:
-        self._n, self._count = n, len(tokens)
-        room = max(1024, len(tokens) + len(tokens) // 4)
-        self._tokens, self._before = np.empty(room, np.int32), np.full(room, -1, np.int32)
-        self._tokens[: len(tokens)] = tokens
-        self._mask = (1 << room.bit_length()) - 1
-        self._last = np.full(self._mask + 1, -1, np.int32)
-        ends = np.arange(n - 1, len(tokens))
-        if not len(ends):
-            return
-        hashed = np.zeros(len(ends), np.uint64)
-        for offset in range(n):
-            hashed = hashed * np.uint64(_KNUTH) + tokens[offset : offset + len(ends)].astype("u8")
-        hashed = self._slot(hashed)
-        order = np.argsort(hashed, kind="stable")
-        of, at = hashed[order], ends[order]
-        same = of[1:] == of[:-1]
-        self._before[at[1:][same]] = at[:-1][same]
-        newest = np.append(~same, True)
-        self._last[of[newest]] = at[newest]
-
-    def __len__(self) -> int:
-        return self._count
-
-    def copy(self) -> NgramIndex:
-        """Return an index that goes on by itself; sorting the tokens takes ten times as long."""
-        own = copy.copy(self)
-        own._tokens, own._before, own._last = (
-            a.copy() for a in (self._tokens, self._before, self._last)
-        )
-        return own
-
-    def _slot(self, hashed: np.ndarray) -> np.ndarray:
-        return ((hashed * np.uint64(_KNUTH)) >> np.uint64(20)) & np.uint64(self._mask)
-
-    def add(self, token: int) -> None:
-        """Append a token."""
-        end = self._count
-        if end == len(self._tokens):
-            # The chains stay as they are, though the table is smaller than a new one would be.
-            self._tokens = np.resize(self._tokens, 2 * end)
-            self._before = np.append(self._before, np.full(end, -1, np.int32))
-        self._tokens[end] = token
-        self._count += 1
-        if self._count < self._n:
-            return
-        hashed = 0
-        for last in self._tokens[self._count - self._n : self._count].tolist():
-            hashed = (hashed * _KNUTH + last) & 0xFFFFFFFFFFFFFFFF
-        slot = (hashed * _KNUTH & 0xFFFFFFFFFFFFFFFF) >> 20 & self._mask
-        self._before[end] = self._last[slot]
-        self._last[slot] = end
-
-    def find(self, longest: int) -> tuple[int, int]:
-        """Return the position after the best earlier match of the last tokens, and its length.
-
-        The longest match is best, and the latest of those. It has ``longest`` tokens at most, and
-        0 if fewer than ``n`` are alike anywhere.
-        """
-        end = self._count - 1
-        ends: list[int] = []
-        at = int(self._before[end]) if self._count > self._n else -1
-        while at >= 0 and len(ends) < _CANDIDATES:
-            ends.append(at)
-            at = int(self._before[at])
-        if not ends:
-            return -1, 0
-        span = np.arange(min(longest, self._count))
-        # What stands before the beginning is position -1, ..., and equals nothing.
-        places = np.array(ends)[:, None] - span
-        alike = (self._tokens[places] == self._tokens[end - span]) & (places >= 0)
-        lengths = np.logical_and.accumulate(alike, axis=1).sum(1)
-        best = int(lengths.argmax())
-        if lengths[best] < self._n:  # others with the same hash
-            return -1, 0
-        return ends[best] + 1, int(lengths[best])
-
-    def token(self, at: int) -> int:
-        return int(self._tokens[at])
-
-    def following(self, at: int, count: int) -> list[int]:
-        """Return ``count`` tokens from a position on; behind the end comes a copy of these."""
-        found: list[int] = self._tokens[at : min(at + count, self._count)].tolist()
-        while len(found) < count:
-            found += found[: count - len(found)]
-        return found
 
 
 class HitRates:
@@ -272,30 +166,31 @@ class Drafts:
         self._terms, self._steps = cost.decode_terms(), 0
         # Of each answer, and how many of its tokens it knows.
         self._proposers: WeakKeyDictionary[Answer, tuple[Lookup | Ngram, int]] = WeakKeyDictionary()
-        # Of prompts with several answers; each answer's own begins as a copy.
-        self._indexes: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
+        self._indexes = PromptIndexes(config.lookup_min)
         self._drafts = self._draft_tokens = 0
         self._accepted_at = [0] * config.longest_draft
 
     def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
         """Return each answer's draft, shorter than the run that it may have; mostly none."""
         room = self._most_tokens - len(answers)
-        if room < 1:  # nor does it pay now to index long prompts, tenths of a second each
-            return [[] for _ in answers]
-        proposers = [self._proposer(answer) for answer, _ in answers]
+        found: list[list[int]] = [[] for _ in answers]
+        if room < 1:
+            return found
         lengths = [answer.length for answer, _ in answers]
-        found = []
         if not self._steps % _REFIT:
             self._terms = self._cost.decode_terms()
         self._steps += 1
         step, token, before = self._terms
         base = max(_LEAST_STEP, step + len(answers) * token + sum(lengths) * before)
-        for (_, most), proposer, length in zip(answers, proposers, lengths, strict=True):
+        for (answer, most), length, draft in zip(answers, lengths, found, strict=True):
             row = max(token + length * before, _LEAST_ROW * base)
             most = min(most, self._config.longest_draft + 1, room + 1)
+            if most < 2:  # nor is a long prompt indexed, for tenths of a second
+                continue
+            proposer = self._proposer(answer)
             count = self._count(proposer, most, len(answers), base, row)
-            found.append(proposer.draft(count) if count else [])
-            room -= len(found[-1])
+            draft += proposer.draft(count) if count else []
+            room -= len(draft)
         return found
 
     def _proposer(self, answer: Answer) -> Lookup | Ngram:
@@ -304,22 +199,12 @@ class Drafts:
             if self._config.method == "ngram":
                 proposer: Lookup | Ngram = Ngram(answer.request.tokens, self._config)
             else:
-                proposer = Lookup(self._index(answer.request), self._config, self._of_all)
+                proposer = Lookup(self._indexes.of(answer.request), self._config, self._of_all)
             known = proposer, 0
         proposer, count = known
         proposer.extend(answer.generated[count:])
         self._proposers[answer] = proposer, len(answer.generated)
         return proposer
-
-    def _index(self, request: Request) -> NgramIndex:
-        """Return an index of a prompt for one of its answers."""
-        known = self._indexes.get(request)
-        if known is None:
-            known = NgramIndex(request.tokens, self._config.lookup_min)
-            if len(request.answers) == 1:
-                return known
-            self._indexes[request] = known
-        return known.copy()
 
     def _count(
         self, proposer: Lookup | Ngram, most: int, answers: int, base: float, row: float

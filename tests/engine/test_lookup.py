@@ -18,7 +18,8 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.engine.drafts import Drafts, HitRates, Lookup, Ngram, NgramIndex
+from razor_dist.engine.drafts import Drafts, HitRates, Lookup, Ngram
+from razor_dist.engine.ngram_index import NgramIndex
 from razor_dist.engine.step_cost import StepCost, Work
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -56,6 +57,25 @@ def test_the_index_finds_the_longest_and_latest_match(
             index.add(token)
             tokens.append(token)
     assert len(index) == len(tokens)
+
+
+@given(shared=TEXTS, before=TEXTS, answer=TEXTS, after=TEXTS, n=st.integers(1, 3))
+def test_an_index_that_begins_as_another_is_one_of_its_text(
+    shared: list[int], before: list[int], answer: list[int], after: list[int], n: int
+) -> None:
+    index, tokens = NgramIndex(np.array(shared + before, np.int32), n), np.array(shared + after)
+    for token in answer:
+        index.add(token)
+    same = index.shared(tokens)
+    assert same >= len(shared) and [*shared, *before, *answer][:same] == tokens[:same].tolist()
+    begun, whole = index.begun(tokens.astype(np.int32), same), NgramIndex(tokens, n)
+    assert len(begun) == len(whole) == len(tokens)
+    for token in [*answer, None]:
+        assert begun.find(9) == whole.find(9)
+        assert (begun._last == whole._last).all()
+        if token is not None:
+            begun.add(token)
+            whole.add(token)
 
 
 def test_an_index_that_grows_is_one_of_the_whole_text() -> None:
@@ -104,9 +124,10 @@ def test_ngram_is_vllms() -> None:
 class Answer:
     """A stand-in for a request, with the attributes that `Drafts` reads."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[int], salt: str = "", *, cached: bool = True) -> None:
         self.tokens, self.generated = np.array(tokens, np.int32), []
         self.request, self.answers = self, [self]  # the prompt with its one answer
+        self.namespace, self.cache_prompt, self.key = (salt, 0), cached, id(self)
 
     @property
     def length(self) -> int:
@@ -167,15 +188,40 @@ def test_a_step_that_seems_to_take_no_time_can_have_drafts() -> None:
     assert made([(asked, 8)]) == [list(range(1, 8))]
 
 
-def test_prompts_are_indexed_when_there_is_room_for_drafts() -> None:
-    made, answers = drafts((1.0, 1e-6, 0.0), 3), [Answer(list(range(50)) * 2) for _ in range(3)]
-    asked: Any = [(answer, 8) for answer in answers]
+@pytest.mark.parametrize(("room", "run"), [(3, 8), (64, 1)])
+def test_prompts_are_indexed_when_there_is_room_for_drafts(room: int, run: int) -> None:
+    made, answers = drafts((1.0, 1e-6, 0.0), room), [Answer(list(range(50)) * 2) for _ in range(3)]
+    asked: Any = [(answer, run) for answer in answers]
     for token in range(5):
         for answer in answers:
             answer.generated.append(token)
-        with mock.patch("razor_dist.engine.drafts.NgramIndex", side_effect=AssertionError):
+        with mock.patch("razor_dist.engine.ngram_index.NgramIndex", side_effect=AssertionError):
             assert made(asked) == [[], [], []]
-    assert made(asked[:2]) == [[5], []]  # what was drawn meanwhile is known
+    # What was drawn meanwhile is known.
+    assert made([(answer, 2) for answer in answers[:2]]) == [[5], [5] * (room > 3)]
+
+
+def test_many_questions_to_a_text_have_it_indexed_once() -> None:
+    rng, sorted_ = random.Random(3), list[int]()
+    text, other = ([rng.randrange(300) for _ in range(5000)] for _ in range(2))
+    extend = NgramIndex._extend
+
+    def counting(index: NgramIndex, tokens: Any) -> None:
+        sorted_.append(len(tokens))
+        extend(index, tokens)
+
+    made = drafts((1.0, 1e-6, 0.0))
+    asks = [Answer(text + other[:n]) for n in (30, 40, 40)]
+    asks += [Answer(other), Answer(text), Answer(text[:2500] + other), Answer(text, "salt")]
+    asks += [Answer(text, cached=False), Answer(text)]
+    with mock.patch.object(NgramIndex, "_extend", counting):
+        for at, ask in enumerate(asks):
+            ask.generated.append(int(ask.tokens[100]))
+            ask.generated += ask.tokens[101:104].tolist()
+            last: Any = ask
+            [draft] = made([(last, 8)])
+            assert draft == ask.tokens[104 : 104 + len(draft)].tolist() and draft, at
+    assert sorted_ == [5030, 10, 0, 5000, 0, 7500, 5000, 5000, 0]
 
 
 def test_runs_have_few_lengths_and_share_a_step() -> None:
