@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from razor_dist.commands.options import EXIT_SOME_FAILED, hint_at_retry, with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, hint_at_retry, log_from, with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
@@ -35,7 +35,6 @@ def batch(
 
     Malformed lines and refused requests are reported; the exit code is then 3.
     """
-    from razor_dist.config.logs import set_up_logging
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, json_line, read_job
@@ -51,7 +50,7 @@ def batch(
     entries = read_batch(file)
     if not entries:
         raise ConfigError(f"{file} holds no line")
-    set_up_logging("info")
+    log_from("info")
     model = served_model_name or config.model
     task = BatchTask({"default": config}, model, entries, unknown_fields)
 

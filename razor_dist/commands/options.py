@@ -16,9 +16,10 @@ import typer
 from typing_extensions import Doc
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import RENAMED, EngineConfig
+from razor_dist.config.logs import LOG_ENV, set_up_logging
+from razor_dist.config.schema import RENAMED, EngineConfig, ServerConfig
 from razor_dist.config.sizes import takes_sizes
-from razor_dist.config.sources import load_config, shipped_names
+from razor_dist.config.sources import Setting, load_config, shipped_names
 
 if TYPE_CHECKING:
     from razor_dist.documents.collect import Source
@@ -42,6 +43,13 @@ def documents(inputs: Sequence[str], encoding: str | None) -> list[Source]:
     for path, problem in left_out.items():
         typer.echo(f"{path}: left out, {problem}", err=True)
     return sources
+
+
+def log_from(level: str) -> None:
+    """Log as the environment says, by default from ``level`` on, as text."""
+    env = {name: os.environ[name] for name in LOG_ENV if name in os.environ}
+    config = load_config(ServerConfig, env=env, implied={"log_level": Setting(level, "")})
+    set_up_logging(config.log_level, config.log_format)
 
 
 def hint_at_retry(records: Iterable[Record]) -> None:

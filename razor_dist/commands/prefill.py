@@ -10,7 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from razor_dist.commands.options import EXIT_SOME_FAILED, Encoding, documents, with_config_flags
+from razor_dist.commands.options import (
+    EXIT_SOME_FAILED,
+    Encoding,
+    documents,
+    log_from,
+    with_config_flags,
+)
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
@@ -44,14 +50,13 @@ def prefill(
     """
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
-    from razor_dist.config.logs import set_up_logging
     from razor_dist.engine.checks import check_store
     from razor_dist.llm.llm import LLM
 
     check_store(config.prefix_store)
     sources = documents(inputs, encoding)
     _check_writable(store)
-    set_up_logging("warning")
+    log_from("warning")
     fields = {name: getattr(config, name) for name in config.model_fields_set}
     done, lost = 0, False
     with LLM(**fields) as llm:

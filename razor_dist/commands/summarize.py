@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -15,22 +16,30 @@ from razor_dist.commands.options import (
     Encoding,
     documents,
     hint_at_retry,
+    log_from,
     with_config_flags,
 )
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
 
-# Most that the prefixes of prompts in work may take on disk, in GiB, and never more than a quarter
-# of what is free there.
+# Most that the prefixes of an engine's prompts in work may take on disk, in GiB. Those of all engines
+# take a quarter of what is free there at most.
 _MOST_GB = 32.0
 # Their place in the folder of the results, while a job is not done.
 _PREFIXES = ".prefixes"
 
 
-@with_config_flags(JobConfig)
+class SummaryConfig(JobConfig):
+    """The settings; ``prefix_store_gb`` alone bounds the store that the command makes itself."""
+
+    makes_store: ClassVar[bool] = True
+
+
+@with_config_flags(SummaryConfig)
 def summarize(
-    config: JobConfig,
+    config: SummaryConfig,
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -57,7 +66,6 @@ def summarize(
 
     Documents that cannot be read are skipped and named at the end; the exit code is 3 then.
     """
-    from razor_dist.config.logs import set_up_logging
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
     from razor_dist.jobs.summarize import SummaryTask, loops
@@ -67,12 +75,12 @@ def summarize(
     if template is not None:
         style = replace(style, template=read_text(template, "the --template file"))
     sources = documents(inputs, encoding)
-    set_up_logging("info")
+    log_from("info")
     engines: dict[str, EngineConfig] = {"default": config}
     task = SummaryTask(engines, style, sources)
 
     def keep_prefixes(folder: Path) -> None:  # no engine is open yet
-        engines["default"] = _resuming(config, folder.absolute() / _PREFIXES)
+        engines["default"] = resuming(config, folder.absolute() / _PREFIXES, len(sources))
 
     def drop_prefixes(folder: Path) -> None:
         if config.prefix_store is None:
@@ -98,14 +106,26 @@ def summarize(
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)
 
 
-def _resuming(config: JobConfig, folder: Path) -> JobConfig:
+def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
     """Have engines keep what they read in ``folder``, for the next run, where that is possible.
 
-    On a cluster that is joined, the engines' nodes may have no such folder.
+    On a cluster that is joined, the engines' nodes may have no such folder. Ranks that share the
+    steps of an answer keep no prefixes, and a store would end that (`why_replicated`).
     """
-    joins = config.ray and (config.ray_address or os.environ.get("RAY_ADDRESS"))
-    if config.prefix_store is not None or not config.caches_prefixes or joins:
+    from razor_dist.jobs.job import cluster_address
+
+    if config.prefix_store is not None:
         return config
-    most = min(_MOST_GB, shutil.disk_usage(folder.parent).free / 2**30 / 4)
+    shares = config.world_size > 1 and config.decode != "replicated"
+    if not config.caches_prefixes or shares or cluster_address(config):
+        if config.prefix_store_gb is not None:
+            raise ConfigError("prefix_store_gb bounds a store, and this job makes none by itself")
+        return config
+    engines = config.engines or 1
+    if config.ray and config.engines is None:  # as many as Ray has processors for
+        engines = int((os.cpu_count() or 1) / config.cpus_per_rank) // config.world_size
+    free = shutil.disk_usage(folder.parent).free / 2**30
+    shared = free / 4 / max(1, min(engines, documents))
+    most = min(_MOST_GB, shared, config.prefix_store_gb or math.inf)
     store = {"prefix_store": str(folder / "{engine}"), "prefix_store_gb": max(most, 1e-3)}
     return config.model_copy(update=store)

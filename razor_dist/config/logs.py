@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 # For the processes that this one starts; names of settings, which have the same meaning there.
-_LEVEL, _FORMAT = "RAZOR_LOG_LEVEL", "RAZOR_LOG_FORMAT"
+LOG_ENV = _LEVEL, _FORMAT = "RAZOR_LOG_LEVEL", "RAZOR_LOG_FORMAT"
 
 
 class TextFormatter(logging.Formatter):

@@ -65,6 +65,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     # Heading in --help of the fields that a subclass adds with a plain pydantic.Field.
     group: ClassVar[str] = "Options"
+    makes_store: ClassVar[bool] = False  # what prefix_store_gb alone bounds
 
     model: str = _model("smollm2", "Embedded model, folder or hub id.", min_length=1)
     attention: Literal["razor", "full", "streaming"] = _model(
@@ -221,7 +222,7 @@ class EngineConfig(BaseModel):
                     f"{name} is of no use without the prefix cache: leave out prefix_cache: false "
                     "and prefill: exact"
                 )
-        if self.prefix_store_gb is not None and self.prefix_store is None:
+        if self.prefix_store_gb and self.prefix_store is None and not self.makes_store:
             raise ConfigError("prefix_store_gb bounds prefix_store, which is not given")
 
     @field_validator("*", mode="before")

@@ -28,7 +28,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
-from razor_dist.jobs.task import Item, ItemSize, Update, Work
+from razor_dist.jobs.task import OF_SETTINGS, Item, ItemSize, Update, Work
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 
@@ -40,8 +40,6 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/responses": "responses",
 }
 _FIELDS = ("custom_id", "method", "url", "body")
-# Refusals by settings that the next run may have changed (`razor_dist.jobs.task`, `_INDIFFERENT`).
-_OF_SETTINGS = {"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"}
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024
 # Names of ignored fields that are logged.
@@ -151,7 +149,7 @@ class BatchTask:
             yield ItemSize(0)  # it has read nothing
             failure = Failure.of(error)
             refused = {"status_code": failure.status, "body": failure.body()}
-            return {**refused, "retryable": True} if error.code in _OF_SETTINGS else refused
+            return {**refused, "retryable": True} if error.code in OF_SETTINGS else refused
         return {"status_code": 200, "body": body}
 
     def _limits(self, llm: LLM) -> Limits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -35,14 +34,12 @@ _JOIN_SECONDS = 20.0
 def connected(address: str | None) -> Iterator[bool]:
     """Join a Ray cluster, or start one on this host, until the ``with`` block ends.
 
-    Without an address, ``RAY_ADDRESS`` is taken, which Ray sets in submitted jobs, and without that
-    a cluster is started. Yields True if the cluster may grow, which a started one cannot.
+    Without an address a cluster is started. Yields True if the cluster may grow, which a started
+    one cannot.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
-    joins = address not in (None, "local")
     how: dict[str, Any] = {"address": address or "local"}
-    if joins:
-        _check_listens(str(address))
+    if address is not None:
+        _check_listens(address)
     else:
         how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
@@ -50,7 +47,7 @@ def connected(address: str | None) -> Iterator[bool]:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ClusterError(f"cannot join the Ray cluster {address!r}: {error}") from error
     try:
-        yield joins
+        yield address is not None
     finally:
         ray.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,15 +12,33 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from razor_dist.config.errors import ConfigError, DocumentError
+from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, has_failed, json_line
-from razor_dist.jobs.task import Item, PartResult, Task, at_once, job_settings, measured
+from razor_dist.jobs.task import (
+    OF_SETTINGS,
+    Item,
+    PartResult,
+    Task,
+    at_once,
+    job_settings,
+    measured,
+)
 
 log = logging.getLogger(__name__)
+
+
+def cluster_address(config: JobConfig) -> str | None:
+    """Return the address of the Ray cluster that a job joins; None if it needs none of others'.
+
+    Without ``ray_address``, ``RAY_ADDRESS`` is taken, which Ray sets in submitted jobs; "local" and
+    an empty one are none.
+    """
+    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    return address if config.ray and address not in (None, "", "local") else None
 
 
 class JobSummary(NamedTuple):
@@ -146,7 +165,8 @@ def _record(outcome: Outcome) -> Record:
     failure: Record | None = None
     if error is not None:
         failure = {"type": type(error).__name__, "message": str(error)}
-        if isinstance(error, DocumentError) and error.retryable:
+        of_document = isinstance(error, DocumentError) and error.retryable
+        if of_document or (isinstance(error, RequestError) and error.code in OF_SETTINGS):
             failure["retryable"] = True
     return {
         "id": outcome.item.id,

@@ -37,6 +37,7 @@ class JobProgress(ExitStack):
         self._total = before + len(items)
         self._finished, self._failed = before, 0
         self._left = {item.id: item.size for item in items}
+        self._all_left = sum(self._left.values())
         self._parts: dict[str, list[int]] = {}  # done, all
         self._live: set[str] = set()  # items of which `TokensDone` came
         self._done = self._read = self._written = 0
@@ -57,7 +58,7 @@ class JobProgress(ExitStack):
             self._begin = self._clock()
         match update:
             case ItemSize():
-                self._left[item.id] = update.tokens
+                self._set_left(item.id, update.tokens)
                 self._parts[item.id] = [update.stored, update.parts]
                 if update.stored:
                     log.info("%s: %d of %d parts are there already", item.id, *self._parts[item.id])
@@ -78,7 +79,7 @@ class JobProgress(ExitStack):
         self._failed += outcome.error is not None
         if outcome.error is None and id not in self._live:
             self._count(id, self._left[id])
-        del self._left[id]
+        self._set_left(id, 0)
         log.info("%s", self.line(outcome))
 
     def line(self, outcome: Outcome) -> str:
@@ -93,7 +94,7 @@ class JobProgress(ExitStack):
         if not self._done or self._begin is None:
             return "nothing read so far, time left unknown"
         seconds = max(self._clock() - self._begin, 1e-9)
-        left = tqdm.format_interval(sum(self._left.values()) / (self._done / seconds))
+        left = tqdm.format_interval(self._all_left / (self._done / seconds))
         return f"{self._read / seconds:,.1f} tokens/s, {left} left"
 
     def _count(self, id: str, tokens: int) -> None:
@@ -110,12 +111,16 @@ class JobProgress(ExitStack):
         self._advance(id, update.prefilled + ANSWER_TOKEN * update.generated, update.left)
         if self._clock() - self._told >= _EVERY_SECONDS:
             self._told = self._clock()
-            share = self._done / max(1, self._done + sum(self._left.values()))
+            share = self._done / max(1, self._done + self._all_left)
             counts = f"{self._read:,} tokens of prompts read, {self._written:,} of answers written"
             log.info("%s (%.0f %%) | %s", counts, 100 * share, self.rate())
 
     def _advance(self, id: str, work: int, left: int) -> None:
         self._done += work
-        self._left[id] = left
-        self._bar.total = self._done + sum(self._left.values())
+        self._set_left(id, left)
+        self._bar.total = self._done + self._all_left
         self._bar.update(work)
+
+    def _set_left(self, id: str, left: int) -> None:
+        self._all_left += left - self._left[id]
+        self._left[id] = left

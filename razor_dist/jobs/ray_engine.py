@@ -27,10 +27,11 @@ from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config.errors import EngineError
-from razor_dist.config.logs import set_up_logging
+from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
+from razor_dist.jobs.job import cluster_address
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, at_once
@@ -68,7 +69,7 @@ class EngineActor:
         engines: int,
     ) -> list[int]:
         """Start the ranks, or what is in their place; return their process ids once ready."""
-        set_up_logging("info")
+        inherit_logging()
         if isinstance(config, ExternalEngineConfig):
             external = config.open()
             self._engine = HostEngine(task, external)
@@ -163,7 +164,7 @@ class RayEngine:
 
 @contextmanager
 def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
-    with connected(job.ray_address) as grows:
+    with connected(cluster_address(job)) as grows:
         demands = {name: Demand.of(config, job) for name, config in task.engines.items()}
         held = min(demand.engines_held() for demand in demands.values())
         # One at least: a cluster that scales to nothing grows only when it is asked.

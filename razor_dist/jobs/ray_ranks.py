@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from razor_dist.config.cores import bound_spinning
 from razor_dist.config.errors import RazorError
-from razor_dist.config.logs import set_up_logging
+from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.ranks import RankExit, Ranks
 from razor_dist.jobs.cluster import ranks_held
@@ -41,7 +41,7 @@ class RankActor:
 
     def run(self, config_json: str, env: Mapping[str, str], socket_path: str | None) -> int:
         """Be a rank until the frontend says shutdown; return a rank's exit code."""
-        set_up_logging("info")
+        inherit_logging()
         os.environ.update(env)
         bound_spinning(os.environ)
         if "GLOO_SOCKET_IFNAME" not in os.environ:

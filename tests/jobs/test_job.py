@@ -23,6 +23,7 @@ from razor_dist.config.errors import (
     DocumentError,
     EngineError,
     HeadMapError,
+    RequestError,
 )
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
@@ -54,6 +55,8 @@ class Answers:
                 raise KeyError("no such thing")
             case "rank":
                 raise EngineError("a rank died")
+            case "room":
+                raise RequestError("give it a larger kv_tokens", code="kv_capacity_exceeded")
             case "reader":
                 raise DocumentError("its reader is not installed", retryable=True)
             case "nan":
@@ -130,13 +133,22 @@ def test_failures_of_items_that_are_no_longer_asked_are_not_counted(tmp_path: Pa
     assert run_task(fewer, tmp_path, no_pool()) == JobSummary(tmp_path, 6, 0, 6)
 
 
-def test_a_failure_that_is_not_the_items_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
-    harm = {"full-0": "error", "full-1": "reader"}
+@pytest.mark.parametrize(
+    ("why", "kind", "message"),
+    [
+        ("reader", "DocumentError", "its reader is not installed"),
+        ("room", "RequestError", "give it a larger kv_tokens"),
+    ],
+)
+def test_a_failure_that_is_not_the_items_is_tried_again_by_the_next_run(
+    tmp_path: Path, why: str, kind: str, message: str
+) -> None:
+    harm = {"full-0": "error", "full-1": why}
     task = Completions({"full": FULL}, harm=harm)
     assert run_task(task, tmp_path, pool(task)) == JobSummary(tmp_path, 4, 2, 0)
     assert read_job(tmp_path).records[1]["error"] == {
-        "type": "DocumentError",
-        "message": "its reader is not installed",
+        "type": kind,
+        "message": message,
         "retryable": True,
     }
     healthy = Completions({"full": FULL})

@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from razor_dist import cli
+from razor_dist.commands.summarize import SummaryConfig, resuming
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.logs import LOG_ENV
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.jobs import host_engine
@@ -247,6 +250,92 @@ def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[
     assert summarize("--words", "9", "--new-folder") == 0
     assert stores[3] == folder / "out-2/.prefixes/0" and not stores[3].parent.exists()
     assert earlier.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "documents", "stores"),
+    [
+        ({"ray": False}, 9, 1),
+        ({"ray": False, "engines": 8}, 9, 8),
+        ({"ray": False, "engines": 8}, 2, 2),
+        ({}, 99, 12),  # as many as Ray has processors for
+        ({"world_size": 3, "decode": "replicated", "cpus_per_rank": 0.5}, 99, 8),
+        ({"cpus_per_rank": 16}, 9, 1),
+    ],
+)
+def test_the_stores_of_all_engines_take_a_quarter_of_the_free_disk(
+    settings: dict[str, Any], documents: int, stores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=96 * 2**30)
+    monkeypatch.setattr("razor_dist.commands.summarize.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    config = resuming(SummaryConfig(**settings), Path("/out/.prefixes"), documents)
+    assert config.prefix_store == "/out/.prefixes/{engine}"
+    assert config.prefix_store_gb == pytest.approx(24 / stores)
+    bound = SummaryConfig(**settings, prefix_store_gb=1.5)
+    assert resuming(bound, Path("/out/.prefixes"), documents).prefix_store_gb == 1.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "keeps"),
+    [
+        ({}, None, True),
+        ({}, "", True),
+        ({}, "local", True),
+        ({}, "auto", False),
+        ({"ray": False}, "auto", True),
+        ({"ray_address": "local"}, "auto", True),
+        ({"ray_address": "host:6379"}, None, False),
+        ({"decode": "tensor"}, None, True),
+        ({"world_size": 2}, None, False),
+        ({"world_size": 2, "decode": "tensor"}, None, False),
+        ({"world_size": 2, "decode": "replicated"}, None, True),
+        ({"prefix_cache": False}, None, False),
+    ],
+)
+def test_what_was_read_is_kept_where_it_costs_no_other_way_of_working(
+    settings: dict[str, Any],
+    address: str | None,
+    keeps: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = SummaryConfig(**settings)
+    assert (resuming(config, tmp_path / "p", 9) != config) == keeps
+    bound = SummaryConfig(**settings, prefix_store_gb=1)
+    if not keeps:
+        with pytest.raises(ConfigError, match="this job makes none by itself"):
+            resuming(bound, tmp_path / "p", 9)
+
+
+@pytest.mark.parametrize(
+    ("env", "level", "style"),
+    [({}, "info", "text"), ({"LEVEL": "debug", "FORMAT": "json"}, "debug", "json")],
+)
+def test_the_log_is_as_the_environment_says(
+    folder: Path,
+    opened: list[Quoter],
+    env: dict[str, str],
+    level: str,
+    style: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in LOG_ENV:
+        monkeypatch.setenv(name, "")  # as it is now it shall be again
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(f"RAZOR_LOG_{name}", value)
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "razor_dist.commands.options.set_up_logging", lambda *given: told.append(given)
+    )
+    assert summarize() == 0
+    assert told == [(level, style)]
+    monkeypatch.setenv("RAZOR_LOG_LEVEL", "loud")
+    assert summarize() == 2
 
 
 class Stopping(Quoter):
