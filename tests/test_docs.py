@@ -118,8 +118,8 @@ def test_the_documents_name_flags_that_exist() -> None:
 
 # Of torchrun, Ray, Docker, kubectl, systemctl, curl, pip, lm-eval; and of our own scripts.
 FLAGS_OF_OTHERS = """
-    --add-host --address --build-arg --cacert --follow --from-file --from-literal --generate
-    --head --help --include_path
+    --add-host --address --build-arg --cacert --dashboard-host --follow
+    --from-file --from-literal --generate --head --help --include_path
     --local-addr --n-predict --now --override-generation-config
     --max-restarts --model_args --needle --nnodes --no-deps --no-python --restart --zipf
     --num-cpus --num-gpus --rdzv-backend --rdzv-conf --rdzv-endpoint --rounds --runtime-env-json

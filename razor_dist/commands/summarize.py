@@ -24,8 +24,8 @@ from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
 
-# Most that the prefixes of an engine's prompts in work may take on disk, in GiB. Those of all engines
-# take a quarter of what is free there at most.
+# Most that the prefixes of one engine take on disk while prompts are in work, in GiB. Those of all
+# engines take a quarter of what is free there at most.
 _MOST_GB = 32.0
 # Their place in the folder of the results, while a job is not done.
 _PREFIXES = ".prefixes"
@@ -112,12 +112,10 @@ def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
     On a cluster that is joined, the engines' nodes may have no such folder. Ranks that share the
     steps of an answer keep no prefixes, and a store would end that (`why_replicated`).
     """
-    from razor_dist.jobs.job import cluster_address
-
     if config.prefix_store is not None:
         return config
     shares = config.world_size > 1 and config.decode != "replicated"
-    if not config.caches_prefixes or shares or cluster_address(config):
+    if not config.caches_prefixes or shares or config.cluster:
         if config.prefix_store_gb is not None:
             raise ConfigError("prefix_store_gb bounds a store, and this job makes none by itself")
         return config

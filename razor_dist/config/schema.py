@@ -7,6 +7,7 @@ mistake is one `ConfigError` that names the setting, the value and where it was 
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -15,7 +16,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     ValidationError,
     field_validator,
 )
@@ -25,7 +25,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.config.sizes import Size
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.config.validation import SettingError, Share, explain
+from razor_dist.config.validation import Names, SettingError, Share, explain, split
 
 # Old names of settings, which are taken with a warning.
 RENAMED = {"wave_tokens": "chunked_prefill_size"}
@@ -44,19 +44,6 @@ _streaming = partial(_setting, "Streaming heads")
 _server = partial(_setting, "HTTP server")
 _access = partial(_setting, "Access")
 _job = partial(_setting, "Job")
-
-
-def _split(value: Any) -> Any:
-    """Take "a,b" for a list: a flag or a variable is one text."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
-def _names(value: Any) -> Any:
-    return [] if value == "" else _split(value)
-
-
-_Name = Annotated[str, StringConstraints(min_length=1)]
-Names = Annotated[tuple[_Name, ...], BeforeValidator(_names)]
 
 
 class EngineConfig(BaseModel):
@@ -345,7 +332,7 @@ class ServerConfig(EngineConfig):
     @field_validator("api_key", mode="before")
     @classmethod
     def _check_keys(cls, value: Any) -> Any:
-        keys = _split(value)
+        keys = split(value)
         # Never with the value in the sentence, as pydantic's would be.
         if not isinstance(keys, list | tuple) or not all(map(is_key, keys)):
             raise SettingError(
@@ -398,3 +385,12 @@ class JobConfig(EngineConfig):
     attempts: int = _job(3, "How often an item is tried while engines fail under it.", ge=1)
     new_folder: bool = _job(False, "Begin FOLDER-2 if FOLDER holds results of other settings.")
     retry_failed: bool = _job(False, "Try again what an earlier run recorded as failed.")
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster that the job joins; None if it needs none or starts one.
+
+        By default ``RAY_ADDRESS``, which Ray sets in submitted jobs; "local" and "" are none.
+        """
+        address = self.ray_address or os.environ.get("RAY_ADDRESS")
+        return address if self.ray and address not in (None, "", "local") else None

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import wraps
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
@@ -134,6 +134,19 @@ def share_of(value: Any) -> float:
 
 # The type of the setting ``retrieval_share``: a part of a query's attention, as 1/32 or 0.03125.
 Share = Annotated[float, BeforeValidator(share_of)]
+
+
+def split(value: Any) -> Any:
+    """Take "a,b" for a list: a flag or a variable is one text."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _names(value: Any) -> Any:
+    return [] if value == "" else split(value)
+
+
+_Name = Annotated[str, StringConstraints(min_length=1)]
+Names = Annotated[tuple[_Name, ...], BeforeValidator(_names)]
 
 
 def check_least(settings: object, **least: int) -> None:

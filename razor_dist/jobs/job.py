@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,16 +28,6 @@ from razor_dist.jobs.task import (
 )
 
 log = logging.getLogger(__name__)
-
-
-def cluster_address(config: JobConfig) -> str | None:
-    """Return the address of the Ray cluster that a job joins; None if it needs none of others'.
-
-    Without ``ray_address``, ``RAY_ADDRESS`` is taken, which Ray sets in submitted jobs; "local" and
-    an empty one are none.
-    """
-    address = config.ray_address or os.environ.get("RAY_ADDRESS")
-    return address if config.ray and address not in (None, "", "local") else None
 
 
 class JobSummary(NamedTuple):

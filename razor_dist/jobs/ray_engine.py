@@ -31,7 +31,6 @@ from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
-from razor_dist.jobs.job import cluster_address
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, at_once
@@ -164,7 +163,7 @@ class RayEngine:
 
 @contextmanager
 def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
-    with connected(cluster_address(job)) as grows:
+    with connected(job.cluster) as grows:
         demands = {name: Demand.of(config, job) for name, config in task.engines.items()}
         held = min(demand.engines_held() for demand in demands.values())
         # One at least: a cluster that scales to nothing grows only when it is asked.
