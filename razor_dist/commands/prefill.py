@@ -17,7 +17,7 @@ from razor_dist.commands.options import (
     log_from,
     with_config_flags,
 )
-from razor_dist.config.errors import ConfigError, DocumentError, RequestError
+from razor_dist.config.errors import ConfigError, DocumentError, EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 
@@ -43,10 +43,10 @@ def prefill(
 ) -> None:
     """Read documents into a store, so that a server answers questions about them at once.
 
-    What is there already is not read again. Documents that cannot be read, or are longer than the
-    context, are skipped and named; the exit code is 3 then, and if one could not be written or had
-    no room. One that is too short to be kept, since reading it again is as fast, is named with the
-    reason.
+    What is there already is not read again. Documents that cannot be read, are longer than the
+    context, or are being read when a rank dies, are skipped and named; the exit code is 3 then, and
+    if one could not be written or had no room. One that is too short to be kept, since reading it
+    again is as fast, is named with the reason.
     """
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
@@ -65,8 +65,9 @@ def prefill(
             try:
                 text = source.read().text.strip()
                 total, cached = _read(llm, text if plain else page_text(source.path, text))
-            except (DocumentError, RequestError) as error:
+            except (DocumentError, EngineError, RequestError) as error:
                 typer.echo(f"skipped {source.id}: {error}", err=True)
+                assert llm.info  # if a rank has died, waits until all are started again
                 continue
             done += 1
             seconds = time.perf_counter() - began

@@ -226,7 +226,20 @@ class Admission:
             plans += [*evicting, tiers.load(node, key, request.namespace)]
             request.loaded = node
         loading = tiers.loading
+        if loading is not None and loading.chain[-1] is found.entry:
+            loading.wanted_by.add(request.key)
         return lambda _: tiers.loading is loading
+
+    def end_load(self, waiting: Iterable[Request]) -> list[StepPlan]:
+        """Return the plans that end a load for which no request waits any more."""
+        tiers = self.room.tiers
+        if tiers is None or (loading := tiers.loading) is None:
+            return []
+        if any(request.key in loading.wanted_by for request in waiting):
+            return []
+        tiers.loading = None
+        self.accounts.close(loading.key)
+        return [StepPlan(Op.CLOSE, loading.key)]
 
     def is_worth_keeping(self, prefill: Prefill) -> bool:
         """True if an aborted prefill has done enough of its prompt to be worth caching."""

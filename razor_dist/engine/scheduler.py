@@ -260,6 +260,10 @@ class Scheduler:
         plans: list[StepPlan] = []
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
+            plans += self.admission.end_load(self.waiting)
+            for one in request.prefixes:  # no longer as urgent as what waited for it
+                others = (r.priority for r in self.waiting if one in r.prefixes)
+                one.priority = min([one.params.priority, *others])
         elif request.phase is Phase.PREFILL:
             prefill = self.prefills[request.key]
             if self.admission.is_worth_keeping(prefill):

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Loading:
     namespace: Namespace
     tokens: Tokens
     tier: Tier
+    wanted_by: set[int] = field(default_factory=set)  # keys of the requests that wait for it
 
 
 class Writing:

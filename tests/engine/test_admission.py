@@ -627,6 +627,22 @@ def test_a_prefix_is_prefilled_with_the_priority_of_what_waits_for_it() -> None:
     assert ends == ["question", "first"]
 
 
+def test_a_prefix_has_the_priority_of_what_still_waits_for_it() -> None:
+    core, _ = make_core(pages=120, by_priority=True)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    add(core, "doc", 30, pin=True, priority=1)
+    step(core)
+    add(core, "first", 30, priority=-1)
+    add(core, "question", 2, prefix="doc")
+    add(core, "urgent", 2, prefix="doc", priority=-2)
+    doc = core.scheduler.prefills[min(core.scheduler.prefills)].request
+    assert doc.priority == -2
+    core.abort("urgent")
+    assert doc.priority == 0
+    ends = [m.id for m in run(core) if isinstance(m, Token) and m.finish]
+    assert ends == ["first", "question"]
+
+
 def test_a_request_waits_for_a_prefill_of_its_own_priority_while_others_go_first() -> None:
     core, _ = make_core(pages=120, share=True, by_priority=True)
     core.scheduler.prefill_policy.joins = lambda *_: False

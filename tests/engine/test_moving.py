@@ -106,6 +106,34 @@ def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load() -> None:
     runner.parts.clear()
 
 
+def test_a_load_ends_with_the_last_request_that_waits_for_it() -> None:
+    core, runner = core_of(slots=6)
+    long = text(200, 1)
+    add(core, "long", long)
+    run(core)
+    evict_all(core)
+    runner.parts[Op.LOAD] = 1000
+    for name in "ab":
+        add(core, name, long + text(40, ord(name)))
+    core.step()
+    tiers, accounts = core.scheduler.room.tiers, core.scheduler.room.accounts
+    assert tiers is not None
+    first = tiers.loading
+    core.abort("a")
+    core.step()
+    assert first is not None and tiers.loading is first
+    core.abort("b")
+    assert tiers.loading is None and (accounts.free == accounts.sizes).all()
+    add(core, "c", long + text(40, 3))
+    core.step()
+    assert tiers.loading is not None and tiers.loading is not first
+    runner.parts.clear()
+    runner._left.clear()
+    run(core)
+    evict_all(core)
+    assert runner.lengths == {} and (accounts.free == accounts.sizes).all()
+
+
 def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
     core, runner = core_of(slots=6)
     long, short = text(200, 1), text(12, 2)

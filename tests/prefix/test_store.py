@@ -17,6 +17,7 @@ import pytest
 
 from razor_dist.cli import main
 from razor_dist.commands.prefill import _is_saving
+from razor_dist.config.errors import EngineError
 from razor_dist.frontend.client import EngineBusyError
 from razor_dist.prefix.parts import BadPartError
 from razor_dist.prefix.store import (
@@ -140,6 +141,24 @@ def test_a_store_that_a_server_changes_is_not_damaged(
     parents["late"] = "missing"
     assert main(["store", "verify", str(tmp_path)]) == 1
     assert "what it follows on is missing" in capsys.readouterr().err
+
+
+def test_prefill_goes_on_with_the_next_document_when_a_rank_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / name for name in ("first.txt", "second.txt")]
+    for file in files:
+        file.write_text("The door is red.")
+    disk = dict.fromkeys(("entries", "bytes", "evictions", "failures", "no_room"), 0)
+    llm = mock.MagicMock()
+    llm.return_value.__enter__.return_value.stats.return_value = {"prefix_cache": {"disk": disk}}
+    monkeypatch.setattr("razor_dist.llm.llm.LLM", llm)
+    read = mock.Mock(side_effect=[EngineError("rank 0 died"), (16, 0)])
+    monkeypatch.setattr("razor_dist.commands.prefill._read", read)
+    assert main(["prefill", *map(str, files), "--store", str(tmp_path / "store")]) == 3
+    told = capsys.readouterr()
+    assert "first.txt: rank 0 died" in told.err and "second.txt: 16 tokens" in told.out
+    assert "1 of 2 documents read" in told.out
 
 
 def test_prefill_waits_for_an_engine_that_is_busy() -> None:
