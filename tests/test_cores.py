@@ -1,16 +1,19 @@
-"""The cores that a process may use, and how its threads wait."""
+"""The cores and the memory that a process may use, and how its threads wait."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from razor_dist.config.cores import bound_spinning, usable_cores
+from razor_dist.config.memory import free_bytes
 from razor_dist.engine.decode_threads import DecodeThreads
 
 SEEN = len(os.sched_getaffinity(0))
@@ -50,6 +53,26 @@ def test_without_a_quota_the_processors_count(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "app", **{"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"})
     write(tmp_path / "app", cpu__max="unreadable")
     assert usable_cores(tmp_path, membership) == SEEN
+
+
+def test_limits_of_memory_bound_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    membership = tmp_path / "cgroup"
+    assert free_bytes(tmp_path, membership) == 5000  # no such file
+    membership.write_text("0::/user/app\n")
+    of = {"memory__current": "700\n", "memory__stat": "file 300\ninactive_file 200\n"}
+    write(tmp_path / "two" / "user" / "app", memory__max="max\n", **of)
+    assert free_bytes(tmp_path / "two", membership) == 5000
+    write(tmp_path / "two" / "user", memory__max="1000\n", **of)
+    assert free_bytes(tmp_path / "two", membership) == 1000 - 700 + 200
+    # Version 1, whose folder has two numbers of files.
+    membership.write_text("5:cpu:/x\n4:memory:/docker/abc\n")
+    stat = "inactive_file 1\ntotal_inactive_file 200\n"
+    files = {"memory.usage_in_bytes": "700", "memory.stat": stat}
+    write(tmp_path / "one" / "memory", **files, **{"memory.limit_in_bytes": "800"})
+    assert free_bytes(tmp_path / "one", membership) == 800 - 700 + 200
 
 
 def test_the_users_own_way_of_waiting_is_kept() -> None:

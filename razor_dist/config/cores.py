@@ -4,43 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
+from razor_dist.config.cgroups import CGROUPS, MEMBERSHIP, own_cgroups
+
 # Turns of its waiting loop that an OpenMP thread makes before it sleeps: 0.1 to 0.5 ms, which
 # covers the gaps between the operations of a decode step. GNU's default, 300,000, is 28 ms on some
 # machines, all of it taken from the thread that is waited for where another program has its core.
 _SPINS = "5000"
 
 
-def usable_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
+def usable_cores(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the number of cores that this process can keep busy at once, at least 1.
 
     The smallest of the processors it may be scheduled on and the CPU quotas of its cgroups,
     rounded up. A container with a quota of 1.5 CPUs sees all processors of its host.
     """
-    quotas = [quota for quota in _quotas(cgroups, membership) if quota > 0]
+    found = map(_quota, own_cgroups("cpu", cgroups, membership))
+    quotas = [quota for quota in found if quota > 0]
     return max(1, math.ceil(min([len(os.sched_getaffinity(0)), *quotas])))
-
-
-def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
-    """Yield the quotas, in CPUs, of this process's cgroup and all above it, version 1 or 2."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = cgroups / controllers
-        group = root / path.lstrip("/")
-        # In a container the path may be the host's, and the root the container's own cgroup.
-        for folder in [group, *group.parents]:
-            if not folder.is_relative_to(root):
-                break
-            yield _quota(folder)
 
 
 def _quota(folder: Path) -> float:

@@ -1,9 +1,14 @@
-"""The memory that this process occupies."""
+"""The memory that this process occupies, and what is free for it."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+
+import psutil
+
+from razor_dist.config.cgroups import CGROUPS, MEMBERSHIP, own_cgroups
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -16,3 +21,27 @@ def resident_bytes() -> tuple[int, int]:
     fields = dict(re.findall(r"(VmRSS|VmHWM):\s*(\d+) kB", status))
     now, peak = (1024 * int(fields[name]) for name in ("VmRSS", "VmHWM"))
     return now, max(now, peak)
+
+
+def free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return the host's free memory, or what the limits of this process's cgroups leave of it."""
+    left = map(_left, own_cgroups("memory", cgroups, membership))
+    return int(max(0, min([psutil.virtual_memory().available, *left])))
+
+
+def _left(folder: Path) -> float:
+    """Return the bytes below a cgroup's limit; infinity if it has none.
+
+    Files that were read and are not in use make room, as they do on a host.
+    """
+    try:
+        if (limits := folder / "memory.max").is_file():  # version 2
+            limit, used = limits.read_text(), (folder / "memory.current").read_text()
+        else:
+            limit = (folder / "memory.limit_in_bytes").read_text()
+            used = (folder / "memory.usage_in_bytes").read_text()
+        # Of version 1 the last counts those of all below it.
+        idle = re.findall(r"inactive_file (\d+)", (folder / "memory.stat").read_text())[-1:]
+        return math.inf if limit.strip() == "max" else int(limit) - int(used) + sum(map(int, idle))
+    except (OSError, ValueError):
+        return math.inf

@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Sequence
 
-import psutil
 import torch
 
 from razor_dist.attention.chosen import activation_bytes
@@ -16,6 +15,7 @@ from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.slots import Arena
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.memory import free_bytes
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_kv_dtype
 from razor_dist.heads.layout import HeadLayout
@@ -164,12 +164,13 @@ def cached_tail(config: EngineConfig) -> int:
 def free_memory(comm: Communicator, device: torch.device) -> float:
     """Bytes that are free for each rank now, the least of all ranks, which call this together."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        torch.cuda.empty_cache()  # layers that were joined have left their weights there
         # A rank may see its own GPU alone, so what tells GPUs apart is their identity.
         own = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
         ranks = int((comm.host.all_gather(torch.tensor([own]), "control") == own).sum())
+        free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = psutil.virtual_memory().available
+        free = free_bytes()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this host
     return comm.host.all_gather(torch.tensor([free // ranks]), "control").min().item()
 

@@ -135,7 +135,10 @@ def test_free_memory_is_shared_by_the_ranks_of_a_host(monkeypatch: pytest.Monkey
 def free_on_gpus(comm: Communicator, uuids: tuple[str, ...]) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(comm.size))
-        patch.setattr(torch.cuda, "mem_get_info", lambda device: (6000 + comm.rank, 9000))
+        left = {"cached by torch": 1000}
+        patch.setattr(torch.cuda, "empty_cache", left.clear)
+        free = 6000 + comm.rank
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (free - sum(left.values()), 9000))
         found = SimpleNamespace(uuid=uuids[comm.rank])
         patch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         return free_memory(comm, torch.device("cuda", 0))
