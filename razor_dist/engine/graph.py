@@ -17,6 +17,7 @@ served.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -120,7 +121,9 @@ def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) 
     """The recorder of these ranks' decode steps, or None where they cannot be recorded."""
     if not config.cuda_graphs or device.type not in ("cuda", "cpu"):
         return None
-    if not available(device):
+    # Hosts may differ in whether they have a compiler, or Triton: all ranks record, or none does.
+    there = torch.tensor([available(device)], dtype=torch.int64)
+    if not comm.host.all_gather(there, "control").all():
         return None  # which has been said
     if device.type == "cpu":
         return Tape(comm) if config.weights == "replicated" else None
@@ -272,15 +275,19 @@ class DecodeGraphs:
         inputs = StepInputs.of(batch.padded(key.sequences).to(device))
         memory = BlockTables(tables, batch.widths(key.windows))
         logits, tokens = (found[: len(batch)] for found in self._forward(inputs, memory))
-        if recording.replay is None:
+        if not recording.compared:
             again, _ = self._forward(inputs, memory)
             recording.noise = _difference(again[: len(batch)], logits)
+        if recording.replay is None:
             problem = self._try(self._capture, recording, key, batch)
-        if self._all_well(problem):
+        if self._count_ranks(problem is not None) == [0]:
             # Replayed only now: a rank without a recording would leave the others waiting.
             problem = self._try(self._check, recording, batch, logits, tokens)
-            if self._all_well(problem):
-                recording.compared += 1
+            # Of NaN alone nothing is learned.
+            void = logits.numel() > 0 and not _finite_rows(logits).any()
+            failed, nothing = self._count_ranks(problem is not None, void)
+            if not failed:
+                recording.compared += not nothing
                 return logits, tokens
         log.warning(
             "decode steps are not recorded from here on: %s",
@@ -331,14 +338,26 @@ class DecodeGraphs:
         except Exception as error:  # whatever a driver or a kernel raises: eager still works
             return f"{type(error).__name__}: {error}"
 
-    def _all_well(self, problem: str | None) -> bool:
-        count = torch.tensor([problem is not None], dtype=torch.int64)
-        pending = self._comm.all_reduce(count.to(self._caches.pages.k.device), "control")
-        return pending.wait()[0].item() == 0
+    def _count_ranks(self, *true: bool) -> list[int]:
+        """Count the ranks where each is true."""
+        counts = torch.tensor(true, dtype=torch.int64).to(self._caches.pages.k.device)
+        found: list[int] = self._comm.all_reduce(counts, "control").wait()[0].tolist()
+        return found
+
+
+def _finite_rows(logits: Tensor) -> Tensor:
+    return logits.isfinite().all(-1)
 
 
 def _difference(found: Tensor, logits: Tensor) -> float:
-    """Largest difference of logits, relative to the largest; 0 on ranks that have none."""
+    """Largest difference of logits, relative to the largest; 0 on ranks that have none.
+
+    Of rows with NaN only where these are is compared: if that differs, it is NaN.
+    """
+    rows = _finite_rows(logits)
+    if not torch.equal(found[~rows].isfinite(), logits[~rows].isfinite()):
+        return math.nan
+    found, logits = found[rows], logits[rows]
     if not logits.numel():
         return 0.0  # rank 0's depend on this rank's share
     # The needle model without its first token has logits of 0.

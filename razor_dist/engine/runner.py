@@ -36,7 +36,6 @@ from razor_dist.engine.prompt_logprobs import split_logprobs
 from razor_dist.engine.rank_stats import RankStats
 from razor_dist.engine.sampler import likeliest
 from razor_dist.engine.sequences import Sequences
-from razor_dist.kernels.decode import available
 from razor_dist.kernels.fused import postponed_rotations
 from razor_dist.kernels.linear import choose_ways
 from razor_dist.models.bridge import AttentionContext
@@ -89,10 +88,6 @@ class ModelRunner:
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.device.type == "cpu":
             choose_ways()
-            # Hosts may differ in whether they have a compiler; all ranks record, or none does.
-            compiled = torch.tensor([available(self.device)], dtype=torch.int64)
-            if not comm.all_gather(compiled, "control").all():
-                recorder = None
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         crowded = local * threads > usable_cores()

@@ -455,6 +455,40 @@ def test_a_replay_may_differ_as_two_eager_steps_do(noise: float, enabled: bool, 
     assert graphs.enabled == enabled
 
 
+def with_nan(comm: Communicator, case: Case) -> tuple[list[int], bool, float]:
+    """Decode beside a sequence of NaN, and that alone; return how many steps were compared."""
+    both = Both(comm, case)
+    for key in (0, 1):
+        both.open(key, 41)
+    pool, compared = both.graphs.caches.pages, []
+    for page in both.graphs.sequences[1].table.pages:
+        pool.k[:, page * pool.page_size : (page + 1) * pool.page_size] = math.nan
+    for keys in ((0, 1), (0, 1), (1,), (1,), (1,), (0,), (0,), (0,)):
+        both.decode(*keys)
+        compared.append(both.compared)
+    assert both.graphs.graphs is not None
+    return compared, both.graphs.graphs.enabled, both.errors[-1] if both.errors else 0.0
+
+
+@needs_compiler
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sequence_of_nan_ends_no_recordings(world: int, ranks: Ranks, tiny: Tiny) -> None:
+    """What is compared are the other sequences' logits; without any, the step does not count."""
+    for found, enabled, error in ranks(world).run(with_nan, case_of(tiny("llama"))):
+        assert found == [0, 1, 1, 1, 1, 2, 3, 3]
+        assert enabled and error <= 1e-5
+
+
+def of_one_rank(comm: Communicator) -> bool:
+    there = mock.patch("razor_dist.engine.graph.available", return_value=comm.rank == 0)
+    with there:
+        return recorder_of(EngineConfig(), comm, torch.device("cpu")) is not None
+
+
+def test_ranks_record_if_all_of_them_can(ranks: Ranks) -> None:
+    assert ranks(2).run(of_one_rank) == [False, False]
+
+
 def recorder_for(comm: Communicator, device: str, kernels: bool = True) -> tuple[bool, list[str]]:
     there = mock.patch("razor_dist.engine.graph.available", return_value=kernels)
     with there, mock.patch("razor_dist.engine.graph.log.info") as info:

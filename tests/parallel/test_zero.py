@@ -261,6 +261,7 @@ def test_no_cuda_graphs_beside_sharded_weights(
 ) -> None:
     comm, cuda = Communicator(None), torch.device("cuda")
     monkeypatch.setattr(graph, "CudaRecorder", lambda _: "a recorder")
+    monkeypatch.setattr(graph, "available", lambda _: True)
     recorder_of: Callable[..., Any] = graph.recorder_of
     assert recorder_of(EngineConfig(), comm, cuda) == "a recorder"
     assert recorder_of(EngineConfig(cuda_graphs=False, weights="zero3"), comm, cuda) is None
