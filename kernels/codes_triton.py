@@ -60,13 +60,13 @@ def quantized(new, BITS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``."""
     new = new.to(tl.float32)
     if BITS == 8:
-        scale = tl.max(tl.abs(new), 0) / 127.0
-        codes = whole(new / tl.maximum(scale, TINY)).to(tl.int8)
+        scale = tl.div_rn(tl.max(tl.abs(new), 0), 127.0)
+        codes = whole(tl.div_rn(new, tl.maximum(scale, TINY))).to(tl.int8)
     else:
         new = hadamard(tl.reshape(new, (1, WIDTH)), 1, WIDTH, D & -D)
-        scale = tl.max(tl.max(tl.abs(new), 1), 0) / 15.0
+        scale = tl.div_rn(tl.max(tl.max(tl.abs(new), 1), 0), 15.0)
         step = tl.maximum(2 * scale, TINY)
-        low, high = halves((whole(new / step - 0.5) + 8).to(tl.int32), 1, WIDTH)
+        low, high = halves((whole(tl.div_rn(new, step) - 0.5) + 8).to(tl.int32), 1, WIDTH)
         codes = tl.reshape(low | (high << 4), (WIDTH // 2,)).to(tl.uint8)
-        scale = scale / (D & -D)
+        scale = scale * (1.0 / (D & -D))
     return codes, scale

@@ -94,10 +94,8 @@ class Turned(NamedTuple):
 
 def implementation(device: torch.device) -> ModuleType:
     """Return the module that computes on a device: its own, where it has one."""
-    if device.type == "cuda":
-        name = "decode_triton"
-    else:
-        name = "decode_cpu" if available(device) else "decode_torch"
+    own = "decode_triton" if device.type == "cuda" else "decode_cpu"
+    name = own if available(device) else "decode_torch"
     return importlib.import_module(f"razor_dist.kernels.{name}")
 
 
@@ -119,8 +117,9 @@ def _triton() -> bool:
         log.warning("triton is not installed: decoding is slower without it")
         return False
     try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        log.warning("triton cannot be imported, decoding is slower without it: %s", error)
+        # Makes its launcher, for which it needs a C compiler and Python.h.
+        importlib.import_module("triton").runtime.driver.active.get_current_target()
+    except Exception as error:  # whatever a compiler or a driver raises
+        log.warning("triton does not work here, decoding is slower without it: %s", error)
         return False
     return True

@@ -55,15 +55,15 @@ def merge_splits_kernel(
         row = (first + s).to(tl.int64) * G + g
         of = tl.load(lse + row, mask=s < splits, other=float("-inf"))
         # A split without keys has written no more than its lse.
-        read = (of > float("-inf"))[:, None] & (d < D)[None, :]
+        read = (of != float("-inf"))[:, None] & (d < D)[None, :]
         values = tl.load(parts + row[:, None] * D + d[None, :], mask=read, other=0.0)
         top, total, sums = _add(top, total, sums, of, values)
-    sums = sums / tl.where(total > 0, total, 1.0)
+    sums = sums / tl.where(total == 0, 1.0, total)
     if PACKED and head < retrieval:
         row = (((head * G + g) * tokens + token) * (D + 1)).to(tl.int64)
         tl.store(packed + row + d, sums, mask=d < D)
         if tl.program_id(2) < G:
-            natural = tl.where(total > 0, top + tl.log(total), float("-inf"))
+            natural = tl.where(total == 0, float("-inf"), top + tl.log(total))
             tl.store(packed + row + D, natural)
     else:
         to = _place(order, places, head, g, G, PLACED)
@@ -90,7 +90,7 @@ def merge_ranks_kernel(
     values = tl.load(gathered + at[:, None] + d[None, :], mask=read, other=0.0)
     top, total = tl.full([], LEAST, tl.float32), tl.zeros([], tl.float32)
     top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
-    sums = sums / tl.where(total > 0, total, 1.0)
+    sums = sums / tl.where(total == 0, 1.0, total)
     at = to * out_head + token.to(tl.int64) * out_token
     tl.store(out + at + d, sums.to(out.dtype.element_ty), mask=d < D)
 
@@ -154,14 +154,14 @@ def merge_pair_kernel(
     top = tl.maximum(tl.maximum(of_a, of_b), LEAST)
     w_a, w_b = tl.exp(of_a - top), tl.exp(of_b - top)
     total = w_a + w_b
-    divisor = tl.where(total > 0, total, 1.0)
+    divisor = tl.where(total == 0, 1.0, total)
     of_a = tl.load(a + head * a_head + g * a_group + (t * a_token)[:, None] + d, mask=read, other=0)
     of_b = tl.load(b + head * b_head + g * b_group + (t * b_token)[:, None] + d, mask=read, other=0)
     sums = of_a.to(tl.float32) * (w_a / divisor)[:, None]
     sums += of_b.to(tl.float32) * (w_b / divisor)[:, None]
     row = (head * group + g) * tokens + t
     tl.store(out + row[:, None] * D + d, sums, mask=read)
-    tl.store(lse + row, tl.where(total > 0, top + tl.log(divisor), float("-inf")), mask=there)
+    tl.store(lse + row, tl.where(total == 0, float("-inf"), top + tl.log(divisor)), mask=there)
 
 
 def merge_pair(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,8 @@ def quantize(x: Tensor, dtype: torch.dtype = INT8) -> Codes:
     x = x.float()
     if dtype == INT4:
         x = hadamard(x)
-    scale = x.abs().amax(-1, keepdim=True) / _LARGEST[dtype]
+    # By a tensor: CUDA multiplies by the rounded reciprocal of a host's number.
+    scale = x.abs().amax(-1, keepdim=True) / x.new_full((), _LARGEST[dtype])
     tiny = torch.finfo(torch.float32).tiny
     if dtype == INT8:
         return Codes(torch.round(x / scale.clamp(min=tiny)).to(dtype), scale.squeeze(-1))

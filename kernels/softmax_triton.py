@@ -79,6 +79,9 @@ def softmax_tile(
 
 @triton.jit
 def ended(top, total, sums):
-    """Return the mean of the values that a running softmax has read, and its natural-log lse."""
-    natural = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
-    return sums / tl.where(total > 0, total, 1.0)[:, None], natural
+    """Return the mean of the values that a running softmax has read, and its natural-log lse.
+
+    Both are NaN if a score was.
+    """
+    natural = tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * _LN2)
+    return sums / tl.where(total == 0, 1.0, total)[:, None], natural

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.kernels import (
     BACKENDS,
@@ -448,3 +449,20 @@ def test_codes_are_off_by_half_a_step(
     assert found[~finite].isnan().any(-1).all(), "what is not finite does not go unnoticed"
     again = quantize(found[finite], kept).to(torch.float32)
     torch.testing.assert_close(again, found[finite], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kept", [INT8, INT4])
+def test_codes_are_divided_by_tensors(kept: torch.dtype) -> None:
+    """CUDA multiplies by the rounded reciprocal of a host's number, and kernels divide."""
+
+    class Divisors(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.div.Tensor:
+                divisors.append(args[1])
+            return func(*args, **kwargs or {})
+
+    divisors: list[Tensor] = []
+    with Divisors():
+        quantize(torch.randn(3, 16, device="meta"), kept)
+    # By a power of 2 both are the same.
+    assert [getattr(x, "device", x) for x in divisors[:2]] == [torch.device("meta")] * 2

@@ -52,6 +52,7 @@ class Resources:
     registers: int  # of a thread
     spilled: int  # bytes
     shared: int  # bytes of a program
+    rough: int  # quotients that are not those of the definition, rounded to the nearest
     loops: tuple[tuple[str, ...], ...]  # instructions of each loop with matrix products, in order
 
 
@@ -123,4 +124,5 @@ def resources(
         )
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
     spilled = usage["STACK"] + usage["LOCAL"]
-    return Resources(usage["REG"], spilled, made.metadata.shared, tuple(loops_of(sass)))
+    rough, loops = made.asm["ptx"].count("div.full"), tuple(loops_of(sass))
+    return Resources(usage["REG"], spilled, made.metadata.shared, rough, loops)
