@@ -33,6 +33,8 @@ _SOURCES = Path(__file__).with_name("cpu")
 # Everything is rounded as it is written: `fused` of cpu/vectors.h says where a product is added
 # with one rounding. torch's own threads are OpenMP's.
 _FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC"
+# What a compiler says that may not fail the next time: for want of memory, or of disk.
+_TRANSIENT = "Killed", "No space left"
 _PATIENCE = 180  # seconds, for the compiler and for another process; it takes twenty
 
 
@@ -108,8 +110,10 @@ def _make(library: Path) -> None:
             log.warning("compiling kernels for this CPU, once: about twenty seconds")
             try:
                 _compile(command, library)
-            except subprocess.SubprocessError as error:
-                failed.write_text(str(getattr(error, "stderr", None) or error))
+            except subprocess.CalledProcessError as error:
+                passing = any(words in error.stderr for words in _TRANSIENT)
+                if "error:" in error.stderr and not passing:
+                    failed.write_text(error.stderr)
                 raise
 
 
@@ -137,6 +141,7 @@ def _run(command: list[str]) -> None:
     subprocess.run(
         command,
         check=True,
+        env={**os.environ, "LC_ALL": "C"},  # `_make` reads what it says
         timeout=_PATIENCE,
         capture_output=True,
         encoding="utf-8",

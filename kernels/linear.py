@@ -161,7 +161,7 @@ class Int8Linear(nn.Linear):
     it is slow the integers are multiplied as float32, whose sums are exact below 2^24.
     """
 
-    _codes: Tensor  # [O, I]
+    _codes: Tensor | None  # [O, I]; None where only oneDNN multiplies
     _packed: Tensor | None  # the same for oneDNN
     _scales: Tensor
     _zeros: Tensor
@@ -170,9 +170,9 @@ class Int8Linear(nn.Linear):
         weight = self.weight.detach()
         self._scales = _step(weight, 127).flatten()
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
-        self._codes = (weight / self._scales[:, None]).round_().to(torch.int8)
-        slow = _onednn_is_slow()
-        self._packed = None if slow else _packed_weights(self._codes)
+        codes = (weight / self._scales[:, None]).round_().to(torch.int8)
+        self._packed = None if _onednn_is_slow() else _packed_weights(codes)
+        self._codes = codes if self._packed is None or operations() is not None else None
 
     def forward(self, input: Tensor) -> Tensor:
         compiled = operations()
@@ -188,6 +188,7 @@ class Int8Linear(nn.Linear):
     def _product(self, rows: Tensor) -> Tensor:
         """``s_w (q_x . q_w)`` of the rows ``q_x + _ZERO``, uint8."""
         if self._packed is None:
+            assert self._codes is not None
             return linear(rows.float() - _ZERO, self._codes.float()).mul_(self._scales)
         if len(rows) != 1:
             return _by_onednn_int8(rows, self._packed, self._scales, self._zeros)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from razor_dist.kernels import compiled
 from razor_dist.kernels.compiled import SWITCH, operations
 from razor_dist.kernels.linear import (
     _MOST,
@@ -163,7 +164,7 @@ def compile_with(compiler: str, cache: Path, **more: str) -> subprocess.Complete
 @pytest.mark.long
 def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Path) -> None:
     failing = tmp_path / "c++"
-    failing.write_text("#!/bin/sh\necho this compiler is too old >&2\nexit 1\n")
+    failing.write_text("#!/bin/sh\necho error: this compiler is too old >&2\nexit 1\n")
     failing.chmod(0o755)
     for compiler, reason in (("none-such", "no C++ compiler"), (f"{failing} -x", "too old")):
         found = compile_with(compiler, tmp_path)
@@ -173,6 +174,29 @@ def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Pa
     assert "too old" in found.stderr and "compiling" not in found.stderr  # once is enough
     off = compile_with("none-such", tmp_path, **{SWITCH: "0"})
     assert (off.stdout.strip(), off.stderr) == ("False", "")
+
+
+@pytest.mark.parametrize(
+    ("does", "remembered"),
+    [
+        ("echo x.cpp:1: error: too old >&2; exit 1", True),
+        ("echo fatal error: Killed signal terminated program cc1plus >&2; exit 1", False),
+        ("echo fatal error: x.s: No space left on device >&2; exit 1", False),
+        ("echo cannot fork >&2; exit 1", False),
+        ("exec sleep 9", False),
+    ],
+)
+def test_what_may_not_fail_again_is_tried_again(
+    does: str, remembered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = tmp_path / "c++"
+    failing.write_text(f"#!/bin/sh\n{does}\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    monkeypatch.setattr(compiled, "_PATIENCE", 1 if "sleep" in does else 100)
+    with pytest.raises(subprocess.SubprocessError):
+        compiled._make(tmp_path / "cpu.so")
+    assert len(list(tmp_path.glob("*.failed"))) == remembered
 
 
 @pytest.mark.long
@@ -274,6 +298,22 @@ def test_joined_layers_are_those_apart() -> None:
     for layer, got in zip((model.q_proj, model.k_proj, model.v_proj), each, strict=True):
         torch.testing.assert_close(got, functional.linear(rows, layer.weight, layer.bias))
         assert got.untyped_storage().nbytes() == got.nbytes
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_8_bit_weights_that_nothing_reads_are_not_kept(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("razor_dist.kernels.linear.operations", lambda: None)
+    monkeypatch.setattr("razor_dist.kernels.linear._onednn_is_slow", lambda: slow)
+    monkeypatch.setattr("razor_dist.kernels.linear.fastest_way", lambda rows: functional.linear)
+    model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(5, 64)
+    with torch.inference_mode():
+        want = model(x)
+        use_int8_linear(model)
+        assert isinstance(model[0], Int8Linear)
+        assert (model[0]._codes is None, model[0]._packed is None) == (not slow, slow)
+        torch.testing.assert_close(model(x), want, atol=0.1, rtol=0)
 
 
 @settings(max_examples=40, deadline=None)

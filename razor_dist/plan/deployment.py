@@ -109,7 +109,11 @@ class Weights:
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, int8: bool = False) -> Weights:
-        """Count them; with ``int8``, linear layers have a copy of one byte each, which is read."""
+        """Count them; with ``int8``, linear layers have copies of one byte each.
+
+        There are two, for few rows and for many (`razor_dist.kernels.linear`), of which a step
+        reads one.
+        """
         embedding: nn.Module = model.get_input_embeddings()
         table, head = embedding.weight, model.get_output_embeddings().weight
         assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
@@ -129,7 +133,7 @@ class Weights:
         mapped = sum(p.nbytes for p in model.parameters())
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
-            nbytes=buffers + mapped + sum(copied.values()),
+            nbytes=buffers + mapped + 2 * sum(copied.values()),
             mapped=mapped,
             matmul=round(matmul),
             head=head.numel(),
