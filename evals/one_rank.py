@@ -92,13 +92,13 @@ class Replay:
     def __call__(self, **inputs: Any) -> Any:
         """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
         positions = plain_positions(inputs["position_ids"][0])
+        keep = inputs["logits_to_keep"]
+        kept = positions[keep] if isinstance(keep, Tensor) else positions  # 0 keeps all
         if self._layers is None:
             if self.selected is not None or self.watch is not None:
                 inputs["attention_context"] = _Seen(self, inputs["attention_context"], positions)
             output = self.model(**inputs)
             if self.observer is not None:
-                keep = inputs["logits_to_keep"]
-                kept = positions[keep] if isinstance(keep, Tensor) else positions  # 0 keeps all
                 output.logits = self.observer(kept, output.logits[0]).unsqueeze(0)
             return output
         # A view of one zero: nothing is computed from it.
@@ -107,7 +107,7 @@ class Replay:
         query = Query.grouped(q, 1.0, None, self._shape.kv_heads)
         for layer, (k, v) in enumerate(self._layers):
             inputs["attention_context"].attend(layer, query, k[:, positions], v[:, positions])
-        logits = zero.new_zeros(1, len(inputs["logits_to_keep"]), self._shape.vocab_size)
+        logits = zero.new_zeros(1, len(kept), self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 
     def ring(self, comm: Communicator, chunk: Chunk, query: Query, *others: Any) -> Tensor:

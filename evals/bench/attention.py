@@ -50,7 +50,7 @@ def measure_attention(
         )
         pairs = list(zip(kv[::2], kv[1::2], strict=True))
         want = reference(q, *pairs[0])
-        for name, attend in paths().items():
+        for name, attend in paths(device).items():
             found = {"path": name, "kv_heads": heads, **measure(attend, q, pairs, want)}
             cells = [""] * 6
             if seconds := found.get("seconds"):
@@ -118,8 +118,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("kgts,ksd->kgtd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
 
 
-def paths() -> dict[str, Attend]:
+def paths(device: torch.device) -> dict[str, Attend]:
+    """Return them by name; no CPU's on CUDA, whose compilation would take the time of others."""
     backends = [name for name in kernels.BACKENDS if name not in ("meta", "reference")]
+    if device.type == "cuda":
+        backends = [name for name in backends if not name.endswith("_cpu")]
     return {
         "kernels.attend": _own,
         **{f"kernels.attend, {name}": partial(_own, backend=name) for name in backends},

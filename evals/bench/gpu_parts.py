@@ -372,7 +372,7 @@ def _run_tests(bench: Bench, files: Sequence[str]) -> Iterator[PartResult]:
 
 PARTS: Parts = {
     "versions": (versions, 30),
-    "correct": (correct, 90),
+    "correct": (correct, 150),
     "ceilings": (ceilings, 30),
     "decode": (decode, 120),
     "rank decode": (rank_decode, 90),

@@ -64,6 +64,13 @@ def test_paths_agree_with_float64(queries: int, keys: int) -> None:
     )
 
 
+def test_no_path_of_cpus_is_taken_on_cuda() -> None:
+    """It would compile C++ for 20 s of the nine minutes."""
+    here, there = (attention.paths(torch.device(kind)) for kind in ("cpu", "cuda"))
+    cpus = {f"kernels.attend, {name}" for name in ("many_cpu", "torch_cpu")}
+    assert here.keys() - there.keys() == cpus
+
+
 def test_a_wrong_path_is_seen() -> None:
     q, k, v = (torch.randn(1, *size, 16) for size in ((8, 1), (64,), (64,)))
     want = attention.reference(q, k, v)

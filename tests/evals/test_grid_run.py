@@ -57,11 +57,12 @@ def _exact(retrieval: Flags | None, **settings: object) -> Method:
     ],
     ids=["razor", "no compensation", "streaming"],
 )
+@pytest.mark.parametrize("tokens", [333, 257])  # the last chunk has 77, and one
 def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
-    model: ReplayModel, method: Method
+    model: ReplayModel, method: Method, tokens: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    document = torch.randint(4, 99, (333,), generator=generator).tolist()
+    document = torch.randint(4, 99, (tokens,), generator=generator).tolist()
     question = document[50:70]
     own = model.engine(method, 400)
     prefill(own.core, document)
@@ -73,15 +74,15 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
 
     one, other = own.runner.caches, replayed.runner.caches
     (sequence,), (copy,) = own.runner.sequences.values(), replayed.runner.sequences.values()
-    at = one.pages.extents(sequence.table, 0, 333)
-    assert at == other.pages.extents(copy.table, 0, 333)
+    at = one.pages.extents(sequence.table, 0, tokens)
+    assert at == other.pages.extents(copy.table, 0, tokens)
     for a, b in at:
         torch.testing.assert_close(other.pages.k[:, a:b], one.pages.k[:, a:b])
         torch.testing.assert_close(other.pages.v[:, a:b], one.pages.v[:, a:b])
     (cache,), (other_cache,) = one.streaming, other.streaming
     (slot,), (other_slot,) = sequence.streaming, copy.streaming
     assert slot.start == other_slot.start > cache.policy.sinks
-    for begin, end in ((0, cache.policy.sinks), (slot.start, 333)):
+    for begin, end in ((0, cache.policy.sinks), (slot.start, tokens)):
         for mine, theirs in zip(
             cache.read(cache.rows, slot, begin, end),
             other_cache.read(cache.rows, other_slot, begin, end),
