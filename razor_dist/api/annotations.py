@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from razor_dist.frontend.outputs import AnswerSentence
 from razor_dist.frontend.passages import PromptText, cited
 
 # How a document begins in a message of the page's, of `razor-dist prefill`, of /v1/messages.
-_DOCUMENT = re.compile(r'(?:\A|\n\n)Document "(.+)":\n\n')
+_DOCUMENT = re.compile(r'(?:\A|\n\n)Document (".+"):\n\n')
 
 # A document's message, the character at which it begins there, and its title.
 Title = tuple[int | None, int, str]
@@ -19,10 +20,18 @@ Title = tuple[int | None, int, str]
 def titles(text: PromptText | None) -> list[Title]:
     """Return the titles of the documents in a prompt's messages."""
     return [
-        (part.message, found.end(), found[1])
+        (part.message, found.end(), _unquoted(found[1]))
         for part in (text.parts if text is not None else ())
         for found in _DOCUMENT.finditer(part.text)
     ]
+
+
+def _unquoted(title: str) -> str:
+    """Return a title that was written as JSON; others have written it between bare marks."""
+    try:
+        return str(json.loads(title))
+    except ValueError:
+        return title[1:-1]
 
 
 def settled(sentences: list[AnswerSentence], length: int, *, last: bool) -> list[AnswerSentence]:

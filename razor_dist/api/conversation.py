@@ -2,12 +2,14 @@
 
 A document block becomes a part of the user's message in the form in which the page and
 ``razor-dist prefill`` send documents, so that all of them find each other's prefixes:
-``Document "TITLE":``, an empty line, the text without the blanks around it, an empty line. Without
-a title it is ``Document N:``; a context is a paragraph ``Context: …`` before the text.
+``Document "TITLE":``, an empty line, the text without the blanks around it, an empty line. The
+title is written as JSON, with its escapes. Without a title it is ``Document N:``; a context is a
+paragraph ``Context: …`` before the text.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -141,7 +143,8 @@ class Conversation:
     def show(self, document: CitedDocument, text: str, context: str | None) -> None:
         """Add a document to the user's turn."""
         number = len(self.documents)
-        name = f'"{document.title}"' if document.title else str(number + 1)
+        title = document.title
+        name = json.dumps(title, ensure_ascii=False) if title else str(number + 1)
         about = f"Context: {context}{APART}" if context else ""
         turn = self.turn("user")
         turn.apart = True

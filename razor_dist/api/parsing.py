@@ -180,8 +180,10 @@ def _prompts(
         default_max_tokens=limits.default_max_tokens,
     )
     last = body.truncate_prompt_tokens
-    if last == -1:  # as many as fit
-        last = max(1, limits.max_model_len - (params.max_tokens or 1))
+    if last == -1:  # as many as fit beside the answer
+        usual = min(limits.default_max_tokens or 1, limits.max_model_len // 2)
+        last = limits.max_model_len - (params.max_tokens or max(usual, params.min_tokens))
+        last = max(1, last)
     return [
         bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)
         for ids, text in body.encoded(encoder, ends=params.return_sources > 0, keeps=limits.pins)

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from razor_dist.api.annotations import titles
+from razor_dist.frontend.passages import Part, PromptText
 from tests.server.process import server_on
 
 CASTLE = "The castle \N{CASTLE} says 数据."
@@ -91,6 +94,12 @@ def test_a_response_is_annotated(client: openai.OpenAI) -> None:
     assert final.output[0].content[0].annotations == part.annotations
     back = [*MESSAGES, message.model_dump(), {"role": "user", "content": "Why?"}]
     client.responses.create(**asked | {"input": back, "max_output_tokens": 1})
+
+
+def test_titles_are_those_of_the_documents_however_they_are_quoted() -> None:
+    text = 'Document "a \\"b\\" \\\\ c":\n\n1\n\nDocument "d "e"":\n\n2\n\nDocument "f\\g":\n\n3'
+    found = titles(PromptText([Part(text, 0, len(text), 0)], np.array([len(text)])))
+    assert [title for _, _, title in found] == ['a "b" \\ c', 'd "e"', "f\\g"]
 
 
 def test_what_excludes_annotations_is_told(client: openai.OpenAI) -> None:

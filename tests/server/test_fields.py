@@ -111,6 +111,12 @@ def test_truncated_prompts(route: str) -> None:
     fields = {**given[route], limit: 12, "truncate_prompt_tokens": -1}
     checked = parsed(route, **fields).prompts[0]
     assert len(checked.tokens) == 500 and checked.params.max_tokens == 12
+    unlimited = {**given[route], **({"n_predict": -1} if route == "completions" else {})}
+    for default, least, room in ((100, 0, 100), (100, 150, 150), (10_000, 0, 256), (None, 0, 1)):
+        limits = LIMITS._replace(default_max_tokens=default)
+        asked = unlimited | {"truncate_prompt_tokens": -1, "min_tokens": least}
+        checked = parsed(route, limits, **asked).prompts[0]
+        assert (len(checked.tokens), checked.params.max_tokens) == (512 - room, room)
     with pytest.raises(RequestError, match="truncate_prompt_tokens must be -1"):
         params(route, truncate_prompt_tokens=0)
     if route != "responses":

@@ -42,6 +42,7 @@ from tests.server.test_tools import (
 from tests.tokenizer import smollm2_tokenizer
 
 QUESTION = "What does the castle say?"
+QUOTED = 'the "é" \\ law.txt'  # as JSON it is another text
 SSE = {"Content-Type": "text/event-stream"}
 
 
@@ -220,11 +221,12 @@ def prompt_of(request: ParsedRequest) -> str:
 def test_documents_are_sent_as_the_page_sends_them() -> None:
     """So what the page or ``razor-dist prefill`` has read is not read again."""
     blocks = [
-        document(text_source("\nOne.\n"), title="a.txt"),
+        document(text_source("\nOne.\n"), title=QUOTED),
         document(content_source("Two.", "Three."), context="A list."),
     ]
     text = prompt_of(parse("messages", asking(*blocks)))
-    page = 'Document "a.txt":\n\nOne.\n\nDocument 2:\n\nContext: A list.\n\nTwo.\n\nThree.\n\n'
+    page = f"Document {json.dumps(QUOTED, ensure_ascii=False)}:\n\nOne.\n\n"
+    page += "Document 2:\n\nContext: A list.\n\nTwo.\n\nThree.\n\n"
     assert f"user\n{page}{QUESTION}<|im_end|>" in text
 
 
