@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.annotations import citations, settled
+from razor_dist.api.answer_json import ESCAPED, dumped
 from razor_dist.api.errors import Failure
 from razor_dist.api.logprobs import Json, chat_logprobs, legacy_logprobs, prompt_pieces
 from razor_dist.api.request import ParsedRequest
@@ -48,7 +48,7 @@ class Format(ABC):
 
     @property
     def is_slow(self) -> bool:
-        """True if shaping a piece may take time that grows with the prompt."""
+        """True if shaping a piece and its frame may take time that grows with the prompt."""
         return False
 
     @abstractmethod
@@ -75,8 +75,7 @@ class Format(ABC):
 
     def frame(self, chunk: Json) -> str:
         """A chunk as a server-sent event."""
-        # ensure_ascii keeps U+2028 and its like, which some clients take for line ends, escaped.
-        return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+        return f"data: {dumped(chunk, ESCAPED).decode() if self.is_slow else ESCAPED(chunk)}\n\n"
 
     @property
     def heartbeat(self) -> str:
@@ -161,7 +160,7 @@ class ChoicesFormat(Format):
     chunk_object: ClassVar[str]
 
     def whole(self) -> Json:
-        choices = [self._choice(i, self._pieces(c)) for i, c in enumerate(self._choices)]
+        choices = [self._choice(i, c.pieces) for i, c in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": choices, "usage": self.usage(), **self._contexts}
 
@@ -180,10 +179,6 @@ class ChoicesFormat(Format):
 
     def closing(self, include_usage: bool) -> list[Json]:
         return [self._chunk([], usage=self.usage())] if include_usage else []
-
-    def _pieces(self, choice: Choice) -> Sequence[TextPiece]:
-        """Return the pieces of a whole answer."""
-        return choice.pieces
 
     @abstractmethod
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json: ...
@@ -282,34 +277,33 @@ class CompletionFormat(ChoicesFormat):
     chunk_object = "text_completion"
 
     def _start(self) -> None:
-        self._lengths: dict[int, int] = {}  # of the texts of prompts that were streamed
+        self._lengths: dict[int, int] = {}  # of the texts of prompts that were told, by choice
 
     @property
     def is_slow(self) -> bool:
         return self._request.echo
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        pieces = [piece]
-        if self._request.echo and index not in self._lengths:
-            pieces = self._with_prompt(self._choices[index], pieces)
-            self._lengths[index] = pieces[-1].offset - piece.offset
-        elif self._request.echo:
-            pieces = [_moved(piece, self._lengths[index])]
-        choice = self._choice(index, pieces)
+        choice = self._choice(index, [piece])
         silent = not choice["text"] and not piece.finish_reason
         silent = silent and choice["logprobs"] is None and not piece.sentences
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
 
-    def _pieces(self, choice: Choice) -> Sequence[TextPiece]:
-        return self._with_prompt(choice, choice.pieces) if self._request.echo else choice.pieces
-
-    def _with_prompt(self, choice: Choice, pieces: Sequence[TextPiece]) -> list[TextPiece]:
-        """Return the pieces of a prompt, and those of its answer, if that was asked for."""
-        prompt = prompt_pieces(self._tokenizer, choice)
-        if self._request.prompt_only:
-            return [*prompt[:-1], replace(prompt[-1], finish_reason="length")]
-        length = sum(len(piece.text) for piece in prompt)
-        return prompt + [_moved(piece, length) for piece in pieces]
+    def _with_prompt(self, index: int, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+        """Yield a choice's prompt, the first time, and pieces of its answer, if that is wanted."""
+        only = self._request.prompt_only
+        if index not in self._lengths:
+            self._lengths[index] = 0
+            choice = self._choices[index]
+            alike = (c.prompt_entries is choice.prompt_entries for c in self._choices)
+            free = all(n in self._lengths for n, same in enumerate(alike) if same)
+            prompt = prompt_pieces(self._tokenizer, choice, free=free)
+            for count, piece in enumerate(prompt, start=1):
+                self._lengths[index] += len(piece.text)
+                ends = only and count == len(choice.prompt)
+                yield replace(piece, finish_reason="length") if ends else piece
+        for piece in () if only else pieces:
+            yield _moved(piece, self._lengths[index])
 
     def usage(self, completion: int | None = None) -> Json:
         return super().usage(0 if self._request.prompt_only else completion)
@@ -318,15 +312,27 @@ class CompletionFormat(ChoicesFormat):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
+        texts, tokens = list[str](), list[int]()
+        told: list[TextPiece] = []  # with sentences, or the last: a prompt's are too many to keep
+
+        def noted() -> Iterator[TextPiece]:
+            for piece in self._with_prompt(index, pieces) if self._request.echo else pieces:
+                texts.append(piece.text)
+                tokens.append(piece.token)
+                if piece.sentences or piece.finish_reason:
+                    told.append(piece)
+                yield piece
+
+        logprobs = legacy_logprobs(self._tokenizer, noted())
         choice = {
             "index": index,
-            "text": _text(pieces),
-            "logprobs": legacy_logprobs(self._tokenizer, pieces),
-            "finish_reason": pieces[-1].finish_reason,
-            **rendered_sources(self._choices[index], pieces),
+            "text": "".join(texts),
+            "logprobs": logprobs,
+            "finish_reason": told[-1].finish_reason if told else None,
+            **(rendered_sources(self._choices[index], told) if told else {}),
         }
         if self._tokenizer is None:
-            choice["token_ids"] = [piece.token for piece in pieces]
+            choice["token_ids"] = tokens
         return choice
 
 

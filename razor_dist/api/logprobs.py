@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from razor_dist.frontend.answers import Choice
-from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
+from razor_dist.frontend.assembler import TextPiece, decode_one, token_logprobs
 from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
 from razor_dist.frontend.outputs import Logprob, TokenLogprobs
 
@@ -36,35 +35,43 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prompt_pieces(tokenizer: PreTrainedTokenizerBase | None, choice: Choice) -> list[TextPiece]:
-    """Return a prompt as pieces, with log-probabilities if the engine has sent them.
+def prompt_pieces(
+    tokenizer: PreTrainedTokenizerBase | None, choice: Choice, *, free: bool
+) -> Iterator[TextPiece]:
+    """Yield a prompt as pieces, with log-probabilities if the engine has sent them.
 
-    Those of the first token are an empty mapping: nothing comes before it.
+    Those of the first token are an empty mapping: nothing comes before it. They take kilobytes a
+    token, so they are made one by one; with ``free`` the engine's entries are forgotten meanwhile.
     """
-    ids = choice.prompt.tolist()
-    known: Sequence[TokenLogprobs | None] = [None] * len(ids)
-    if choice.prompt_entries:
-        found = prompt_logprobs(tokenizer, ids, choice.prompt_entries)
-        known = [{} if entry is None else entry for entry in found]
-    if tokenizer is None:
-        return [TextPiece(token, "", own) for token, own in zip(ids, known, strict=True)]
-    detokenizer, pieces = Detokenizer(tokenizer), []
-    for token, own in zip(ids, known, strict=True):
-        offset = detokenizer.length
-        pieces.append(TextPiece(token, detokenizer.push(token), own, offset=offset))
-    return [*pieces[:-1], replace(pieces[-1], text=pieces[-1].text + detokenizer.flush())]
+    entries, last = choice.prompt_entries, len(choice.prompt) - 1
+    detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    for at, token in enumerate(choice.prompt.tolist()):
+        own: TokenLogprobs | None = {} if entries else None
+        if entries and at:
+            logprob, rank, top = entries[at]
+            own = token_logprobs(tokenizer, token, logprob, top, rank)
+            entries[at] = None if free else entries[at]
+        text, offset = "", 0
+        if detokenizer is not None:
+            offset = detokenizer.length
+            text = detokenizer.push(token) + (detokenizer.flush() if at == last else "")
+        yield TextPiece(token, text, own, offset=offset)
 
 
 def legacy_logprobs(
-    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
+    tokenizer: PreTrainedTokenizerBase | None, pieces: Iterable[TextPiece]
 ) -> Json | None:
     """``choices[].logprobs`` of a completion; without a tokenizer of tokens ``token_id:17``."""
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[Json | None] = []
-    for piece in pieces:
-        if piece.logprobs is None:
-            return None
+    offsets: list[int] = []
+    known = True
+    for piece in pieces:  # to their end: the caller notes them
+        known = known and piece.logprobs is not None
+        if not known or piece.logprobs is None:
+            continue
+        offsets.append(piece.offset)
         own = piece.logprobs.get(piece.token)
         first = own is None  # a prompt's first token has none
         own = own or Logprob(0.0, None, decode_one(tokenizer, piece.token))
@@ -74,11 +81,13 @@ def legacy_logprobs(
         for token, logprob in piece.logprobs.items():  # the likeliest first
             found.setdefault(_legacy_spell(tokenizer, token, logprob), _finite(logprob))
         top.append(None if first else found)
+    if not known:
+        return None
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
         "top_logprobs": top,
-        "text_offset": [piece.offset for piece in pieces],
+        "text_offset": offsets,
     }
 
 

@@ -184,7 +184,9 @@ def _prompts(
         usual = min(limits.default_max_tokens or 1, limits.max_model_len // 2)
         last = limits.max_model_len - (params.max_tokens or max(usual, params.min_tokens))
         last = max(1, last)
-    return [
+    prompts = [
         bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)
         for ids, text in body.encoded(encoder, ends=params.return_sources > 0, keeps=limits.pins)
     ]
+    limits.check_logprobs(prompts)
+    return prompts

@@ -30,6 +30,7 @@ class Limits(NamedTuple):
     default_max_tokens: int | None = None  # of requests that name none
     pins: bool = False  # contexts are kept
     unknown_fields: Literal["refuse", "warn"] = "refuse"
+    most_logprobs: int | None = None  # of a request's prompts, those of likelier tokens counted
 
     def check_model(self, name: str) -> None:
         """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
@@ -50,6 +51,22 @@ class Limits(NamedTuple):
                 f"the queue has room for {self.room} {what} now, got {count}; try again later",
                 param=param,
                 code="queue_full",
+            )
+
+    def check_logprobs(self, prompts: Sequence[Checked]) -> None:
+        """Raise `RequestError` (``answer_too_large``) if prompts ask for too many of their own."""
+        count = sum(
+            params.n * len(tokens) * (1 + params.prompt_logprobs)
+            for tokens, params, _ in prompts
+            if params.prompt_logprobs is not None
+        )
+        if self.most_logprobs is not None and count > self.most_logprobs:
+            raise RequestError(
+                f"echo with logprobs would answer {count} log-probabilities of prompt tokens, and "
+                f"one request may ask for {self.most_logprobs} (--max-total-body-mb); lower "
+                "logprobs, or send less in one request",
+                param="logprobs",
+                code="answer_too_large",
             )
 
 

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from razor_dist import __version__
+from razor_dist.api.answer_json import dumped
 from razor_dist.api.errors import MESSAGES, Failure
 from razor_dist.api.request import Endpoint, no_such_model
 from razor_dist.config.errors import RazorError
@@ -77,7 +78,7 @@ def allow_origins(app: FastAPI, config: ServerConfig) -> None:
 
 
 def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
-    """Add the routes that read a body and answer it."""
+    """Add the routes whose bodies and answers may be long."""
 
     def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -89,6 +90,12 @@ def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
 
     for path, endpoint in _ENDPOINTS.items():
         app.add_api_route(path, answering(endpoint), methods=["POST"], response_model=None)
+
+    @app.get("/v1/contexts/{name}/messages")
+    async def context_messages(name: str) -> Response:
+        kept = (await service.contexts.find(name, current_record().key)).kept
+        answer = {"id": name, "object": "context.messages", **kept.content()}
+        return bodies.response(await asyncio.to_thread(dumped, answer))
 
     @app.post("/documents/text")
     async def document_text(request: Request, name: str = "") -> Response:
@@ -133,11 +140,6 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
     @app.get("/v1/contexts/{name}")
     async def context(name: str) -> dict[str, Any]:
         return (await service.described_contexts(name))[0]
-
-    @app.get("/v1/contexts/{name}/messages")
-    async def context_messages(name: str) -> dict[str, Any]:
-        kept = (await service.contexts.find(name, current_record().key)).kept
-        return {"id": name, "object": "context.messages", **kept.content()}
 
     @app.delete("/v1/contexts/{name}")
     async def end_context(name: str) -> dict[str, Any]:

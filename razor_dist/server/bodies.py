@@ -26,6 +26,7 @@ class Body(bytearray):
 
     progress_at = 0.0  # when it last came a step further, on the loop's clock
     dropped = False
+    held = 0  # bytes that count beside its own
 
     def __init__(self, reader: BodyReader) -> None:
         self._reader = reader
@@ -34,10 +35,20 @@ class Body(bytearray):
         self._reader.used += len(chunk)
         self += chunk
 
+    def hold(self, size: int) -> None:
+        """Count ``size`` bytes more for as long as it is in memory: of what it was read to.
+
+        Raises `RequestError` (``bodies_full``) if there is no room for them.
+        """
+        self._reader.make_room(self, size, asyncio.get_running_loop().time())
+        self._reader.used += size
+        self.held += size
+
     def drop(self) -> None:
         """Give up what has come, for others."""
-        self._reader.used -= len(self)
+        self._reader.used -= len(self) + self.held
         self.clear()
+        self.held = 0
         self.dropped = True
 
     def answered(
@@ -51,7 +62,7 @@ class Body(bytearray):
         return self._reader.response(answer, media_type, headers)
 
     def __del__(self) -> None:
-        self._reader.used -= len(self)
+        self._reader.used -= len(self) + self.held
 
 
 class BodyReader:
@@ -81,7 +92,7 @@ class BodyReader:
                 code="answer_too_large",
             )
         body = Body(self)
-        self._make_room(body, len(answer), asyncio.get_running_loop().time())
+        self.make_room(body, len(answer), asyncio.get_running_loop().time())
         body.grow(answer)
         own = {"Content-Length": str(len(answer)), **(headers or {})}
         return StreamingResponse(_pieces(body), headers=own, media_type=media_type)
@@ -120,7 +131,7 @@ class BodyReader:
                         raise TimeoutError
                     if len(body) + len(chunk) > self._max_bytes:
                         raise self._too_large()
-                    self._make_room(body, len(chunk), loop.time())
+                    self.make_room(body, len(chunk), loop.time())
                     steps = len(body) // _STEP
                     body.grow(chunk)
                     if len(body) // _STEP > steps:
@@ -149,7 +160,7 @@ class BodyReader:
         """Return the bytes that all bodies may have with one that has ``size`` of them."""
         return self._max_total + (_RESERVE if size <= _SMALL else 0)
 
-    def _make_room(self, body: Body, size: int, now: float) -> None:
+    def make_room(self, body: Body, size: int, now: float) -> None:
         """See to it that a body can grow by ``size`` bytes, or raise `RequestError`."""
         room = self._room(len(body) + size)
         while size and self.used + size > room:

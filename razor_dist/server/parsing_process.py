@@ -89,7 +89,8 @@ class ParsingProcess(ChildProcess):
         files: Sequence[Document],
         kept: KeptContext | None,
     ) -> Fields:
-        patience = self.patience + _PATIENCE_PER_MB * len(raw) / 2**20
+        size = len(raw) + sum(len(file.text) for file in files)
+        patience = self.patience + _PATIENCE_PER_MB * size / 2**20
         head = encode(
             {
                 **{"endpoint": endpoint, "limits": limits, "files": files, "kept": kept},

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import logging
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
+from razor_dist.api.answer_json import dumped
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
 from razor_dist.api.fields import renamed
@@ -46,6 +48,8 @@ _MOST_IGNORED = 100
 # Bytes of a body from which on another process reads it, and commas: one value for each may be
 # wrong, and pydantic's reports of 100,000 take half a second.
 _LONG, _COMMAS = 1 << 18, 1 << 14
+# Bytes of a prompt's log-probability while its prompt is read; for seconds, shaped, twice more.
+_LOGPROB_BYTES = 128
 # Prometheus gives up after 10 s, and has the last counters if the engine is busy.
 _SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
@@ -106,7 +110,8 @@ class Service:
             raise NotReadyError(Status("draining", "the server is shutting down"))
 
     def _require_ready(self) -> tuple[EngineInfo, RequestReader]:
-        if self.status.state != "ready" or self.client.info is None or self.reader is None:
+        # Not `status`: while the server drains, what it has begun goes on.
+        if self.client.status.state != "ready" or self.client.info is None or self.reader is None:
             raise NotReadyError(self.status)
         return self.client.info, self.reader
 
@@ -129,17 +134,11 @@ class Service:
         engine fails before the response begins.
         """
         seconds, record = self.config.request_timeout or math.inf, current_record()
-        context: Context | None = None
         record.operation = "text_completion" if endpoint == "completions" else "chat"
+        self.require_open()
         try:
             async with asyncio.timeout_at(arrived + seconds) as timeout:
-                parsed = await self._parse(endpoint, raw)
-                if parsed.unread or parsed.context:
-                    if parsed.context is not None:
-                        context = await self.contexts.find(parsed.context, record.key)
-                    files = await self._read_files(parsed.unread)
-                    kept = None if context is None else context.kept
-                    parsed = await self._parse(endpoint, raw, files, kept)
+                parsed, context = await self._read(endpoint, raw)
                 if parsed.answer is not None:
                     return raw.answered(parsed.answer)
                 del raw  # megabytes, for as long as the answer takes
@@ -160,7 +159,8 @@ class Service:
                     pass
                 choices.close()
                 # Thousands of tokens with twenty log-probabilities each take seconds.
-                return await asyncio.to_thread(lambda: JSONResponse(form.whole()))
+                whole = await asyncio.to_thread(lambda: dumped(form.whole()))
+                return Response(whole, media_type="application/json")
             events = choices.events(self._heartbeat)
             events = await _unless_refused(_naming(events, parsed.names))
             lines = stream(
@@ -214,15 +214,41 @@ class Service:
             return self.contexts.retry_after()
         return self.client.retry_after() if code == "queue_full" else 1
 
-    async def _read_files(self, files: Sequence[tuple[str, bytes]]) -> list[Document]:
-        """Read the files of a request's fields; it counts for ``max_queue`` meanwhile."""
-        found = []
+    async def _read(self, endpoint: Endpoint, raw: Body) -> tuple[ParsedRequest, Context | None]:
+        """Read a request's body, with its files and the context that it names."""
+        parsed = await self._parse(endpoint, raw)
+        if not parsed.unread and parsed.context is None:
+            return parsed, None
+        context = None
+        if parsed.context is not None:
+            context = await self.contexts.find(parsed.context, current_record().key)
+        files = await self._read_files(raw, parsed.unread)
+        kept = None if context is None else context.kept
+        return await self._parse(endpoint, raw, files, kept), context
+
+    async def _read_files(self, raw: Body, files: Sequence[tuple[str, bytes]]) -> list[Document]:
+        """Read the files of a body's fields; it counts for ``max_queue`` meanwhile.
+
+        Their texts count as the body does.
+        """
+        found, left = list[Document](), int(self.config.max_body_mb * 2**20)
         with self.client.reading():
             for field, data in files:
                 try:
-                    found.append(await self.documents.read(data, "a.pdf", current_record().key))
+                    document = await self.documents.read(data, "a.pdf", current_record().key)
                 except RequestError as error:
                     raise RequestError(f"{field}: {error}", param=field) from None
+                left -= len(document.text)
+                if left < 0:
+                    raise RequestError(
+                        f"the texts of the request's files have more than "
+                        f"{self.config.max_body_mb:g} MiB of characters, the server's limit "
+                        "(--max-body-mb); send them in several requests",
+                        param=field,
+                        code="body_too_large",
+                    )
+                raw.hold(sys.getsizeof(document.text))
+                found.append(document)
         return found
 
     async def _parse(
@@ -238,7 +264,8 @@ class Service:
         with self.client.reading():
             room = config.max_queue - self.client.unfinished + 1  # in its own place, too
             limits = self._limits(info, reader)._replace(room=room)
-            if len(raw) >= _LONG or raw.count(b",") >= _COMMAS:
+            size = len(raw) + sum(len(file.text) for file in files)
+            if size >= _LONG or raw.count(b",") >= _COMMAS:
                 key = current_record().turn
                 parsed = await reader.process.parse_request(endpoint, raw, limits, key, files, kept)
             else:
@@ -273,6 +300,7 @@ class Service:
             default_max_tokens=config.default_max_tokens,
             pins=config.pinned_gb > 0,
             unknown_fields=config.unknown_fields,
+            most_logprobs=int(config.max_total_body_mb * 2**20) // _LOGPROB_BYTES,
         )
 
     def openapi(self) -> dict[str, Any]:

@@ -44,27 +44,27 @@ async def stream(
             chunk["usage"] = form.usage(sent) if continuous_usage else None
         return form.frame(chunk)
 
+    def told(event: ChoiceEvent) -> list[str]:
+        if isinstance(event.what, TextPiece):
+            chunks = form.piece(event.index, event.what)
+        else:
+            chunks = form.progress(event.index, event.what)
+        return [line(chunk) for chunk in chunks]
+
     try:
         for chunk in form.opening():
             yield line(chunk)
         last = clock()
         async for event in events:
-            chunks: list[Json] = []
+            lines: list[str] = []
             if event is not None:
                 current_record().begun = True
-                if not isinstance(event.what, TextPiece):
-                    chunks = form.progress(event.index, event.what)
-                else:
-                    sent += 1
-                    if form.is_slow:
-                        chunks = await asyncio.to_thread(form.piece, event.index, event.what)
-                    else:
-                        chunks = form.piece(event.index, event.what)
-            if event is None or (not chunks and clock() - last >= heartbeat):
-                yield form.heartbeat
-                last = clock()
-            for chunk in chunks:
-                yield line(chunk)
+                sent += isinstance(event.what, TextPiece)
+                lines = await asyncio.to_thread(told, event) if form.is_slow else told(event)
+            if event is None or (not lines and clock() - last >= heartbeat):
+                lines = [form.heartbeat]
+            for text in lines:
+                yield text
                 last = clock()
         for chunk in form.closing(include_usage):
             yield form.frame(chunk)

@@ -382,9 +382,11 @@ def test_sentences_are_in_characters_of_a_text_that_begins_with_its_prompt() -> 
     ]
     choice = Choice(np.array(TOKENIZER.encode("Hello world. ")), 0, pieces, sources=[])
 
-    form = CompletionFormat(ParsedRequest([], echo=True), "m", [choice], TOKENIZER)
+    form, whole = (
+        CompletionFormat(ParsedRequest([], echo=True), "m", [choice], TOKENIZER) for _ in range(2)
+    )
     chunks = [chunk["choices"][0] for piece in pieces for chunk in form.piece(0, piece)]
-    for choices in (form.whole()["choices"], chunks):
+    for choices in (whole.whole()["choices"], chunks):
         text = "".join(found["text"] for found in choices)
         spans = [(s["start"], s["end"]) for s in choices[-1]["sentences"]]
         assert text.startswith("Hello world. ")
