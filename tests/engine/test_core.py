@@ -20,7 +20,7 @@ from razor_dist.engine import build, capacity
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import Progress, PromptLogprobs, Token
+from razor_dist.protocol.messages import EngineInfo, Progress, PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.logits import stock_logits
@@ -337,6 +337,15 @@ def test_a_released_prefix_counts_while_another_continues_it(tiny: Tiny) -> None
     assert error.value.code == "pinned_contexts_full"
     core.abort("b")
     assert pin("c", 150, most) == first
+
+
+def test_the_documents_name_every_counter(tiny: Tiny) -> None:
+    core = make_core(tiny("llama"))
+    counters = core.stats()
+    names = [*EngineInfo.__struct_fields__, *counters, *counters["prefix_cache"]]
+    text = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    table = text.partition("**Counters.**")[2].partition("**Traces.**")[0]
+    assert [name for name in names if f"`{name}`" not in table] == ["prefix_folder"]
 
 
 def test_a_priority_needs_the_scheduling_policy_priority(tiny: Tiny) -> None:
