@@ -19,10 +19,11 @@ import razor_dist
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.config.schema import EngineConfig, JobConfig, ServerConfig
 from razor_dist.config.sizes import Size
 from razor_dist.config.sources import build_config, load_config
 from razor_dist.config.validation import SettingError
+from razor_dist.evals.needle.config import NeedleConfig
 
 
 def test_each_source_outranks_the_next(tmp_path: Path) -> None:
@@ -140,6 +141,31 @@ def test_on_and_off_need_no_quotes_in_yaml(tmp_path: Path, written: str, meant: 
     file = tmp_path / "settings.yaml"
     file.write_text(f"repetition_detection: {written}\n")
     assert load_config(EngineConfig, yaml_path=file).repetition_detection == meant
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (EngineConfig, "head_map"),
+        (JobConfig, "prefix_store"),
+        (NeedleConfig, "duo_head_map"),
+        (ServerConfig, "url_file"),
+        (ServerConfig, "api_key_file"),
+    ],
+)
+@pytest.mark.parametrize("source", ["cli", "env", "yaml"])
+def test_a_path_may_begin_at_home(
+    cls: type[EngineConfig], name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{name}: ~/x\n")
+    cli = {name: "~/x"} if source == "cli" else {}
+    env = {f"RAZOR_{name.upper()}": "~/x"} if source == "env" else {}
+    if cls is NeedleConfig:
+        cli["methods"] = "full,duo"
+    config = load_config(cls, cli, env, file if source == "yaml" else None)
+    assert getattr(config, name) == "/home/me/x"
 
 
 def test_every_variable_of_the_code_may_be_set() -> None:

@@ -53,6 +53,7 @@ def prefill(
     from razor_dist.engine.checks import check_store
     from razor_dist.llm.llm import LLM
 
+    store = Path(config.prefix_store or store)
     check_store(config.prefix_store)
     sources = documents(inputs, encoding)
     _check_writable(store)

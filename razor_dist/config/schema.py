@@ -25,8 +25,18 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.config.sizes import Size
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.config.validation import Names, SettingError, Share, explain, split
+from razor_dist.config.validation import Names, SettingError, Share, explain, is_key, split
 
+# Settings of all commands that name a file or a folder, perhaps in the home (~).
+_PATHS = [
+    "head_map",
+    "duo_head_map",
+    "prefix_store",
+    "url_file",
+    "api_key_file",
+    "ssl_certfile",
+    "ssl_keyfile",
+]
 # Old names of settings, which are taken with a warning.
 RENAMED = {"wave_tokens": "chunked_prefill_size"}
 
@@ -214,7 +224,9 @@ class EngineConfig(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_bools(cls, value: Any, info: Any) -> Any:
+    def _as_meant(cls, value: Any, info: Any) -> Any:
+        if info.field_name in _PATHS and isinstance(value, str):
+            return os.path.expanduser(value)  # no shell does in a file, a variable, or after "="
         kind = cls.model_fields[info.field_name].annotation
         if not isinstance(value, bool) or kind is bool:
             return value
@@ -354,17 +366,6 @@ class ServerConfig(EngineConfig):
     @property
     def name(self) -> str:
         return self.served_model_name or self.model
-
-
-def is_key(value: object) -> bool:
-    """Return whether ``value`` can be a key: a header holds it as it is."""
-    return (
-        isinstance(value, str)
-        and value.isascii()
-        and value.isprintable()
-        and bool(value)
-        and (" " not in value)
-    )
 
 
 class JobConfig(EngineConfig):

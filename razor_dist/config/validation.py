@@ -149,6 +149,17 @@ _Name = Annotated[str, StringConstraints(min_length=1)]
 Names = Annotated[tuple[_Name, ...], BeforeValidator(_names)]
 
 
+def is_key(value: object) -> bool:
+    """Return whether ``value`` can be a key: a header holds it as it is."""
+    return (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isprintable()
+        and bool(value)
+        and (" " not in value)
+    )
+
+
 def check_least(settings: object, **least: int) -> None:
     """Raise `ConfigError` unless each attribute that is named is at least its number, or None."""
     for name, number in least.items():

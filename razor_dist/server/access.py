@@ -19,8 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from razor_dist.api.errors import Failure
 from razor_dist.config.errors import ConfigError, RequestError
-from razor_dist.config.schema import ServerConfig, is_key
+from razor_dist.config.schema import ServerConfig
 from razor_dist.config.sources import read_text
+from razor_dist.config.validation import is_key
 from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ def load_keys(config: ServerConfig) -> dict[bytes, KeyHolder]:
     """
     keys = list(config.api_key)
     if config.api_key_file is not None:
-        path = Path(config.api_key_file).expanduser()
+        path = Path(config.api_key_file)
         lines = read_text(path, "api_key_file").splitlines()
         found = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
         found = [key for key in found if key]
