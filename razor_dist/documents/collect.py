@@ -131,15 +131,25 @@ def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, str | None]]
             raise ConfigError(f"{name} cannot be read; these are: {_KNOWN}")
         yield path, None
     elif glob.has_magic(name):
-        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        matches = (Path(file) for file in glob.glob(name, recursive=True))
-        files = _not_of_jobs(Path(*fixed), (file for file in matches if not os.path.isdir(file)))
-        if not files:
-            raise ConfigError(f"no file matches the pattern {name}")
-        for file in files:
-            yield file, _problem(file, encoding)
+        yield from _matches(path, encoding)
     else:
         raise ConfigError(f"{name}: no such file or folder")
+
+
+def _matches(pattern: Path, encoding: str | None) -> Iterator[tuple[Path, str | None]]:
+    """Yield the files that a pattern matches, and folders of which it matches no file."""
+    folder = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    found = [Path(match) for match in glob.glob(str(pattern), recursive=True)]
+    folders = [match for match in found if os.path.isdir(match)]
+    files = _not_of_jobs(folder, (match for match in found if not os.path.isdir(match)))
+    if not files:
+        raise ConfigError(f"no file matches the pattern {pattern}")
+    for file in files:
+        yield file, _problem(file, encoding)
+    reached = {place for file in files for place in file.parents}
+    for place in sorted(folders):
+        if place not in reached and _not_of_jobs(folder, [place / "file"]):
+            yield place, "a folder: name it, or end the pattern with /**"
 
 
 def _walk(folder: Path) -> dict[Path, str | None]:

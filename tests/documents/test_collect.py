@@ -95,6 +95,10 @@ def test_patterns(folder: Path) -> None:
     sources, left_out = collect(["in/**/*.??*"])
     assert [source.id for source in sources[:2]] == ["in/b.txt", "in/deep/a.md"]
     assert [str(path) for path in left_out] == ["in/picture.png"]
+    sources, left_out = collect(["in/*"])
+    assert "in/deep/a.md" not in [source.id for source in sources]
+    assert left_out[Path("in/deep")] == "a folder: name it, or end the pattern with /**"
+    assert Path("in/deep") not in collect(["in/**"]).left_out
 
 
 def write_job(folder: Path) -> None:
@@ -106,7 +110,7 @@ def write_job(folder: Path) -> None:
         folder.joinpath(name).write_text("of the job")
 
 
-@pytest.mark.parametrize("named", ["in", "in/**", "in/**/*.??*"])
+@pytest.mark.parametrize("named", ["in", "in/*", "in/**", "in/**/*.??*"])
 def test_what_jobs_wrote_is_left_out(folder: Path, named: str) -> None:
     before = collect([named])
     for job in ("in", "in/out", "in/out-2", "in/deep/out"):
