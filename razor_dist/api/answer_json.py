@@ -1,7 +1,7 @@
 """Answers as JSON, made value by value.
 
 `json.dumps` is one call in C, which holds the interpreter's lock until all is written: with
-thousands of log-probabilities for a second, in which nobody else is answered, thread or not.
+thousands of log-probabilities a second, in which no other request is answered, thread or not.
 """
 
 from __future__ import annotations

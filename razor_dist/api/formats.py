@@ -277,7 +277,7 @@ class CompletionFormat(ChoicesFormat):
     chunk_object = "text_completion"
 
     def _start(self) -> None:
-        self._lengths: dict[int, int] = {}  # of the texts of prompts that were told, by choice
+        self._lengths: dict[int, int] = {}  # of prompts that were shown, in characters
 
     @property
     def is_slow(self) -> bool:
@@ -313,14 +313,14 @@ class CompletionFormat(ChoicesFormat):
 
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
         texts, tokens = list[str](), list[int]()
-        told: list[TextPiece] = []  # with sentences, or the last: a prompt's are too many to keep
+        shown: list[TextPiece] = []  # with sentences, or the last: a prompt's are too many to keep
 
         def noted() -> Iterator[TextPiece]:
             for piece in self._with_prompt(index, pieces) if self._request.echo else pieces:
                 texts.append(piece.text)
                 tokens.append(piece.token)
                 if piece.sentences or piece.finish_reason:
-                    told.append(piece)
+                    shown.append(piece)
                 yield piece
 
         logprobs = legacy_logprobs(self._tokenizer, noted())
@@ -328,8 +328,8 @@ class CompletionFormat(ChoicesFormat):
             "index": index,
             "text": "".join(texts),
             "logprobs": logprobs,
-            "finish_reason": told[-1].finish_reason if told else None,
-            **(rendered_sources(self._choices[index], told) if told else {}),
+            "finish_reason": shown[-1].finish_reason if shown else None,
+            **(rendered_sources(self._choices[index], shown) if shown else {}),
         }
         if self._tokenizer is None:
             choice["token_ids"] = tokens

@@ -161,8 +161,8 @@ class NgramIndex:
 class PromptIndexes:
     """Indexes of prompts. A new one begins as a copy of the kept one with which it shares most.
 
-    So many questions to one long text sort its tokens once: a million take 0.3 s, in which all
-    answers wait. Only those of one namespace: time must not tell what others have read.
+    Its tokens need no sorting then, which takes 0.3 s for a million, in which all answers wait.
+    Only within one namespace: time must not tell what others have read.
     """
 
     def __init__(self, n: int) -> None:

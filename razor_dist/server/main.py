@@ -47,7 +47,7 @@ from razor_dist.server.app import build_app
 from razor_dist.server.connections import TlsProtocol, bounded_protocol, quiet_loop
 from razor_dist.server.context_files import sweep
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.service import RequestReader, Service
+from razor_dist.server.service import Service
 
 # Not __name__: torchrun's frontend is run as a module.
 log = logging.getLogger("razor_dist.server.main")
@@ -238,7 +238,7 @@ async def load(service: Service, start: Callable[[], Awaitable[None]] | None = N
     gc.freeze()
     process = ParsingProcess(folder, trust_remote_code=trust)
     client.grammars = grammars
-    service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
+    service.load(PromptEncoder(tokenizer), process, defaults)
     await client.ready()
 
 

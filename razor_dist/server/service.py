@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi.responses import Response
 
 from razor_dist.api.answer_json import dumped
-from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
 from razor_dist.api.fields import renamed
 from razor_dist.api.openapi import openapi
-from razor_dist.api.parsing import parse_request
-from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.tools import knows_tools
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.documents.read import Document
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
@@ -37,32 +32,16 @@ from razor_dist.server.contexts import Context, Contexts, described
 from razor_dist.server.documents import DocumentReader
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.reading import RequestReader
 from razor_dist.server.request_log import current_record
 from razor_dist.server.sse import EventStream, stream
 from razor_dist.server.tracing import Traces, exporting
 
-log = logging.getLogger(__name__)
-
-# Names of unsupported fields that are logged at most: clients choose them.
-_MOST_IGNORED = 100
-# Bytes of a body from which on another process reads it, and commas: one value for each may be
-# wrong, and pydantic's reports of 100,000 take half a second.
-_LONG, _COMMAS = 1 << 18, 1 << 14
-# Bytes of a prompt's log-probability while its prompt is read; for seconds, shaped, twice more.
-_LOGPROB_BYTES = 128
 # Prometheus gives up after 10 s, and has the last counters if the engine is busy.
 _SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
 # and not an event in a stream that has begun with 200.
 _REFUSAL_WAIT = 1.0
-
-
-class RequestReader(NamedTuple):
-    """This process's encoder, a process for long bodies, and the model's sampling defaults."""
-
-    encoder: PromptEncoder
-    process: ParsingProcess
-    defaults: SamplingDefaults
 
 
 class Service:
@@ -92,8 +71,14 @@ class Service:
             self.traces = Traces(exporting(config.otlp_endpoint), config.name)
             self.metrics.on_end = self.traces.ended
         self._heartbeat = heartbeat
-        self._ignored: set[str] = set()  # fields that are logged already
         self._started = int(time.time())
+
+    def load(
+        self, encoder: PromptEncoder, process: ParsingProcess, defaults: SamplingDefaults
+    ) -> None:
+        """Read requests with these (`RequestReader`), now that there is a tokenizer."""
+        parts = self.config, self.client, self.documents
+        self.reader = RequestReader(*parts, encoder, process, defaults)
 
     @property
     def status(self) -> Status:
@@ -216,68 +201,17 @@ class Service:
 
     async def _read(self, endpoint: Endpoint, raw: Body) -> tuple[ParsedRequest, Context | None]:
         """Read a request's body, with its files and the context that it names."""
-        parsed = await self._parse(endpoint, raw)
+        info, reader = self._require_ready()
+        parsed = await reader.parse(info, endpoint, raw)
         if not parsed.unread and parsed.context is None:
             return parsed, None
-        context = None
+        context = kept = None
         if parsed.context is not None:
             context = await self.contexts.find(parsed.context, current_record().key)
-        files = await self._read_files(raw, parsed.unread)
-        kept = None if context is None else context.kept
-        return await self._parse(endpoint, raw, files, kept), context
-
-    async def _read_files(self, raw: Body, files: Sequence[tuple[str, bytes]]) -> list[Document]:
-        """Read the files of a body's fields; it counts for ``max_queue`` meanwhile.
-
-        Their texts count as the body does.
-        """
-        found, left = list[Document](), int(self.config.max_body_mb * 2**20)
-        with self.client.reading():
-            for field, data in files:
-                try:
-                    document = await self.documents.read(data, "a.pdf", current_record().key)
-                except RequestError as error:
-                    raise RequestError(f"{field}: {error}", param=field) from None
-                left -= len(document.text)
-                if left < 0:
-                    raise RequestError(
-                        f"the texts of the request's files have more than "
-                        f"{self.config.max_body_mb:g} MiB of characters, the server's limit "
-                        "(--max-body-mb); send them in several requests",
-                        param=field,
-                        code="body_too_large",
-                    )
-                raw.hold(sys.getsizeof(document.text))
-                found.append(document)
-        return found
-
-    async def _parse(
-        self,
-        endpoint: Endpoint,
-        raw: bytes | bytearray,
-        files: Sequence[Document] = (),
-        kept: KeptContext | None = None,
-    ) -> ParsedRequest:
-        """Read a request's body; the request counts for ``max_queue`` meanwhile."""
-        info, reader = self._require_ready()
-        config = self.config
-        with self.client.reading():
-            room = config.max_queue - self.client.unfinished + 1  # in its own place, too
-            limits = self._limits(info, reader)._replace(room=room)
-            size = len(raw) + sum(len(file.text) for file in files)
-            if size >= _LONG or raw.count(b",") >= _COMMAS:
-                key = current_record().turn
-                parsed = await reader.process.parse_request(endpoint, raw, limits, key, files, kept)
-            else:
-                encoder = reader.encoder
-                parsed = await asyncio.to_thread(
-                    parse_request, endpoint, raw, encoder, limits, files, kept
-                )
-        for name in map(repr, parsed.ignored):
-            if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
-                self._ignored.add(name)
-                log.warning("requests have the unsupported field %.80s, which is ignored", name)
-        return parsed
+            kept = context.kept
+        files = await reader.files(raw, parsed.unread)
+        info, reader = self._require_ready()  # again: it may have died meanwhile
+        return await reader.parse(info, endpoint, raw, files, kept), context
 
     async def _compiled(self, parsed: ParsedRequest) -> list[Checked]:
         """Compile what the answers must match; the request counts for ``max_queue`` meanwhile."""
@@ -289,26 +223,10 @@ class Service:
         key = None if self.config.share_prefixes else current_record().key
         return given if key is None else f"{key}:{given or ''}"
 
-    def _limits(self, info: EngineInfo, reader: RequestReader) -> Limits:
-        config = self.config
-        return Limits(
-            config.name,
-            config.max_queue,
-            info.max_model_len,
-            info.vocab_size,
-            reader.defaults,
-            default_max_tokens=config.default_max_tokens,
-            pins=config.pinned_gb > 0,
-            unknown_fields=config.unknown_fields,
-            most_logprobs=int(config.max_total_body_mb * 2**20) // _LOGPROB_BYTES,
-        )
-
     def openapi(self) -> dict[str, Any]:
         """Return the description of the API with the model that is served."""
         info, reader = self._require_ready()
-        return openapi(
-            self._limits(info, reader), knows_tools=knows_tools(reader.encoder.tokenizer)
-        )
+        return openapi(reader.limits(info), knows_tools=knows_tools(reader.encoder.tokenizer))
 
     async def stats(self) -> dict[str, Any]:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""

@@ -44,7 +44,7 @@ async def stream(
             chunk["usage"] = form.usage(sent) if continuous_usage else None
         return form.frame(chunk)
 
-    def told(event: ChoiceEvent) -> list[str]:
+    def framed(event: ChoiceEvent) -> list[str]:
         if isinstance(event.what, TextPiece):
             chunks = form.piece(event.index, event.what)
         else:
@@ -60,7 +60,7 @@ async def stream(
             if event is not None:
                 current_record().begun = True
                 sent += isinstance(event.what, TextPiece)
-                lines = await asyncio.to_thread(told, event) if form.is_slow else told(event)
+                lines = await asyncio.to_thread(framed, event) if form.is_slow else framed(event)
             if event is None or (not lines and clock() - last >= heartbeat):
                 lines = [form.heartbeat]
             for text in lines:

@@ -18,7 +18,7 @@ from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.messages import Add, Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.contexts import Context, Contexts
-from razor_dist.server.service import RequestReader, Service
+from razor_dist.server.service import Service
 from tests.server.fake_client import FakeClient
 from tests.server.test_context_histories import kept
 from tests.server.test_contexts import DOCUMENT, ENCODER, MARK, parsed, part, user
@@ -146,8 +146,9 @@ def test_contexts_are_read_with_the_priority_of_their_request() -> None:
         service = Service(ServerConfig(pinned_gb=1), server.client)
         content = part(DOCUMENT, cache_control=MARK), part("What is red?")
         request = parsed("chat", messages=[user(*content)], priority=7)
-        reader = RequestReader(ENCODER, mock.Mock(), {})
-        _, choices = await service._submit(request, None, request.prompts, reader)
+        service.load(ENCODER, mock.Mock(), {})
+        assert service.reader is not None
+        _, choices = await service._submit(request, None, request.prompts, service.reader)
         assert [(add.pin, add.params["priority"]) for add in server.client.adds] == [
             (True, 7),
             (False, 7),

@@ -35,11 +35,11 @@ from razor_dist.frontend.ranks import RankGroup
 from razor_dist.models.registry import resolve_model
 from razor_dist.protocol.messages import HEADER_SIZE, decode_fields
 from razor_dist.server import parsing_process as parsing
-from razor_dist.server import service as service_module
+from razor_dist.server import reading as server_reading
 from razor_dist.server.app import build_app
 from razor_dist.server.main import bind, load
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.service import RequestReader, Service
+from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import fake_server
 from tests.tokenizer import smollm2_tokenizer
@@ -241,7 +241,7 @@ async def frontend(
     await engine.start()
     service = Service(config, engine.client, heartbeat=heartbeat)
     process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
-    service.reader = RequestReader(ENCODER, process, {})
+    service.load(ENCODER, process, {})
     try:
         await engine.client.ready()
         transport = httpx.ASGITransport(build_app(service))
@@ -262,7 +262,7 @@ def test_a_million_tokens_are_never_parsed_in_this_process(
         read_here.append(len(raw))
         return parse_request(endpoint, raw, *rest)
 
-    monkeypatch.setattr(service_module, "parse_request", parse)
+    monkeypatch.setattr(server_reading, "parse_request", parse)
 
     async def main() -> None:
         async with frontend() as (_, http):

@@ -28,10 +28,10 @@ from razor_dist.frontend.answers import Choice, ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import Logprob
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server import service as service_module
+from razor_dist.server import reading
 from razor_dist.server.app import build_app
 from razor_dist.server.bodies import Body, BodyReader
-from razor_dist.server.service import RequestReader, Service
+from razor_dist.server.service import Service
 from razor_dist.server.sse import stream
 from tests.server.fake_client import FakeClient
 from tests.tokenizer import smollm2_tokenizer
@@ -41,7 +41,7 @@ ENCODER = PromptEncoder(smollm2_tokenizer())
 
 def service(process: Any = None, **settings: Any) -> Service:
     made = Service(ServerConfig(**settings), FakeClient())
-    made.reader = RequestReader(ENCODER, process, {})
+    made.load(ENCODER, process, {})
     return made
 
 
@@ -139,7 +139,8 @@ def test_the_log_probabilities_of_prompts_have_a_bound() -> None:
     assert (error.value.code, error.value.param) == ("answer_too_large", "logprobs")
     # A million tokens and the likeliest of each are served with the settings' defaults.
     made = service()
-    assert made._limits(*made._require_ready()).most_logprobs == 2 * 2**20
+    assert made.reader is not None and made.client.info is not None
+    assert made.reader.limits(made.client.info).most_logprobs == 2 * 2**20
 
 
 def echoed(answers: int) -> CompletionFormat:
@@ -240,7 +241,7 @@ def test_what_is_being_read_when_the_server_ends_is_answered(
         refused = await respond(made, "count_tokens", asking(1), reader)
         assert (refused.status, refused.code) == (503, "engine_draining")
         made.draining = False
-        monkeypatch.setattr(service_module, "parse_request", parse)
+        monkeypatch.setattr(reading, "parse_request", parse)
         asked = asyncio.create_task(respond(made, "chat", json.dumps(chat).encode(), reader))
         while not client.adds and not asked.done():
             await asyncio.sleep(0.001)

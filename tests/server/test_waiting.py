@@ -20,7 +20,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.messages import EngineInfo, Ready, encode
 from razor_dist.server.app import build_app
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.service import RequestReader, Service
+from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import wait_until
 from tests.server.test_api import HELLO, TOKENIZER, answer_to, events
@@ -138,7 +138,7 @@ def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
     """Rank 0 is in the midst of a chunk: it lives, and answers nothing."""
     service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
     process = ParsingProcess(tmp_path, trust_remote_code=False)
-    service.reader = RequestReader(PromptEncoder(None), process, {})
+    service.load(PromptEncoder(None), process, {})
 
     async def main() -> httpx.Response:
         await service.client.rank0.listen()

@@ -1,0 +1,113 @@
+"""Requests as they come: a body and its files in, what is asked for out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from razor_dist.api.contexts import KeptContext
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.documents.read import Document
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.messages import EngineInfo
+from razor_dist.protocol.sampling_params import SamplingDefaults
+from razor_dist.server.bodies import Body
+from razor_dist.server.documents import DocumentReader
+from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.request_log import current_record
+
+log = logging.getLogger(__name__)
+
+# Names of unsupported fields that are logged at most: clients choose them.
+_MOST_IGNORED = 100
+# Bytes of a body from which on another process reads it, and commas: one value for each may be
+# wrong, and pydantic's reports of 100,000 take half a second.
+_LONG, _COMMAS = 1 << 18, 1 << 14
+# Bytes of a prompt's log-probability while its prompt is read; for seconds, shaped, twice more.
+_LOGPROB_BYTES = 128
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Reads requests, which count for ``max_queue`` meanwhile.
+
+    ``process`` reads what is long, with a tokenizer of its own; ``defaults`` are the model's
+    sampling parameters.
+    """
+
+    config: ServerConfig
+    client: EngineClient
+    documents: DocumentReader
+    encoder: PromptEncoder
+    process: ParsingProcess
+    defaults: SamplingDefaults
+    _ignored: set[str] = field(default_factory=set)  # fields that are logged already
+
+    def limits(self, info: EngineInfo) -> Limits:
+        """Return what bounds a request to that engine, while no other waits."""
+        config = self.config
+        return Limits(
+            config.name,
+            config.max_queue,
+            info.max_model_len,
+            info.vocab_size,
+            self.defaults,
+            default_max_tokens=config.default_max_tokens,
+            pins=config.pinned_gb > 0,
+            unknown_fields=config.unknown_fields,
+            most_logprobs=int(config.max_total_body_mb * 2**20) // _LOGPROB_BYTES,
+        )
+
+    async def files(self, raw: Body, fields: Sequence[tuple[str, bytes]]) -> list[Document]:
+        """Read the files of a body's fields; their texts count as the body does."""
+        found, left = list[Document](), int(self.config.max_body_mb * 2**20)
+        with self.client.reading():
+            for name, data in fields:
+                try:
+                    document = await self.documents.read(data, "a.pdf", current_record().key)
+                except RequestError as error:
+                    raise RequestError(f"{name}: {error}", param=name) from None
+                left -= len(document.text)
+                if left < 0:
+                    raise RequestError(
+                        f"the texts of the request's files have more than "
+                        f"{self.config.max_body_mb:g} MiB of characters, the server's limit "
+                        "(--max-body-mb); send them in several requests",
+                        param=name,
+                        code="body_too_large",
+                    )
+                raw.hold(sys.getsizeof(document.text))
+                found.append(document)
+        return found
+
+    async def parse(
+        self,
+        info: EngineInfo,
+        endpoint: Endpoint,
+        raw: bytes | bytearray,
+        files: Sequence[Document] = (),
+        kept: KeptContext | None = None,
+    ) -> ParsedRequest:
+        """Read a body, with its files and the context that it names, for the engine of ``info``."""
+        with self.client.reading():
+            room = self.config.max_queue - self.client.unfinished + 1  # in its own place, too
+            limits = self.limits(info)._replace(room=room)
+            size = len(raw) + sum(len(file.text) for file in files)
+            if size >= _LONG or raw.count(b",") >= _COMMAS:
+                key = current_record().turn
+                parsed = await self.process.parse_request(endpoint, raw, limits, key, files, kept)
+            else:
+                given = endpoint, raw, self.encoder, limits, files, kept
+                parsed = await asyncio.to_thread(parse_request, *given)
+        for name in map(repr, parsed.ignored):
+            if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+                self._ignored.add(name)
+                log.warning("requests have the unsupported field %.80s, which is ignored", name)
+        return parsed
