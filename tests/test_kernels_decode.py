@@ -684,6 +684,6 @@ def test_small_kernels_compile_without_spills(kernel: str, compiler: ProcessPool
     call = compiler.submit(resources, name, 90, types, SMALL[kernel])
     made = call.result(120)
     assert made.spilled == 0
-    assert made.registers <= 64
+    assert made.registers <= 72  # rounded division takes 66 with Triton 3.6, fewer with 3.7
     assert made.shared <= 4 << 10
     assert not (keys and made.rough), "codes are those of `quantize`"
