@@ -93,6 +93,7 @@ def test_what_is_kept_is_asked_without_its_text(browser: Browser, server: Server
     stranger.context.close()
     other = opened(browser, server)
     other.contexts.get_by_role("button", name='Ask a "report".txt').click()
+    expect(other.page.get_by_role("tab")).to_have_count(2)
     assert sorted(other.page.get_by_role("tab").all_inner_texts()) == sorted(names)
     expect(other.reader_text).to_contain_text(FACT)
     body = sent(other, lambda: other.ask(question))
