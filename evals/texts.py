@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,12 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import UNTHINKING, PromptEncoder
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 
 Encode = Callable[[str], list[int]]  # text to token ids, without special tokens
 _MARK = "<<document>>"
-# Of Qwen3's templates and others: answers are too short for thoughts before them.
-_TEMPLATE: Mapping[str, Any] = {"enable_thinking": False}
 
 
 def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
@@ -171,7 +169,8 @@ class Prompter:
     def place(self, text: str) -> PromptText:
         """Return where a message's tokens are in it; what follows them begins the answer."""
         if self.is_chat:
-            return self._encoder.chat_with_ends([{"role": "user", "content": text}], **_TEMPLATE)[1]
+            messages = [{"role": "user", "content": text}]
+            return self._encoder.chat_with_ends(messages, **UNTHINKING)[1]
         return self._encoder.text_with_ends(text)[1]
 
     def _prompt(self, text: str, cue: str, earlier: Sequence[tuple[str, str]]) -> str:
@@ -180,7 +179,7 @@ class Prompter:
         turns = [*(part for turn in earlier for part in turn), text]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": part} for role, part in zip(roles, turns)]  # noqa: B905
-        return self._encoder.chat_text(messages, **_TEMPLATE) + cue
+        return self._encoder.chat_text(messages, **UNTHINKING) + cue
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True
@@ -190,7 +189,7 @@ class Prompter:
             # As one text, the special tokens that begin it included.
             return self._encoder.text(before), self.encode(after + cue)
         message = {"role": "user", "content": before + _MARK + after}
-        text = self._encoder.chat_text([message], **_TEMPLATE)
+        text = self._encoder.chat_text([message], **UNTHINKING)
         head, _, tail = text.partition(_MARK)
         return self.encode(head), self.encode(tail)
 

@@ -68,7 +68,7 @@ def prefill(
                 total, cached = _read(llm, text if plain else page_text(source.path, text))
             except (DocumentError, EngineError, RequestError) as error:
                 typer.echo(f"skipped {source.id}: {error}", err=True)
-                assert llm.info  # if a rank has died, waits until all are started again
+                _ = llm.info  # if a rank has died, waits until all are started again
                 continue
             done += 1
             seconds = time.perf_counter() - began

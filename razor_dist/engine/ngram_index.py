@@ -1,4 +1,4 @@
-"""Where an answer's last tokens stand in its prompt already, for `razor_dist.engine.drafts`."""
+"""Indexes of n-grams, in which `razor_dist.engine.drafts` finds what a text repeats."""
 
 from __future__ import annotations
 
@@ -176,16 +176,16 @@ class PromptIndexes:
         if len(tokens) < _LEAST_KEPT:
             return NgramIndex(tokens, self._n)
         space: Hashable = request.namespace if request.cache_prompt else request.key
-        # Tokens of a copy that need not be sorted.
-        saved = {
-            at: 2 * shared - len(index)
+        shared = [
+            (at, len(index), index.shared(tokens))
             for at, (own, index) in enumerate(self._kept)
-            if own == space and index.has_room(tokens) and (shared := index.shared(tokens))
-        }
-        best = max(saved, key=saved.__getitem__, default=-1)
-        if best >= 0 and saved[best] > len(tokens) / 2:
-            known = self._kept.pop(best)[1]
-            index = known.begun(tokens, (saved[best] + len(known)) // 2)
+            if own == space and index.has_room(tokens)
+        ]
+        # The tokens of a copy that need not be sorted, less those that it has to forget.
+        saved = [2 * count - length for _, length, count in shared]
+        if max(saved, default=0) > len(tokens) / 2:
+            at, _, count = shared[saved.index(max(saved))]
+            index = self._kept.pop(at)[1].begun(tokens, count)
         else:
             index = NgramIndex(tokens, self._n)
         self._kept.append((space, index))

@@ -28,6 +28,11 @@ CONTENT = (
 )
 
 
+# Arguments of Qwen3's chat templates and others, with which models answer without thoughts: these
+# would be taken for the answer, or fill its tokens.
+UNTHINKING: Mapping[str, Any] = {"enable_thinking": False}
+
+
 class PromptEncoder:
     """Makes token ids of whatever a request brings.
 

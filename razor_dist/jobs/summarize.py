@@ -30,7 +30,7 @@ from razor_dist.documents.collect import Source
 from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import UNTHINKING, PromptEncoder
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, traced
 from razor_dist.jobs.task import (
@@ -54,8 +54,6 @@ log = logging.getLogger(__name__)
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
 _VERSION = 9
-# Of Qwen3's templates and others: thoughts would become the summary.
-_TEMPLATE: Mapping[str, Any] = {"enable_thinking": False}
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
@@ -248,10 +246,10 @@ class Summarizer:
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
         encoder, text = self._encoder, f"{prompt}\n\nSummary:"
         if not self._style.sources:
-            ids = encoder.chat(messages, **_TEMPLATE) if is_chat else encoder.text(text)
+            ids = encoder.chat(messages, **UNTHINKING) if is_chat else encoder.text(text)
             return Asked(material, ids)
         ids, where = (
-            encoder.chat_with_ends(messages, **_TEMPLATE)
+            encoder.chat_with_ends(messages, **UNTHINKING)
             if is_chat
             else encoder.text_with_ends(text)
         )

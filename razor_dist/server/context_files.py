@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _ID = re.compile(r"ctx_[0-9a-f]{32}")
 _INT_BYTES = 4
-# For which an expired file stays: a server that uses it renews it soon after it expires.
+# Seconds for which an expired file stays: a server that uses it renews it soon after it expires.
 GRACE_SECONDS = 60.0
 # Seconds after its last use in which any context has expired, also one that cannot be read.
 _LONGEST = 604_800

@@ -42,6 +42,7 @@ _SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
 # and not an event in a stream that has begun with 200.
 _REFUSAL_WAIT = 1.0
+_DRAINING = Status("draining", "the server is shutting down")
 
 
 class Service:
@@ -84,7 +85,7 @@ class Service:
     def status(self) -> Status:
         """The engine's state; "loading" until the tokenizer is there too, "draining" at the end."""
         if self.draining and self.client.status.state == "ready":
-            return Status("draining", "the server is shutting down")
+            return _DRAINING
         if self.client.status.state == "ready" and self.reader is None:
             return Status("loading", "the tokenizer is being loaded")
         return self.client.status
@@ -92,7 +93,7 @@ class Service:
     def require_open(self) -> None:
         """Raise `NotReadyError` while the server is ending and takes nothing more."""
         if self.draining:
-            raise NotReadyError(Status("draining", "the server is shutting down"))
+            raise NotReadyError(_DRAINING)
 
     def _require_ready(self) -> tuple[EngineInfo, RequestReader]:
         # Not `status`: while the server drains, what it has begun goes on.

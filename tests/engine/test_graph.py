@@ -473,7 +473,7 @@ def with_nan(comm: Communicator, case: Case) -> tuple[list[int], bool, float]:
 @needs_compiler
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_sequence_of_nan_ends_no_recordings(world: int, ranks: Ranks, tiny: Tiny) -> None:
-    """What is compared are the other sequences' logits; without any, the step does not count."""
+    """The other sequences' logits are compared; without any, the step does not count."""
     for found, enabled, error in ranks(world).run(with_nan, case_of(tiny("llama"))):
         assert found == [0, 1, 1, 1, 1, 2, 3, 3]
         assert enabled and error <= 1e-5

@@ -1,4 +1,4 @@
-"""What requests may take of the server's memory and of its loop's time, and how it ends them."""
+"""A request's bounds in the server's memory and in its loop's time; requests as it shuts down."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def respond(made: Service, endpoint: Any, raw: bytes, reader: BodyReader) 
         return Failure.of(error)
 
 
-def test_the_texts_of_files_count_as_their_body_does() -> None:
+def test_the_texts_of_files_count_as_their_body_does(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["word " * 60_000, "\N{CASTLE} " * 60_000]
     seen: list[tuple[int, Sequence[Document]]] = []
 
@@ -78,7 +78,7 @@ def test_the_texts_of_files_count_as_their_body_does() -> None:
     async def read(*_: Any) -> Document:
         return Document(left.pop(0))
 
-    made.documents.read = read  # type: ignore[method-assign]
+    monkeypatch.setattr(made.documents, "read", read)
     asyncio.run(respond(made, "count_tokens", asking(2), reader))
     assert reader.used == 0
     # By another process, although the body is short.
@@ -87,13 +87,13 @@ def test_the_texts_of_files_count_as_their_body_does() -> None:
     assert used == len(asking(2)) + sum(map(sys.getsizeof, texts))
 
 
-def test_the_texts_of_files_have_a_bound_together() -> None:
+def test_the_texts_of_files_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     made, reader = service(max_body_mb=0.5), BodyReader(ServerConfig())
 
     async def read(*_: Any) -> Document:
         return Document("word " * 60_000)
 
-    made.documents.read = read  # type: ignore[method-assign]
+    monkeypatch.setattr(made.documents, "read", read)
     failure = asyncio.run(respond(made, "count_tokens", asking(3), reader))
     assert (failure.status, failure.code) == (413, "body_too_large")
     assert failure.param == "messages[0].content[1].source.data"
@@ -101,7 +101,7 @@ def test_the_texts_of_files_have_a_bound_together() -> None:
     assert reader.used == made.client.unfinished == 0
 
 
-def test_the_messages_of_a_context_count_as_a_body() -> None:
+def test_the_messages_of_a_context_count_as_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kept:
         length = 200_000
 
@@ -113,7 +113,7 @@ def test_the_messages_of_a_context_count_as_a_body() -> None:
     async def find(*_: Any) -> Any:
         return SimpleNamespace(kept=Kept())
 
-    made.contexts.find = find  # type: ignore[method-assign]
+    monkeypatch.setattr(made.contexts, "find", find)
 
     transport = httpx.ASGITransport(build_app(made))
 
@@ -232,7 +232,7 @@ def test_what_is_being_read_when_the_server_ends_is_answered(
         made.draining = True
         return Document("word")
 
-    made.documents.read = read  # type: ignore[method-assign]
+    monkeypatch.setattr(made.documents, "read", read)
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}
 
     async def play() -> None:
