@@ -1,31 +1,41 @@
 """Tokens per second of several answers at once, beside one answer.
 
-Seconds of the answers are those of prompts with all their tokens, less those of the same prompts
-with one token each: the same for any engine. Engines take turns.
+Each turn has prompts of its own. They are read and answered, which is timed as a whole. Then they
+are asked again with one token each and with all, now from the prefix cache: the difference is the
+seconds of the answers alone. All of that is the same for any engine. Engines take turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.measure import BenchRecord, Table, random_tokens
 from razor_dist.evals.bench.peers import openvino_greedy, openvino_pipeline
-from razor_dist.evals.bench.settings import PEERS, PLAIN, BatchBenchSettings
+from razor_dist.evals.bench.settings import PEERS, BatchBenchSettings
 from razor_dist.llm.llm import LLM
 from razor_dist.models.smollm2 import gguf_file
 
 log = logging.getLogger(__name__)
 
 Answers = Callable[[list[list[int]], int], None]  # an engine; of prompts and tokens of each answer
+
+
+class Taken(NamedTuple):
+    """Seconds of some prompts with their answers, and of the answers alone."""
+
+    whole: float
+    answers: float
+
 
 # Eight answers at once should give this many times the tokens per second of one.
 _BARS = {8: 5.0}
@@ -43,7 +53,7 @@ def _razor(settings: BatchBenchSettings, **dtypes: str) -> Iterator[Answers]:
         max_num_seqs=max(settings.counts),
         max_model_len=longest,
         kv_tokens=max(settings.counts) * (longest + 256),  # some pages are not full
-        **PLAIN,
+        speculative_config=None,
         **dtypes,
     ) as llm:
 
@@ -60,7 +70,8 @@ def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
     import openvino_genai as genai
 
     most = max(settings.counts)
-    pipeline = openvino_pipeline(gguf_file(), settings.threads, max_num_seqs=most)
+    scheduling = {"max_num_seqs": most, "enable_prefix_caching": True}
+    pipeline = openvino_pipeline(gguf_file(), settings.threads, **scheduling)
 
     def answer(prompts: list[list[int]], new_tokens: int) -> None:
         config, ids = openvino_greedy(new_tokens), np.array(prompts, dtype=np.int64)
@@ -71,18 +82,21 @@ def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
     yield answer
 
 
-def _seconds(answer: Answers, prompts: list[list[int]], new_tokens: int) -> float:
-    began = time.perf_counter()
-    answer(prompts, 1)
-    read = time.perf_counter()
-    answer(prompts, new_tokens)
-    return (time.perf_counter() - read) - (read - began)
+def timed(answer: Answers, prompts: list[list[int]], new_tokens: int) -> Taken:
+    """Time prompts that the engine has not read before."""
+    seconds = []
+    for tokens in (new_tokens, 1, new_tokens):
+        began = time.perf_counter()
+        answer(prompts, tokens)
+        seconds.append(time.perf_counter() - began)
+    whole, first, all_tokens = seconds
+    return Taken(whole, all_tokens - first)
 
 
 def run(settings: BatchBenchSettings) -> BenchRecord:
     """Time all engines at every number of answers."""
-    seconds: dict[str, dict[int, list[float]]] = {}
-    missing = []
+    seconds: dict[str, dict[int, list[Taken]]] = {}
+    missing, seeds = [], itertools.count(settings.seed)
     with ExitStack() as stack:
         engines: dict[str, Answers] = {
             "razor": stack.enter_context(_razor(settings)),
@@ -95,25 +109,24 @@ def run(settings: BatchBenchSettings) -> BenchRecord:
             except ImportError as error:
                 missing.append(f"openvino was left out: {error}; pip install {package}")
         for count in settings.counts:
-            prompts = [
-                random_tokens(_VOCAB, settings.prompt_tokens, settings.seed + number)
-                for number in range(count)
-            ]
             for turn in range(settings.repeats + 1):  # the first records steps
+                prompts = [
+                    random_tokens(_VOCAB, settings.prompt_tokens, next(seeds)) for _ in range(count)
+                ]
                 for name, answer in engines.items():
-                    taken = _seconds(answer, prompts, settings.new_tokens)
-                    log.info("%s, %d at once: %.2f s", name, count, taken)
+                    taken = timed(answer, prompts, settings.new_tokens)
+                    log.info("%s, %d at once: %.2f s, answers %.2f s", name, count, *taken)
                     if turn:
                         seconds.setdefault(name, {}).setdefault(count, []).append(taken)
     return BenchRecord("batch", settings, *_figures(settings, seconds), notes=missing)
 
 
 def _figures(
-    settings: BatchBenchSettings, seconds: Mapping[str, Mapping[int, list[float]]]
+    settings: BatchBenchSettings, seconds: Mapping[str, Mapping[int, list[Taken]]]
 ) -> tuple[dict[str, Any], list[Table]]:
     speeds = {
         name: {
-            count: count * (settings.new_tokens - 1) / statistics.median(taken)
+            count: count * (settings.new_tokens - 1) / statistics.median(t.answers for t in taken)
             for count, taken in by_count.items()
         }
         for name, by_count in seconds.items()
@@ -125,4 +138,11 @@ def _figures(
         rows.append([name, *cells])
     bars = [f"≥ {_BARS[count]:g} x" if count in _BARS else "" for count in settings.counts]
     rows.append(["bar", *bars])
-    return {"seconds": seconds, "tokens_per_second": speeds}, [Table("", rows)]
+    wholes = {
+        name: {count: statistics.median(t.whole for t in taken) for count, taken in of.items()}
+        for name, of in seconds.items()
+    }
+    read = [["s, prompts and answers", *rows[0][1:]]]
+    read += [[name, *(f"{whole:.1f}" for whole in of.values())] for name, of in wholes.items()]
+    figures = {"seconds": wholes, "tokens_per_second": speeds}
+    return figures, [Table("", rows), Table("", read)]

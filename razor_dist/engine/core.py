@@ -68,7 +68,7 @@ class EngineCore:
             runner.comm.size,
             by_priority=config.scheduling_policy == "priority",
             shared=runner.decode == "tensor",
-            replayed=runner.device.type == "cuda" and runner.graphs is not None,
+            replayed=runner.graphs is not None,
         )
         self.scheduler = Scheduler(
             runner.config,

@@ -56,9 +56,10 @@ class StepCost:
     recent steps: parts of about one length tell little of it. Steps of answers alone, of which
     there are many more, do not make those that read prompts forgotten.
 
-    If steps that only decode are ``replayed`` from CUDA graphs, they bound nothing: a step with a
-    part of a prompt launches its kernels one by one, which takes ten times as long. Bounded by
-    them, a step's launches would count as the cost of its tokens, and parts stay short for ever.
+    If steps that only decode are ``replayed`` from CUDA graphs or tapes, they bound nothing: a step
+    with a part of a prompt launches its kernels one by one, which takes up to ten times as long.
+    Bounded by them, a step's launches would count as its tokens' cost, and parts stay short for
+    ever.
 
     Any thread may ask.
     """

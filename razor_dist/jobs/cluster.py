@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray.util import placement_group, remove_placement_group
@@ -90,6 +90,18 @@ class Demand:
     def __str__(self) -> str:
         where = "on any nodes" if self.strategy == "PACK" else "on one node"
         return f"{self.ranks} x ({_resources(self.bundle)}) {where}"
+
+
+class Reservation(NamedTuple):
+    """An engine's place on the cluster.
+
+    ``group`` has a ``bundle`` for each rank. Up to ``engines`` engines of such bundles share the
+    cluster's nodes.
+    """
+
+    group: PlacementGroup
+    bundle: Mapping[str, float]
+    engines: int
 
 
 def reserve(

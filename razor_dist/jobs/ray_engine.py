@@ -24,12 +24,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config.errors import EngineError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
-from razor_dist.jobs.cluster import Demand, connected, reserve
+from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
@@ -47,33 +46,20 @@ _POLL_SECONDS = 1.0
 class RayLLM(LLM):
     """An `LLM` whose ranks are actors in a placement group, the first of them on this node."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        group: PlacementGroup,
-        bundle: Mapping[str, float],
-        engines: int,
-    ) -> None:
-        self.start_ranks = partial(ActorRanks.start, group, bundle, engines)
+    def __init__(self, config: EngineConfig, reservation: Reservation) -> None:
+        self.start_ranks = partial(ActorRanks.start, reservation)
         super().__init__(**settings_of(config))
 
 
 class EngineActor:
-    def open(
-        self,
-        task: Task,
-        config: EngineConfig,
-        group: PlacementGroup,
-        bundle: Mapping[str, float],
-        engines: int,
-    ) -> list[int]:
+    def open(self, task: Task, config: EngineConfig, reservation: Reservation) -> list[int]:
         """Start the ranks, or what is in their place; return their process ids once ready."""
         inherit_logging()
         if isinstance(config, ExternalEngineConfig):
             external = config.open()
             self._engine = HostEngine(task, external)
             return list(external.pids)
-        llm = RayLLM(config, group, bundle, engines)
+        llm = RayLLM(config, reservation)
         self._engine = HostEngine(task, llm)
         return llm.pids
 
@@ -88,28 +74,26 @@ class EngineActor:
 class RayEngine:
     """The driver's handle of an engine, ready when the constructor returns.
 
-    ``group`` is removed when the engine is closed; ``engines`` share the cluster; ``over`` is set
-    when the engine is no longer wanted. An actor that dies is an `EngineLostError`, ranks that
-    cannot start an `EngineError` with theirs.
+    The reservation ends when the engine is closed; ``over`` is set when the engine is no longer
+    wanted. An actor that dies is an `EngineLostError`, ranks that cannot start an `EngineError`
+    with theirs.
     """
 
     def __init__(
         self,
         task: Task,
         config: EngineConfig,
-        group: PlacementGroup,
-        bundle: Mapping[str, float],
-        engines: int,
+        reservation: Reservation,
         over: threading.Event,
     ) -> None:
-        self._group, self._over = group, over
+        self._group, self._over = reservation.group, over
         self._lock = threading.Lock()
         self._closed, self._busy = False, 1  # calls that have not come back
         # The bundle's resources are the rank's, where there is one.
-        own = bundle if isinstance(config, ExternalEngineConfig) else {"CPU": 0}
-        self._actor = make_actor(EngineActor, group, 0, own, at_once(task))
+        own = reservation.bundle if isinstance(config, ExternalEngineConfig) else {"CPU": 0}
+        self._actor = make_actor(EngineActor, self._group, 0, own, at_once(task))
         try:
-            ready = self._actor.open.remote(task, config, group, bundle, engines)
+            ready = self._actor.open.remote(task, config, reservation)
             self.pids: list[int] = self._get(ready)
         except BaseException:
             self.close()
@@ -178,7 +162,7 @@ def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
                 config = config.model_copy(update={"threads": threads})
             what = f"engine {number}"
             group = reserve(demand, what, job.cluster_timeout, over, grows=grows)
-            engine = RayEngine(task, config, group, demand.bundle, engines, over)
+            engine = RayEngine(task, config, Reservation(group, demand.bundle, engines), over)
             log.info("%s is ready; its ranks are processes %s", what, engine.pids)
             return engine
 

@@ -21,7 +21,7 @@ from razor_dist.config.errors import RazorError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.ranks import RankExit, Ranks
-from razor_dist.jobs.cluster import ranks_held
+from razor_dist.jobs.cluster import Reservation, ranks_held
 from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableError
 
 # Killed actors are waited for this long. Their successors wait for their room in any case.
@@ -83,18 +83,10 @@ class ActorRanks(Ranks):
 
     @classmethod
     async def start(
-        cls,
-        group: PlacementGroup,
-        bundle: Mapping[str, float],
-        engines: int,
-        config: EngineConfig,
-        folder: Path,
-        socket_path: Path,
+        cls, reservation: Reservation, config: EngineConfig, folder: Path, socket_path: Path
     ) -> ActorRanks:
-        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node.
-
-        There are up to ``engines`` engines of such bundles, which may share the nodes.
-        """
+        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node."""
+        group, bundle, engines = reservation
         actors = [make_actor(RankActor, group, rank, bundle) for rank in range(config.world_size)]
         try:
             refs = [actor.place.remote() for actor in actors]

@@ -322,7 +322,7 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
         matmul=work.linear / size,
         attention=(work.retrieval + work.streaming) / size - long,
         long_attention=long,
-        reads=len(d.chunks(prompt)) * d.weights.nbytes,
+        reads=len(d.chunks(prompt)) * d.weights.chunk_bytes,
         sends=busiest(sent.prefill),
     ).estimate(d, device, overlapped=True)
 

@@ -106,6 +106,7 @@ class Weights:
     # Bytes that one token's step reads: all but the embedding's, of which it takes a row, unless
     # that is the output head, too; and of experts, those that the token is sent to.
     step_bytes: int
+    chunk_bytes: int  # the same for a chunk of a prompt, whose tokens are sent to all experts
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, int8: bool = False) -> Weights:
@@ -123,11 +124,12 @@ class Weights:
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         linear = [m.weight for m in model.modules() if int8 and isinstance(m, nn.Linear)]
         copied = {id(weight): weight.numel() for weight in linear}
-        matmul, step = 0.0, float(buffers)
+        matmul, step, chunk = 0.0, float(buffers), buffers
         for name, parameter in model.named_parameters():
             share = routed / experts if routed and experts and ".experts." in name else 1.0
             if parameter is not table or table is head:
-                step += copied.get(id(parameter), parameter.nbytes) * share
+                read = copied.get(id(parameter), parameter.nbytes)
+                step, chunk = step + read * share, chunk + read
             if parameter.dim() >= 2 and parameter is not table and parameter is not head:
                 matmul += parameter.numel() * share
         mapped = sum(p.nbytes for p in model.parameters())
@@ -138,6 +140,7 @@ class Weights:
             matmul=round(matmul),
             head=head.numel(),
             step_bytes=round(step),
+            chunk_bytes=chunk,
         )
 
 

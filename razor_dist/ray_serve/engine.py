@@ -19,6 +19,7 @@ from razor_dist.config.errors import EngineError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.managed_engine import ManagedEngine
+from razor_dist.jobs.cluster import Reservation
 from razor_dist.jobs.host_engine import numbered
 from razor_dist.jobs.ray_ranks import ActorRanks
 from razor_dist.ray_serve.routing import Route, engine_tag
@@ -95,7 +96,7 @@ class Engine:
         self._replica = serve.get_replica_context().replica_tag
         group = util.get_current_placement_group()
         assert group is not None
-        start = partial(ActorRanks.start, group, bundle, most_engines())
+        start = partial(ActorRanks.start, Reservation(group, bundle, most_engines()))
         config, self._store_lock = with_own_store(config, self._number)
         self._engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start)
         self._service = Service(config, self._engine.client, tag=engine_tag(self._replica))

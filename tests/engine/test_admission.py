@@ -49,7 +49,7 @@ class PagesOnly:
     slowdown = 1.0
     most_decoded = 64
     beside = 1  # sequences beside those that run and those that stay: a copy that is being made
-    device = torch.device("cpu")
+    device, graphs = torch.device("cpu"), None
     shape = SimpleNamespace(vocab_size=VOCABULARY, head_dim=1, alibi=False, dual_chunk=None)
 
     def __init__(

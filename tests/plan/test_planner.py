@@ -399,6 +399,15 @@ def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]
     weights = Deployment.of(EngineConfig(model=str(tiny("mixtral"))), "cpu").weights
     experts, embedding = 3 * 4 * (3 * 64 * 96), 192 * 64  # three layers of four, of which two work
     assert weights.step_bytes == weights.nbytes - 4 * (experts // 2 + embedding)
+    assert weights.chunk_bytes == weights.nbytes - 4 * embedding
+
+
+def test_a_chunk_reads_one_of_two_copies_of_8_bits(tiny: Callable[[str], Path]) -> None:
+    config = EngineConfig(model=str(tiny("llama")), dtype="fp32", weight_dtype="int8")
+    weights = Deployment.of(config, "cpu").weights
+    fp32 = Deployment.of(config.model_copy(update={"weight_dtype": "auto"}), "cpu").weights
+    linear = (weights.nbytes - fp32.nbytes) // 2  # of one byte each, and of four before
+    assert linear > 0 and weights.chunk_bytes == fp32.chunk_bytes - 3 * linear
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", None])

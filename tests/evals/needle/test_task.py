@@ -184,7 +184,7 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
 
 
 def test_mistakes_of_the_commands_are_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*arguments: str) -> str:
         assert cli.main(["eval", *arguments]) == 2
@@ -195,7 +195,10 @@ def test_mistakes_of_the_commands_are_named(
     assert "must be at least 0" in refused(*needle, "--document-depth-percent-min", "-1")
     assert "holds 8192 tokens" in refused(*needle, "--context-lengths", "9000")
     assert "preset words is for the needle model" in refused(*needle, "--preset", "words")
-    assert "holds no .txt files" in refused(*needle, "--haystack", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/texts holds no .txt files" in refused(*needle, "--haystack", "~/texts")
+    published = ("published", "--out", str(tmp_path / "new"), "--data=~/sets")
+    assert f"{tmp_path}/sets holds no .json or .jsonl files" in refused(*published)
     assert not (tmp_path / "new").exists()
     assert "holds no results" in refused("report", str(tmp_path))
     assert "give --out" in refused("report", str(tmp_path), str(tmp_path))
