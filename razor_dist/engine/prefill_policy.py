@@ -38,9 +38,6 @@ _ALONE = 0.25
 # fixed cost of a step, and a piece that is as long as it may be without chunks: the fit cannot
 # separate fixed from per-token cost if all are equally long.
 _VARIED = 0.7
-# A chunk's tokens take at least this many times what the step costs without them. Once as long, a
-# prompt of 500 tokens beside answers took twice the time that it takes alone (docs/LOG.md).
-_LEAST = 2
 # A rest of a prompt that takes up to this many times the planned chunk is prefilled in one piece.
 _LAST_PIECE = 1.25
 # A prompt that takes up to this many `max_step` is prefilled whole: otherwise its first token would
@@ -167,8 +164,8 @@ class PrefillPolicy:
         The piece takes one `max_step` while sequences decode (``answering`` has their lengths) or
         one of the ``others`` is nearly prefilled; otherwise cutting it would be mere overhead.
         Prompts that join the step have taken ``joined`` seconds of it, but at least half is left.
-        The piece takes at least `_LEAST` times the fixed cost of a step. Beside other requests it is
-        no longer than recent steps have shown to fit (`_shown`).
+        The piece takes at least as long as the fixed cost of a step. Beside other requests it is no
+        longer than recent steps have shown to fit (`_shown`).
 
         Beside other requests, no chunk is used if decode is tensor-parallel, the prompt is ``able``
         to, and the speed is about the same. If the part before it must still be a chunk
@@ -195,7 +192,7 @@ class PrefillPolicy:
             company = self.cost.step(len(answering), at + sum(answering)) + part
             tokens, seconds = float(prompt.end - at), _LAST_PIECE * step
             if base + self.cost.work(tokens, at) > seconds:
-                seconds = max(step, base + _LEAST * varied * base)
+                seconds = max(step, base + varied * base)
                 tokens = self.cost.tokens(seconds - base, at)
             if beside and sharded:
                 tokens = min(tokens, self._shown(seconds))
