@@ -157,7 +157,7 @@ def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None
             server.process.send_signal(number)
             rest = "".join(stream.iter_text())
         assert "the server is shutting down" in rest
-        assert server.process.wait(6) == 0
+        assert server.process.wait(20) == 0
         assert alive(family) == []
 
 
@@ -177,7 +177,7 @@ def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
             lines = [next(rest) for _ in range(4)]
             assert wait_until(lambda: httpx.get(f"{url}/stats").json()["running"] == 2, 10)
             server.process.send_signal(signal.SIGTERM)
-            assert wait_until(lambda: health(url) == (503, "draining"), 2)
+            assert wait_until(lambda: health(url) == (503, "draining"), 10)
             refused = complete(url, [5])
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "engine_draining"
@@ -189,7 +189,7 @@ def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert lines[-1] == "data: [DONE]"
         assert whole[0].json()["usage"]["completion_tokens"] == 150
-        assert server.process.wait(6) == 0
+        assert server.process.wait(20) == 0
         assert "2 requests get 30 s to end" in server.log
 
 
@@ -199,10 +199,10 @@ def test_a_second_signal_does_not_wait() -> None:
         body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
             server.process.send_signal(signal.SIGTERM)
-            assert wait_until(lambda: health(url) == (503, "draining"), 2)
+            assert wait_until(lambda: health(url) == (503, "draining"), 10)
             server.process.send_signal(signal.SIGTERM)
             assert "the server is shutting down" in "".join(stream.iter_text())
-        assert server.process.wait(6) == 0
+        assert server.process.wait(20) == 0
 
 
 def test_a_killed_frontend_takes_its_ranks_along_and_the_next_start_its_folder(
@@ -436,4 +436,4 @@ def test_a_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
         url = server.url(LISTENING)
         assert health(url) == (503, "loading")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(8) == 0
+        assert server.process.wait(20) == 0
