@@ -103,8 +103,8 @@ class StreamingSlot:
 class SlotPool:
     """The slots of up to ``slots`` sequences in an arena.
 
-    A slot takes a contiguous extent, the first that is long enough. Where none is, the slots are
-    moved together: whatever is no larger than the free places in sum can be allocated
+    A slot takes a contiguous extent, the first that is long enough. Where none is, slots are moved
+    together (`close_gaps`): whatever is no larger than the free places in sum can be allocated
     (`razor_dist.engine.scheduler` counts on that). The ranks allocate alike, so slots lie alike.
     """
 
@@ -155,14 +155,33 @@ class SlotPool:
             offset = self.end(slot)
         return len(self._held), offset if offset + need <= self.arena.places else None
 
-    def move_together(self) -> Iterator[tuple[StreamingSlot, int]]:
-        """Close the gaps; stream the slots that move and where each was, the first of all first."""
-        end = 0
-        for slot in self._held:
-            old, slot.offset = slot.offset, end
-            end = self.end(slot)
-            if slot.offset < old:
-                yield slot, old
+    def close_gaps(self, total: int) -> Iterator[tuple[StreamingSlot, int]]:
+        """Make a gap for a sequence of up to ``total`` tokens, if there is room for it at all.
+
+        Slots move towards the arena's beginning, those between two gaps, of which the fewest places
+        move. Yields each one and where it was, the first in the arena first.
+        """
+        need, first, run = self.arena.width(total), 0, slice(0, 0)
+        begins = [*(slot.offset for slot in self._held), self.arena.places]
+        ends = [0, *map(self.end, self._held)]
+        gaps = [begin - end for begin, end in zip(begins, ends, strict=True)]
+        widths = [end - begin for begin, end in zip(begins, ends[1:], strict=False)]
+        # Places that are free from the gap `first` to the gap `last`, and that lie between these.
+        free = between = 0
+        least = self.arena.places
+        for last, (gap, width) in enumerate(zip(gaps, [*widths, 0], strict=True)):
+            free += gap
+            while first < last and free - gaps[first] >= need:
+                free, between = free - gaps[first], between - widths[first]
+                first += 1
+            if free >= need and between < least:
+                least, run = between, slice(first, last)
+            between += width
+        at = ends[run.start]
+        for slot in self._held[run]:
+            old, slot.offset = slot.offset, at
+            at = self.end(slot)
+            yield slot, old
 
     def release(self, slot: StreamingSlot) -> None:
         self._held.remove(slot)

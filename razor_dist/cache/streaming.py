@@ -96,13 +96,13 @@ class StreamingCache:
     def allocate(self, total: int) -> StreamingSlot:
         """Take a slot for a sequence of up to ``total`` tokens; see `SlotPool.allocate`."""
         if not self._pool.fits(total):
-            self._move_together()
+            self._close_gaps(total)
         slot = self._pool.allocate(total)
         self.sums[:, :, slot.index] = 0
         return slot
 
-    def _move_together(self) -> None:
-        for slot, old in self._pool.move_together():
+    def _close_gaps(self, total: int) -> None:
+        for slot, old in self._pool.close_gaps(total):
             # What has been written, of ring and tail, row by row: the two may overlap, and a copy
             # of one row is small.
             tail, end = self._ring + slot.capacity, slot.width(self._ring)
