@@ -27,7 +27,8 @@ from razor_dist.models.smollm2 import gguf_file
 
 log = logging.getLogger(__name__)
 
-Answers = Callable[[list[list[int]], int], None]  # an engine; of prompts and tokens of each answer
+# An engine: takes prompts, tokens of each answer, and whether it must have the prompts cached.
+Answers = Callable[[list[list[int]], int, bool], None]
 
 
 class Taken(NamedTuple):
@@ -46,20 +47,23 @@ _VOCAB = 49152  # of the embedded model
 @contextmanager
 def _razor(settings: BatchBenchSettings, **dtypes: str) -> Iterator[Answers]:
     longest = settings.prompt_tokens + settings.new_tokens
+    most = 2 * max(settings.counts)  # a prompt stays in the cache beside the sequence that goes on
     with LLM(
         "smollm2",
         world_size=settings.world_size,
         threads=max(1, settings.threads // settings.world_size),
-        max_num_seqs=max(settings.counts),
+        max_num_seqs=most,
         max_model_len=longest,
-        kv_tokens=max(settings.counts) * (longest + 256),  # some pages are not full
+        kv_tokens=most * (longest + 256),  # some pages are not full
         speculative_config=None,
         **dtypes,
     ) as llm:
 
-        def answer(prompts: list[list[int]], new_tokens: int) -> None:
+        def answer(prompts: list[list[int]], new_tokens: int, cached: bool) -> None:
             outputs = llm.generate(prompts, greedy(new_tokens))
             assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
+            least = settings.prompt_tokens - 1 if cached else 0
+            assert all(output.num_cached_tokens >= least for output in outputs)
 
         yield answer
 
@@ -73,7 +77,7 @@ def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
     scheduling = {"max_num_seqs": most, "enable_prefix_caching": True}
     pipeline = openvino_pipeline(gguf_file(), settings.threads, **scheduling)
 
-    def answer(prompts: list[list[int]], new_tokens: int) -> None:
+    def answer(prompts: list[list[int]], new_tokens: int, cached: bool) -> None:
         config, ids = openvino_greedy(new_tokens), np.array(prompts, dtype=np.int64)
         tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
         found = pipeline.generate(genai.TokenizedInputs(*tensors), config).tokens
@@ -85,9 +89,9 @@ def _openvino(settings: BatchBenchSettings) -> Iterator[Answers]:
 def timed(answer: Answers, prompts: list[list[int]], new_tokens: int) -> Taken:
     """Time prompts that the engine has not read before."""
     seconds = []
-    for tokens in (new_tokens, 1, new_tokens):
+    for tokens, cached in ((new_tokens, False), (1, True), (new_tokens, True)):
         began = time.perf_counter()
-        answer(prompts, tokens)
+        answer(prompts, tokens, cached)
         seconds.append(time.perf_counter() - began)
     whole, first, all_tokens = seconds
     return Taken(whole, all_tokens - first)
@@ -144,5 +148,9 @@ def _figures(
     }
     read = [["s, prompts and answers", *rows[0][1:]]]
     read += [[name, *(f"{whole:.1f}" for whole in of.values())] for name, of in wholes.items()]
-    figures = {"seconds": wholes, "tokens_per_second": speeds}
+    turns = {
+        name: {count: [t._asdict() for t in taken] for count, taken in of.items()}
+        for name, of in seconds.items()
+    }
+    figures = {"seconds": turns, "tokens_per_second": speeds}
     return figures, [Table("", rows), Table("", read)]
