@@ -139,11 +139,8 @@ class EngineConfig(BaseModel):
         "the windows.",
         ge=1,
     )
-    max_step_ms: float | None = _memory(
-        None,
-        "About how long a prefill chunk may take while other requests wait; none: 500 on cpu, 250 "
-        "on cuda.",
-        gt=0,
+    max_step_ms: float = _memory(
+        250.0, "About how long a prefill chunk may take while other requests wait.", gt=0
     )
     scheduling_policy: Literal["time", "priority"] = _ranks(
         "time", "Order of prompts; priority: by the requests' field priority first."

@@ -39,9 +39,6 @@ from razor_dist.protocol.structured_outputs import Grammar, GrammarCompiler
 _GRAMMAR_SECONDS = 0.02
 # Seconds for saving sequences to the prefix store when the ranks are stopped.
 _LAST_SECONDS = 1.0
-# Of a step beside which requests wait. On two cores 0.1 s of it are spent whatever its tokens, so
-# that in 250 ms prompts were read at half the speed.
-_MAX_STEP_MS = {"cpu": 500.0, "cuda": 250.0}
 
 
 class EngineCore:
@@ -65,8 +62,7 @@ class EngineCore:
     ) -> None:
         self.runner, self._ranks, self._clock = runner, AllRanks(runner), clock
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
-        max_step_ms = config.max_step_ms or _MAX_STEP_MS[runner.device.type]
-        self.max_step, self._last_step = max_step_ms / 1000, 0.0
+        self.max_step, self._last_step = config.max_step_ms / 1000, 0.0
         prefill_policy = PrefillPolicy(
             self.max_step,
             runner.comm.size,
