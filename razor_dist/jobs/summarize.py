@@ -316,7 +316,9 @@ class SummaryTask:
         return _DOCUMENTS_AT_ONCE
 
     def measured(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items with the work that they take, and log what there is to do.
+        """Return the items with their sizes, and log how many tokens and parts there are.
+
+        A size is the tokens to read, and those to write, each counted as `ANSWER_TOKEN`.
 
         Their tokens are counted for `_COUNTING_SECONDS`; of documents that are not reached they are
         estimated by the bytes of those that were. All are read and tokenised once more when they

@@ -195,6 +195,7 @@ def test_mistakes_of_the_commands_are_named(
     assert "must be at least 0" in refused(*needle, "--document-depth-percent-min", "-1")
     assert "holds 8192 tokens" in refused(*needle, "--context-lengths", "9000")
     assert "preset words is for the needle model" in refused(*needle, "--preset", "words")
+    assert "holds no .txt files" in refused(*needle, "--haystack", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert f"{tmp_path}/texts holds no .txt files" in refused(*needle, "--haystack", "~/texts")
     published = ("published", "--out", str(tmp_path / "new"), "--data=~/sets")
