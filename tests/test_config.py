@@ -62,6 +62,7 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
     assert load_config(EngineConfig, {"window_ratio": "none"}).window_ratio is None
     assert load_config(EngineConfig, {}, {"RAZOR_WINDOW_RATIO": "None"}).window_ratio is None
     assert build_config(EngineConfig, window_ratio=None).window_ratio is None
+    assert build_config(EngineConfig, speculative_config="none").speculative_config is None
     assert load_config(ServerConfig, {"api_key": "none"}).api_key == ()
     assert load_config(ServerConfig, {}, {"RAZOR_ALLOWED_HOSTS": "none"}).allowed_hosts == ()
     assert load_config(ServerConfig, {}, {"RAZOR_ALLOWED_HOSTS": ""}).allowed_hosts == ()

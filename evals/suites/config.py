@@ -140,18 +140,14 @@ class SuiteConfig(ComparingConfig):
                 + ("the same for all methods" if unknown[0] == "model" else "not an engine setting")
             )
         try:
-            return self._engine({"prefix_cache": self._shares, **own}, max(self.lengths))
+            shares = self.prefix_cache and self.suite.several_questions
+            return self._engine({"prefix_cache": shares, **own}, max(self.lengths))
         except ConfigError as error:
             raise ConfigError(f"methods: {method}: {error}") from None
 
     @property
     def in_turns(self) -> bool:
         """True where a sample's questions are turns of one conversation."""
-        return False
-
-    @property
-    def _shares(self) -> bool:
-        """True where a prompt finds in the cache what it has in common with an earlier one."""
         return False
 
 
@@ -209,10 +205,6 @@ class SharedConfig(SuiteConfig):
     @property
     def in_turns(self) -> bool:
         return self.ask == "turns"
-
-    @property
-    def _shares(self) -> bool:
-        return self.prefix_cache
 
 
 class NonliteralConfig(SuiteConfig):

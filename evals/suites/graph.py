@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from razor_dist.evals.suites.sample import Asked, HiddenText, Units, never_twice
+from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units, never_twice
 from razor_dist.evals.suites.tasks import Making, Suite, Task
 
 Edge = tuple[str, str]
@@ -31,25 +31,32 @@ class Walk:
     no_more_from: frozenset[str] = frozenset()
     no_more_to: frozenset[str] = frozenset()
 
-    def further(self, draw: random.Random, names: Iterator[str]) -> Iterator[str]:
-        """Yield lines of edges that do not change the answer, half of them with a new node."""
-        core = sorted({node for edge in self.edges for node in edge})
-        begins = [node for node in core if node not in self.no_more_from]
-        ends = [node for node in core if node not in self.no_more_to]
-        nodes = [next(names), next(names)]
-        seen = set(self.edges)
+    @property
+    def asked(self) -> Asked:
+        stated = {node: f"{a} -> {b}" for node, (a, b) in self.answers.items()}
+        question = f"{self.question} Answer with a list in brackets."
+        return Asked(question, "The nodes are [", list(self.answers), stated)
 
-        def chosen(more: Sequence[str]) -> str:
-            number = draw.randrange(len(nodes) + len(more))
-            return nodes[number] if number < len(nodes) else more[number - len(nodes)]
 
-        while True:
-            if draw.random() < 0.5:
-                nodes.append(next(names))
-            edge = chosen(begins), chosen(ends)
-            if edge[0] != edge[1] and edge not in seen:
-                seen.add(edge)
-                yield f"{edge[0]} -> {edge[1]}"
+def _further(walks: Sequence[Walk], draw: random.Random, names: Iterator[str]) -> Iterator[str]:
+    """Yield lines of edges that do not change an answer, half of them with a new node."""
+    seen = {edge for walk in walks for edge in walk.edges}
+    core = sorted({node for edge in seen for node in edge})
+    begins = [node for node in core if not any(node in walk.no_more_from for walk in walks)]
+    ends = [node for node in core if not any(node in walk.no_more_to for walk in walks)]
+    nodes = [next(names), next(names)]
+
+    def chosen(more: Sequence[str]) -> str:
+        number = draw.randrange(len(nodes) + len(more))
+        return nodes[number] if number < len(nodes) else more[number - len(nodes)]
+
+    while True:
+        if draw.random() < 0.5:
+            nodes.append(next(names))
+        edge = chosen(begins), chosen(ends)
+        if edge[0] != edge[1] and edge not in seen:
+            seen.add(edge)
+            yield f"{edge[0]} -> {edge[1]}"
 
 
 def _names(draw: random.Random) -> Iterator[str]:
@@ -99,12 +106,10 @@ def _task(walk: Callable[[random.Random, Iterator[str]], Walk]) -> Task:
     def units(making: Making) -> Units:
         draw = making.draw
         names = _names(draw)
-        own = walk(draw, names)
-        hidden = [(draw.random(), f"{a} -> {b}") for a, b in own.edges]
-        stated = {node: f"{a} -> {b}" for node, (a, b) in own.answers.items()}
-        question = f"{own.question} Answer with a list in brackets."
-        asked = Asked(question, "The nodes are [", list(own.answers), stated)
-        return HiddenText(_ABOUT, hidden, own.further(draw, names), [asked]).units
+        walks = [walk(draw, names) for _ in range(QUESTIONS)]
+        hidden = [(draw.random(), f"{a} -> {b}") for own in walks for a, b in own.edges]
+        others = _further(walks, draw, names)
+        return HiddenText(_ABOUT, hidden, others, [own.asked for own in walks]).units
 
     return Task(units, 64, _f1)
 
@@ -117,4 +122,6 @@ GRAPH = Suite(
         "grandchildren": _task(partial(_reached, steps=2)),
         "parents": _task(_parents),
     },
+    several_questions=True,
+    version=2,  # 2: several questions
 )

@@ -1,7 +1,7 @@
 """Needles that share no word with their question: NoLiMa's idea (Modarressi et al., 2502.05167).
 
-The person asked for must be found by what the needle means. Other people stand in the text with
-other facts; ``literal`` quotes the needle, and is the control.
+The person asked for must be found by what the needle means. Four people stand in the text, each
+with a fact of its own, and each is asked for; ``literal`` quotes the needle, and is the control.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES = (
     *("Ottoline", "Peregrine", "Quentin", "Rosamund", "Sigismund", "Theodora", "Ulrika"),
     *("Valentina", "Wilhelmina", "Xanthippe", "Yolanda", "Zebulon"),
 )
-_ABOUT = "The text below mentions several people. There will be a question about one."
+_ABOUT = "The text below mentions several people. There will be a question about each."
 _PEOPLE = 4
 _WORD = re.compile(r"[a-z]{4,}")
 
@@ -76,16 +76,18 @@ def _task(ask: Callable[[Fact], tuple[str, str]]) -> Task:
             by_far.setdefault(one.far, one)
         chosen = list(by_far.values())[:_PEOPLE]
         names = draw.sample(_NAMES, _PEOPLE)
-        fact, name = chosen[0], names[0]
-        said = [f"{who} {own.said}." for who, own in zip(names, chosen, strict=True)]
-        hidden = [(draw.random(), sentence) for sentence in said]
-        question, cue = ask(fact)
-        unsaid = _words_of(fact) | {name.lower()}
+        hidden, asked, unsaid = [], [], {name.lower() for name in names}
+        for name, fact in zip(names, chosen, strict=True):
+            said = f"{name} {fact.said}."
+            hidden.append((draw.random(), said))
+            question, cue = ask(fact)
+            question = f"{question} Answer with the name alone."
+            asked.append(Asked(question, cue, [name], {name: said}))
+            unsaid |= _words_of(fact)
         essay = [s for s in making.material.essay if not unsaid & set(_WORD.findall(s.lower()))]
         if not essay:
-            raise ConfigError("every sentence of the prose has a word of the needle's")
-        asked = Asked(f"{question} Answer with the name alone.", cue, [name], {name: said[0]})
-        return HiddenText(_ABOUT, hidden, prose(draw, essay), [asked], separator=" ").units
+            raise ConfigError("every sentence of the prose has a word of a needle's")
+        return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
 
     return Task(units, 10, first_word)
 
@@ -98,4 +100,6 @@ NONLITERAL = Suite(
         "near": _task(lambda fact: _follows(fact.near)),
         "far": _task(lambda fact: _follows(fact.far)),
     },
+    several_questions=True,
+    version=2,  # 2: several questions
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from razor_dist.evals.suites.sample import Asked, HiddenText, Units
+from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units
 from razor_dist.evals.suites.tasks import Making, Suite, Task, words_from_start
 
 _ABOUT = "Below is a conversation. One of its texts is to be repeated afterwards."
@@ -66,15 +66,17 @@ def _alike(draw: random.Random, count: int) -> list[str]:
 def _task(alike: int) -> Task:
     def units(making: Making) -> Units:
         draw = making.draw
-        kind, topic, number = draw.choice(_KINDS), draw.choice(_TOPICS), draw.randrange(alike)
+        kind, topic = draw.choice(_KINDS), draw.choice(_TOPICS)
         texts = _alike(draw, alike)
         places = sorted(draw.random() for _ in texts)
         hidden = [(p, _turn(kind, topic, text)) for p, text in zip(places, texts, strict=True)]
-        which, own = f"{_ORDINALS[number]} {kind} about {topic}", texts[number]
-        question = f"What, word for word, was the {which} in the conversation above?"
-        asked = Asked(question, f"The {which} was:", [own], {own: own})
+        asked = []
+        for number in draw.sample(range(alike), min(alike, QUESTIONS)):
+            which, own = f"{_ORDINALS[number]} {kind} about {topic}", texts[number]
+            question = f"What, word for word, was the {which} in the conversation above?"
+            asked.append(Asked(question, f"The {which} was:", [own], {own: own}))
         others = _others(draw, _texts(draw), kind, topic)
-        return HiddenText(_ABOUT, hidden, others, [asked]).units
+        return HiddenText(_ABOUT, hidden, others, asked).units
 
     return Task(units, 40, words_from_start)
 
@@ -83,4 +85,6 @@ NTH = Suite(
     "nth",
     "The n-th of alike requests",
     {"of_2": _task(2), "of_4": _task(4), "of_8": _task(8)},
+    several_questions=True,
+    version=2,  # 2: several questions
 )

@@ -137,12 +137,14 @@ def report(
     scores = Scores(task, results)
     counts = (task.get("counts", {}).get(name, task["samples"]) for name in scores.tasks)
     asked = len(scores.methods) * len(scores.lengths) * sum(counts)
+    most = max((len(result.get("answers", ())) for result in results), default=1)
     parts = [
         f"# {title}: {task['model']}",
         f"{task['samples']} samples of each task and length, seed {task['seed']}, prose: "
         f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent, with their "
         f"{INTERVAL}."
-        + (" Questions are turns of one conversation." if task.get("in_turns") else ""),
+        + (f" A sample has up to {most} questions on one document." if most > 1 else "")
+        + (" They are turns of one conversation." if task.get("in_turns") else ""),
     ]
     if failed:
         parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from razor_dist.documents.corpus import NOISE
 from razor_dist.evals.suites.sample import (
+    QUESTIONS,
     Asked,
     HiddenText,
     Question,
@@ -26,7 +27,6 @@ from razor_dist.evals.suites.sample import (
 )
 from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word, words_from_start
 
-_QUESTIONS = 5
 _HOPS = 3
 _LEAST_WORDS = 100  # tokens of a document for the needle model
 _DECOYS = 2  # strings that share a wanted one's prefix, and as many that share its suffix
@@ -125,12 +125,12 @@ def _mixed(draw: random.Random, count: int) -> Part:
 def _task(part: Callable[[random.Random, int], Part], about: str, answer_tokens: int) -> Task:
     def units(making: Making) -> Units:
         draw = making.draw
-        own = part(draw, _QUESTIONS)
+        own = part(draw, QUESTIONS)
         hidden = [(draw.random(), line) for line in own.decoys]
         for _, lines in own.asked:
             hidden += zip(sorted(draw.random() for _ in lines), lines, strict=True)
         questions = [asked for asked, _ in own.asked]
-        begin = f"{about} There will be {_QUESTIONS} questions about it."
+        begin = f"{about} There will be {QUESTIONS} questions about it."
         return HiddenText(begin, hidden, own.filler, questions).units
 
     return Task(units, answer_tokens, first_word)
@@ -139,7 +139,7 @@ def _task(part: Callable[[random.Random, int], Part], about: str, answer_tokens:
 def _words(making: Making) -> Units:
     """Return sentences to remember in the needle model's own words; a unit is a token."""
     seed = making.draw.getrandbits(63)
-    depths = sorted(making.draw.uniform(0, 100) for _ in range(_QUESTIONS))
+    depths = sorted(making.draw.uniform(0, 100) for _ in range(QUESTIONS))
 
     def build(count: int) -> Sample:
         from razor_dist.evals.needle.documents import hide_words  # imports transformers
@@ -171,5 +171,6 @@ SHARED = Suite(
         ),
         WORDS: Task(_words, 8, words_from_start),
     },
+    several_questions=True,
     version=2,  # 2: a count may be a word
 )

@@ -118,6 +118,7 @@ class Suite:
     name: str  # of the command, and ``kind`` in the settings of a folder of results
     title: str
     tasks: Mapping[str, Task]
+    several_questions: bool = False  # about one document
     version: int = 1  # raised when the same settings would give other samples or scores
 
     def sample(

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from razor_dist.evals.suites.sample import Asked, HiddenText, Units, prose
+from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units, prose
 from razor_dist.evals.suites.tasks import NUMBER_NAMES, Making, Suite, Task, first_word
 
 _ABOUT = (
@@ -124,21 +124,24 @@ def _count(world: World) -> Iterator[Asked]:
 
 
 def _task(ask: Callable[[World], Iterator[Asked]], *even: str) -> Task:
-    """Return the task that asks one such question; all answers of ``even`` are equally frequent."""
+    """Return the task that asks such questions; of those with answers ``even``, one for each."""
 
-    def possible(world: World, wanted: str | None) -> list[Asked]:
-        return [asked for asked in ask(world) if wanted in (None, asked.answers[0])]
+    def chosen(world: World) -> list[Asked]:
+        found = list(ask(world))
+        world.draw.shuffle(found)
+        if even:
+            by_answer = {asked.answers[0]: asked for asked in found}
+            found = [by_answer[own] for own in even] if by_answer.keys() >= set(even) else []
+        return found[:QUESTIONS]
 
     def units(making: Making) -> Units:
         draw, essay = making.draw, making.material.essay
-        wanted = draw.choice(even) if even else None
         # Worlds in which nothing of the kind can be asked are drawn again.
-        worlds = ((world, possible(world, wanted)) for world in iter(lambda: World(draw), None))
-        world, found = next((world, found) for world, found in worlds if found)
-        asked = draw.choice(found)
+        worlds = ((world, chosen(world)) for world in iter(lambda: World(draw), None))
+        world, asked = next((world, asked) for world, asked in worlds if asked)
         places = sorted(draw.random() for _ in world.sentences)
         hidden = list(zip(places, world.sentences, strict=True))
-        return HiddenText(_ABOUT, hidden, prose(draw, essay), [asked], separator=" ").units
+        return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
 
     return Task(units, 6, first_word)
 
@@ -153,5 +156,6 @@ WORLD = Suite(
         "giver": _task(_giver),
         "count": _task(_count, "0", "1", "2"),
     },
-    version=2,  # 2: counts are equally frequent
+    several_questions=True,
+    version=3,  # 2: counts are equally frequent, 3: several questions
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +12,9 @@ from razor_dist.commands.options import EXIT_SOME_FAILED, hint_at_retry, log_fro
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
+
+if TYPE_CHECKING:
+    from razor_dist.jobs.batch import Entry
 
 
 @with_config_flags(JobConfig)
@@ -67,18 +71,22 @@ def batch(
     with replacing(out) as draft, draft.open("wb") as target:
         for entry, line in zip(entries, output_lines(entries, records), strict=True):
             target.write(json_line(line))
-            error, response = line["error"], line["response"]
-            if error is not None:
-                problem = error["message"]
-            elif response["status_code"] != 200:
-                problem = f"line {entry.line.number}: {response['body']['error']['message']}"
-            else:
-                continue
-            failed += 1
-            typer.echo(f"{file}: {problem}", err=True)
+            if (problem := _problem(entry, line)) is not None:
+                failed += 1
+                typer.echo(f"{file}: {problem}", err=True)
     hint_at_retry(records[entry.item_id] for entry in entries if entry.problem is None)
     typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
     raise typer.Exit(EXIT_SOME_FAILED if failed else 0)
+
+
+def _problem(entry: Entry, line: Mapping[str, Any]) -> str | None:
+    """Return why a request was not answered; None if it was."""
+    if line["error"] is not None:
+        return str(line["error"]["message"])
+    response = line["response"]
+    if response["status_code"] == 200:
+        return None
+    return f"line {entry.line.number}: {response['body']['error']['message']}"
 
 
 def _refuse_existing(out: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -68,7 +69,7 @@ def summarize(
     """
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
-    from razor_dist.jobs.summarize import SummaryTask, loops
+    from razor_dist.jobs.summarize import SummaryTask
     from razor_dist.jobs.summary_pages import write_pages
 
     style = replace(style, seed=config.seed or 0)
@@ -92,18 +93,22 @@ def summarize(
     pages = ""
     if markdown:
         pages = f" and {len(write_pages(records, folder / 'pages'))} pages beside it"
-    done = 0
-    for source, record in zip(sources, records, strict=True):
-        if (error := record["error"]) is not None:
-            typer.echo(f"skipped {source.id}: {error['message'] or error['type']}", err=True)
-            continue
-        done += 1
-        if loops(record["result"]):
-            typer.echo(f"{source.id}: the summary, or that of a part, is cut at a loop", err=True)
-    hint_at_retry(records)
+    _name_failures([source.id for source in sources], records)
+    done = sum(record["error"] is None for record in records)
     wrote = f"wrote {folder / RESULTS}{pages}"
     typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)
+
+
+def _name_failures(ids: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+    from razor_dist.jobs.summarize import loops
+
+    for id_, record in zip(ids, records, strict=True):
+        if (error := record["error"]) is not None:
+            typer.echo(f"skipped {id_}: {error['message'] or error['type']}", err=True)
+        elif loops(record["result"]):
+            typer.echo(f"{id_}: the summary, or that of a part, is cut at a loop", err=True)
+    hint_at_retry(records)
 
 
 def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:

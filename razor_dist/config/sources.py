@@ -70,7 +70,8 @@ def load_config(
 def build_config(cls: type[Config], **values: Any) -> Config:
     """Return the configuration for keyword arguments, over the defaults shipped for the model.
 
-    Unlike `load_config` this looks at no environment, and ``None`` is a value like any other.
+    Unlike `load_config` this looks at no environment, and ``None`` is a value like any other, which
+    ``"none"`` means here too.
     """
     return _build(cls, {_current(name): Setting(value, "") for name, value in values.items()})
 
@@ -84,7 +85,7 @@ def _build(cls: type[Config], settings: Settings) -> Config:
             shipped = _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
             settings = shipped | settings
     try:
-        return cls(**{name: setting.value for name, setting in settings.items()})
+        return cls(**{name: _value(cls, name, given.value) for name, given in settings.items()})
     except SettingError as error:
         raise ConfigError(f"{error}{_origins(error, settings)}") from None
 
@@ -189,10 +190,7 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
 
 
 def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str], str]) -> Settings:
-    """Check the names, and read "none" where a setting may be none or is a list, by default empty.
-
-    Raise `ConfigError` for unknown names, and for the old name of a setting beside the new one.
-    """
+    """Raise `ConfigError` for unknown names, and for a setting's old name beside its new one."""
     settings = {}
     for given, value in values.items():
         name = _current(given)
@@ -202,14 +200,17 @@ def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str],
         if len(same) > 1:
             problem = f"{' and '.join(same)} are the same setting; give one of them"
             raise ConfigError(f"{problem} (in {source(given)})")
-        field = cls.model_fields[name]
-        if isinstance(value, str) and value.lower() == "none":
-            if is_optional(field):
-                value = None
-            elif field.default == ():  # which --help shows as none
-                value = ()
         settings[name] = Setting(value, source(given))
     return settings
+
+
+def _value(cls: type[Config], name: str, value: Any) -> Any:
+    """Read "none" where a setting may be none or is a list, by default empty."""
+    field = cls.model_fields.get(name)
+    if field is None or not isinstance(value, str) or value.lower() != "none":
+        return value
+    # --help shows an empty list as none.
+    return None if is_optional(field) else () if field.default == () else value
 
 
 def _current(name: str) -> str:

@@ -114,15 +114,8 @@ class Scheduler:
             prefix.priority = min(prefix.priority, request.priority)
         at = len(self.waiting)
         if self.prefill_policy.by_priority and not request.pinned:
-            # Not before the prefix that it waits for, nor before the last request that uses a
-            # released prefix, whose room was counted as free. A pinned prefix keeps its room, so
-            # it overtakes no request.
-            while (
-                at
-                and self.waiting[at - 1] is not request.prefix
-                and not any(prefix.released for prefix in self.waiting[at - 1].prefixes)
-                and (self.waiting[at - 1].params.priority > request.params.priority)
-            ):
+            # A pinned prefix keeps its room, so it overtakes no request.
+            while at and _may_overtake(request, self.waiting[at - 1]):
                 at -= 1
         self.waiting.insert(at, request)
 
@@ -282,3 +275,14 @@ class Scheduler:
             return plans
         prefix.continued_by -= 1
         return plans if prefix.needed else [*plans, *self._end_request(prefix)]
+
+
+def _may_overtake(request: Request, other: Request) -> bool:
+    """True if a request may wait before another, of a later priority, that came earlier.
+
+    It may not pass the prefix that it waits for, nor the last request that uses a released prefix,
+    whose room was counted as free.
+    """
+    released = any(prefix.released for prefix in other.prefixes)
+    later = other.params.priority > request.params.priority
+    return later and other is not request.prefix and not released

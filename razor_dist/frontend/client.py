@@ -84,9 +84,8 @@ class EngineClient:
         self.status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._streams: dict[str, RequestStream] = {}
-        self._being_read = 0
         self._stats: dict[int, asyncio.Future[Fields]] = {}
-        self._tags = itertools.count(1)
+        self._being_read, self._tags = 0, itertools.count(1)
 
     @property
     def unfinished(self) -> int:
@@ -167,23 +166,19 @@ class EngineClient:
         """Submit a request; it is on its way when this returns.
 
         Its id is unique among unfinished requests, `PromptLimits.checked` has seen its prompt, and
-        `GrammarProcess.compiled` what it must match. With
-        ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
-        ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
-        for each of the ``params.n`` answers, with `Token` messages, the first with `Progress` and
-        `PromptLogprobs` as well. Requests of another ``cache_salt`` share no caches with it, and
-        none does without ``cache_prompt``.
+        `GrammarProcess.compiled` what it must match. With ``pin`` the prompt is only read, and its
+        caches are kept until the stream is closed; a ``prefix`` is the stream of such a request,
+        which the prompt continues. Returns a stream for each of the ``params.n`` answers, with
+        `Token` messages, the first with `Progress` and `PromptLogprobs` as well. Requests of
+        another ``cache_salt`` share no caches with it, and none does without ``cache_prompt``.
 
         Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
         """
         self.require_ready()
         assert isinstance(params.structured_outputs, GrammarText | None)
-        if prefix is not None and prefix.closed:
-            # By another thread, since the caller looked.
-            raise RequestError("the prefix was released; prefill it again", param="prefix")
-        if prefix is not None and prefix.ended:
-            raise EngineError("the pinned prefix was lost with its engine; prefill it again")
+        if prefix is not None:
+            prefix.require_pinned()
         if not pin:
             self.check_room(params.n)
         ids = answer_ids(request_id, params.n)
@@ -194,11 +189,9 @@ class EngineClient:
         }
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
-        prompt = pack(prompt_ids)
-        wire = params.to_wire()
-        self.rank0.send(
-            Add(request_id, prompt, wire, pin, continued, quota, cache_salt, cache_prompt)
-        )
+        prompt, wire = pack(prompt_ids), params.to_wire()
+        add = Add(request_id, prompt, wire, pin, continued, quota, cache_salt, cache_prompt)
+        self.rank0.send(add)
         self._streams |= streams
         if pin:
             self.observer.pinned(request_id)

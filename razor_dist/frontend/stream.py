@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.observer import Observer
 from razor_dist.protocol.messages import AboutRequest
 
@@ -60,6 +61,13 @@ class RequestStream(AsyncIterator[AboutRequest]):
             self.ended = self.closed = True
             self._abort(self.request_id)
         self._observer.ended(self.request_id, reason)  # its last message may be unread
+
+    def require_pinned(self) -> None:
+        """Raise unless a request may continue this pinned prefix: see `EngineClient.submit`."""
+        if self.closed:  # by another thread, since the caller looked
+            raise RequestError("the prefix was released; prefill it again", param="prefix")
+        if self.ended:
+            raise EngineError("the pinned prefix was lost with its engine; prefill it again")
 
     def __enter__(self) -> RequestStream:
         return self

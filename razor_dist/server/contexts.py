@@ -274,7 +274,6 @@ class Contexts:
         def end(answered: bool) -> None:
             for context in used:
                 context.users -= 1
-            for context in used:
                 self._touch(context)
                 pin = context.pin
                 if pin is not None and (pin.is_whole or (answered and pin.is_kept)):
@@ -300,10 +299,7 @@ class Contexts:
         priority: int,
     ) -> Context:
         """Return the context of what is to be kept: one that is there, or a new one."""
-        now = time.time()
-        id_ = f"ctx_{self._tag}{secrets.token_hex(16)[len(self._tag) :]}"
-        head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
-        blank = Context(head, kept.ttl, now, kept, before)
+        blank = _new(kept, before, owner, salt, self._tag)
         found = self._by_name.get(blank.name, blank)
         new += found.require_pin(self._client, before, self.most, priority)
         found.parent, found.ttl = before, max(found.ttl, kept.ttl)
@@ -338,6 +334,15 @@ class Contexts:
         self._ended[context.id] = context.head.owner, how
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
+
+
+def _new(
+    kept: KeptContext, parent: Context | None, owner: str | None, salt: str | None, tag: str
+) -> Context:
+    now = time.time()
+    id_ = f"ctx_{tag}{secrets.token_hex(16)[len(tag) :]}"
+    head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
+    return Context(head, kept.ttl, now, kept, parent)
 
 
 def _name(owner: str | None, salt: str | None, kept: KeptContext) -> bytes:

@@ -19,6 +19,11 @@ from tests.evals.samples import words
 OWN = {suite.name: suite for suite in GENERATED if suite.name != "ruler"}
 EVERY = [(name, task) for name, suite in OWN.items() for task in suite.tasks]
 SAMPLES = 6
+# Questions about one document, where they are not five.
+QUESTIONS = {
+    **{"of_2": range(2, 3), "of_4": range(4, 5), "count": range(3, 4)},
+    **{"person": range(4, 5), "thing": range(1, 5), "before": range(1, 5), "giver": range(1, 6)},
+}
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"]
 
 
@@ -182,7 +187,7 @@ def test_the_text_alone_gives_the_answers(suite: str, task: str, material: Mater
     for number in range(SAMPLES):
         sample = make(material, suite, task, number)
         asked = [question.text for question in sample.questions]
-        assert len(set(asked)) == len(asked) == (5 if suite == "shared" else 1)
+        assert len(set(asked)) == len(asked) in QUESTIONS.get(task, range(5, 6))
         for question in sample.questions:
             found = READERS[task](sample.document, question.text)
             assert sorted(found) == sorted(question.answers), question.text
@@ -217,21 +222,23 @@ def test_one_person_alone_is_meant(task: str, material: Material) -> None:
     pattern = "|".join(map(re.escape, by_said))
     for number in range(SAMPLES):
         sample = make(material, "nonliteral", task, number)
-        [question] = sample.questions
         people = dict(re.findall(rf"([A-Z][a-z]+) ({pattern})\.", sample.document))
         found = {name: by_said[said] for name, said in people.items()}
         assert len(people) == 4 and len({fact.far for fact in found.values()}) == 4
         texts = {name: fact._asdict() | {"literal": fact.said} for name, fact in found.items()}
-        meant = [name for name, about in texts.items() if about[task] in question.text]
-        assert tuple(meant) == question.answers
-        if task != "literal":
-            asked, rest = found[meant[0]], sample.document
-            for said in people.values():
-                rest = rest.replace(said, "")
-            leading = set(re.findall(r"[a-z]{6,}", f"{asked.near} {asked.far}"))
-            assert not leading & set(re.findall(r"[a-z]{6,}", rest.lower())) - {
-                *("people", "between", "person", "mentions")
-            }
+        rest = sample.document
+        for said in people.values():
+            rest = rest.replace(said, "")
+        assert {name for question in sample.questions for name in question.answers} == set(people)
+        for question in sample.questions:
+            meant = [name for name, about in texts.items() if about[task] in question.text]
+            assert tuple(meant) == question.answers
+            if task != "literal":
+                asked = found[meant[0]]
+                leading = set(re.findall(r"[a-z]{6,}", f"{asked.near} {asked.far}"))
+                assert not leading & set(re.findall(r"[a-z]{6,}", rest.lower())) - {
+                    *("people", "between", "person", "mentions")
+                }
 
 
 @pytest.mark.parametrize(
@@ -262,5 +269,5 @@ def test_scores(
 
 def test_prose_that_gives_every_answer_is_refused() -> None:
     prose = Material([" ".join(f"{fact.said} {fact.near} {fact.far}" for fact in facts())])
-    with pytest.raises(ConfigError, match="every sentence of the prose has a word of the needle"):
+    with pytest.raises(ConfigError, match="every sentence of the prose has a word of a needle"):
         make(prose, "nonliteral", "near")
