@@ -195,7 +195,7 @@ class PrefillPolicy:
                 seconds = max(step, base + varied * base)
                 tokens = self.cost.tokens(seconds - base, at)
             if beside and sharded:
-                tokens = min(tokens, self._shown(seconds))
+                tokens = min(tokens, self._shown(seconds + company - base))
             most = prompt.request.chunked_prefill_size
             tokens = min(tokens, most if sharded else varied * min(_JOINING, most // self._ranks))
             return tokens, tokens / max(company + self.cost.work(tokens, at), 1e-9)
@@ -210,10 +210,13 @@ class PrefillPolicy:
     def _shown(self, seconds: float) -> float:
         """Tokens that fit into a step by what recent ones took, whatever the fit says.
 
-        Estimates far from what was seen are wrong where other kernels begin to serve a context. At
-        least half of a step's time is taken to be in proportion to its tokens.
+        Estimates far from what was seen are wrong where other kernels begin to serve a context.
+        ``seconds`` are those of the whole step, answers included, as the recent ones are. At least
+        half of a step's time is taken to be in proportion to its tokens; after a much longer step,
+        such as one that nobody waited for, half of the tokens that are in proportion are left.
         """
-        return max((n * (2 * seconds / s - 1) for n, s in self._recent), default=math.inf)
+        parts = ((n, seconds / s) for n, s in self._recent)
+        return max((n * max(2 * part - 1, part / 2) for n, part in parts), default=math.inf)
 
     def learn(self, parts: Iterable[tuple[Prefill | Answer, int, bool]], seconds: float) -> None:
         """Learn the cost of a step from its parts: each with its tokens, and if it is sharded."""

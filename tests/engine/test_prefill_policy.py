@@ -446,6 +446,27 @@ def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
     assert min(lengths[-40:]) > 60
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_many_answers_do_not_starve_a_prompt(ranks: int) -> None:
+    """40 answers of 8 ms each take more of a step than the prompt may, and are not the prompt's."""
+    policy, random = PrefillPolicy(STEP, ranks), np.random.default_rng(0)
+    running = [mock.Mock(spec=Answer, length=1000) for _ in range(40)]
+    prompt, steps = prefill(0, 7000, 0.0), 0
+    for _ in range(20):
+        policy.learn([(answer, 1, False) for answer in running], 0.08 + 40 * 0.008)
+    # A chunk that nobody waited for is four times as long as those beside answers may be.
+    policy.learn([(prompt, 475, True)], 1.0)
+    while not prompt.done:
+        tokens, sharded = policy.take(prompt, [], answering=[1000] * 40)
+        n = min(max(2, int(tokens)), prompt.end - prompt.position)
+        seconds = (0.08 + 40 * 0.008 + 0.002 * n) * random.uniform(0.9, 1.1)
+        policy.learn([(prompt, n, sharded), *((answer, 1, False) for answer in running)], seconds)
+        prompt.position += n
+        steps += 1
+    # 0.25 s are 85 to 125 tokens, and so 56 to 82 steps. It was 3,500 of two tokens.
+    assert steps < 110
+
+
 def test_a_chunk_takes_what_it_may() -> None:
     cost = StepCost()
     for n, c in [(64, 0), (512, 512), (2048, 4096), (128, 9000), (32, 100)] * 4:

@@ -96,6 +96,7 @@ def test_a_run_goes_on_where_it_ended(
     summary = json.loads((out / "summary.json").read_text())
     assert [cell["samples"] for cell in summary["cells"]] == [2, 2]
     assert f"# {suite.title}" in page and "sample by sample" in page
+    assert "questions on one document" in page and "came from the prefix cache" in page
     # Interrupted after the first two items.
     lines = whole.splitlines(keepends=True)
     (out / "results.jsonl").write_bytes(b"".join(lines[:2]))

@@ -201,6 +201,17 @@ def test_no_answer_is_right_without_the_text(material: Material) -> None:
         assert answers.most_common(1)[0][1] <= 0.5 * answers.total(), (suite, task, answers)
 
 
+# Words that prose may have although a fact has them, too.
+LEADING_NOWHERE = {
+    "before",
+    "between",
+    "mentions",
+    "people",
+    "person",
+    "single",
+    "within",
+    "without",
+}
 STOP = set("has been to the of in a is an at for on by with and is it was what who from".split())  # noqa: SIM905
 
 
@@ -236,9 +247,7 @@ def test_one_person_alone_is_meant(task: str, material: Material) -> None:
             if task != "literal":
                 asked = found[meant[0]]
                 leading = set(re.findall(r"[a-z]{6,}", f"{asked.near} {asked.far}"))
-                assert not leading & set(re.findall(r"[a-z]{6,}", rest.lower())) - {
-                    *("people", "between", "person", "mentions")
-                }
+                assert not (leading - LEADING_NOWHERE) & set(re.findall(r"[a-z]{6,}", rest.lower()))
 
 
 @pytest.mark.parametrize(
