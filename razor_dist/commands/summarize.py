@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -100,7 +100,7 @@ def summarize(
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)
 
 
-def _name_failures(ids: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+def _name_failures(ids: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
     from razor_dist.jobs.summarize import loops
 
     for id_, record in zip(ids, records, strict=True):

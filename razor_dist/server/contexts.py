@@ -191,10 +191,8 @@ class Contexts:
 
     def _write(self, context: Context) -> None:
         """Keep a context in a file, if there is a store."""
-        files = self._files
-        if files is None or context.stored or context in self._writing:
-            return
-        if self._contexts.get(context.id) is not context:
+        files, ended = self._files, self._contexts.get(context.id) is not context
+        if files is None or ended or context.stored or context in self._writing:
             return
 
         async def write() -> None:
@@ -272,8 +270,9 @@ class Contexts:
             self._touch(context)
 
         def end(answered: bool) -> None:
-            for context in used:
+            for context in used:  # of all, also if the disk fails in the next loop
                 context.users -= 1
+            for context in used:
                 self._touch(context)
                 pin = context.pin
                 if pin is not None and (pin.is_whole or (answered and pin.is_kept)):
