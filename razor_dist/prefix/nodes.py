@@ -242,6 +242,7 @@ class Nodes:
             one.used_at, one.last_use = dict(self._index.clock), time.time()
             if self._store is not None and "disk" in one.where:
                 self._store.touch(one.manifest.node)
+                one.last_use = max(one.last_use, self._store.used(one.manifest.node))
 
     def failed(self, node: Node) -> None:
         """Forget a node that cannot be read; another copy of it may be there by the next look."""
@@ -277,6 +278,10 @@ class Nodes:
             push(node)
         while self.bytes[tier] + nbytes > self.room[tier]:
             worth, _, _, node = heappop(worths)
+            if tier == "disk" and self._was_used_elsewhere(node):
+                may_go.add(node)
+                push(node)
+                continue
             self._index.went(tier, worth)
             self.counts[f"{tier}_evictions"] += 1
             self.leave(node, tier)
@@ -285,6 +290,15 @@ class Nodes:
                 self._store.remove(node.manifest.node)
             if node.parent is not None:
                 push(node.parent)
+        return True
+
+    def _was_used_elsewhere(self, node: Node) -> bool:
+        """Take in if another server has used a node on disk since this one knew of a use."""
+        assert self._store is not None
+        used = self._store.used(node.manifest.node)
+        if used <= node.last_use:
+            return False
+        node.last_use, node.used_at["disk"] = used, self._index.clock["disk"]
         return True
 
     def _worth(self, node: Node, tier: Tier) -> float:

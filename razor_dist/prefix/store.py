@@ -14,10 +14,12 @@
             <node>.title         of a document that was read ahead of time: its name
             contexts.d/          what frontends keep of contexts; here, where no rank looks for
                                  nodes each time that one comes or goes
+            removed.d/           what is being removed; here for the same reason
 
 A node is written into a folder of another name, every file synced, and renamed when all ranks have
 written theirs. Readers take no lock, and a kill leaves at most a folder that readers ignore and the
-next writer removes.
+next writer removes. Nodes that go are renamed at once, and removed by a thread: of a million tokens
+there are thousands of files. Their room on disk is free a little later than it is counted.
 
 A node's name depends on its text alone, and the tokens of a part on how the writer cut the prompt
 into chunks. Therefore each part's header holds the digest of its manifest: parts of another copy of
@@ -29,12 +31,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import re
 import secrets
 import shutil
+import threading
 import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,7 @@ from razor_dist.prefix.manifest import FORMAT, Manifest, Names, Tokens, digest, 
 from razor_dist.prefix.parts import BadPartError, read_file, replace_file, unpack, write_file
 
 _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
-CONTEXTS = "contexts.d"
+CONTEXTS, _REMOVED = "contexts.d", "removed.d"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
 _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
@@ -87,6 +91,7 @@ class PrefixStore:
             raise ConfigError(f"prefix_store {directory} cannot be used: {error}") from None
         self.lock = WriterLock(directory)
         self._seen = 0, False
+        self._remover = _Remover()
 
     def acquire(self) -> bool:
         """Become the writer, unless another process is; remove what nothing reads any more.
@@ -99,10 +104,10 @@ class PrefixStore:
         if not self.lock.acquire():
             return False
         try:
-            remove_leftovers(self._root)
+            remove_leftovers(self._root, self._remover.put)
             for path in node_folders(self.folder):
                 if _format_of(path) < FORMAT:
-                    remove_node(path)
+                    remove_node(path, self._remover.put)
         except OSError:
             self.lock.release()
             raise
@@ -167,20 +172,24 @@ class PrefixStore:
         sync_folder(draft)
         path = self.folder / manifest.node
         with self._own_change():
-            if path.exists():  # that could not be read, or it would not have been written again
-                remove_node(path)
+            # One that could not be read, or it would not have been written again.
+            replaces = path.exists()
+            if replaces:
+                remove_node(path, self._remover.put)
             stamp = _stamp(draft.stat())  # before another process can put its own in this place
             draft.rename(path)
+        if replaces:  # what follows on it is to be found again
+            self._seen = 0, False
         sync_folder(self.folder)
         return stamp
 
     def discard(self, draft: Path) -> None:
-        with self._own_change():
-            shutil.rmtree(draft, ignore_errors=True)
+        with self._own_change(), contextlib.suppress(OSError):
+            self._remover.put(_set_aside(draft))
 
     def remove(self, node: str) -> None:
         with self._own_change():
-            remove_node(self.folder / node)
+            remove_node(self.folder / node, self._remover.put)
 
     def touch(self, node: str) -> None:
         """Note that a node was used: its manifest's time says when."""
@@ -193,6 +202,23 @@ class PrefixStore:
             return (self.folder / node / _MANIFEST).stat().st_mtime
         except OSError:
             return 0.0
+
+
+class _Remover:
+    """Removes folders in a thread; what the end of the process leaves is for `remove_leftovers`."""
+
+    def __init__(self) -> None:
+        self._folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="prefix-remover", daemon=True)
+
+    def put(self, folder: Path) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._folders.put(folder)
+
+    def _run(self) -> None:
+        while True:
+            _remove_folder(self._folders.get())
 
 
 class WriterLock:
@@ -302,26 +328,40 @@ def _format_of(path: Path) -> int:
         return FORMAT
 
 
-def remove_node(path: Path) -> None:
-    """Remove a node as a whole: no reader finds it without some of its parts."""
-    old = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_OLD}")
+def _remove_folder(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Take a node or a draft from where it is, as a whole; return the folder to be removed."""
+    node = path.name.partition(".")[0]
+    aside = path.parent / _REMOVED / f"{node}.{secrets.token_hex(4)}{_OLD}"
+    aside.parent.mkdir(mode=0o700, exist_ok=True)
+    return path.rename(aside)
+
+
+def remove_node(path: Path, remove: Callable[[Path], None] = _remove_folder) -> None:
+    """Remove a node as a whole: no reader finds it without some of its parts.
+
+    ``remove`` gets the folder that is left of it, which no reader knows.
+    """
     with contextlib.suppress(OSError):
-        path.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
+        remove(_set_aside(path))
         _title_file(path).unlink(missing_ok=True)
 
 
-def remove_leftovers(directory: Path) -> int:
+def remove_leftovers(directory: Path, remove: Callable[[Path], None] = _remove_folder) -> int:
     """Remove what writers have left that were killed; return how much. Call it as the writer.
 
-    A directory may hold files of others, which stay.
+    A directory may hold files of others, which stay. ``remove`` gets the folders.
     """
     removed, old = 0, time.time() - _FILE_SECONDS
-    own = [one for folder in folders(directory) for one in (folder, folder / CONTEXTS)]
+    names = ("", CONTEXTS, _REMOVED)
+    own = [folder / name for folder in folders(directory) for name in names]
     for path in [path for folder in own if folder.is_dir() for path in folder.iterdir()]:
         with contextlib.suppress(OSError):
             if _FOLDER_LEFT.fullmatch(path.name):
-                shutil.rmtree(path)
+                remove(path)
             elif (_FILE_LEFT.fullmatch(path.name) and path.stat().st_mtime < old) or (
                 _TITLE.fullmatch(path.name) and not path.with_suffix("").exists()
             ):

@@ -286,24 +286,26 @@ class Transfers:
 
     def _reads(self, sequence: Sequence, job: LoadJob) -> list[_Read]:
         """Return the parts that have tokens of this rank's shard."""
-        size, reads = self._comm.size, []
-        end = job.chain[-1].end
+        reads: list[_Read] = []
+        size, end = self._comm.size, job.chain[-1].end
         mine = held_positions(sequence.chunks, 0, end, self._comm.rank, size)
+        if not len(mine):
+            return reads
         for index, (node, cut) in enumerate(zip(job.chain, job.cuts, strict=True)):
             ranks = range(node.world_size)
             if job.same:
                 ranks = range(self._comm.rank, self._comm.rank + 1)
             for rank in ranks:
                 held = held_positions(node.layout, node.begin, node.end, rank, node.world_size)
+                # Once for all parts, which are thousands: other requests' steps wait for this.
+                at = np.searchsorted(mine, held)
+                wanted = (held < cut) & (mine.take(at, mode="clip") == held)
                 for part in range(node.kv_parts):
                     a, b = (len(held) * n // node.kv_parts for n in (part, part + 1))
-                    wanted = held[a:b] < cut
-                    wanted &= np.isin(held[a:b], mine, assume_unique=True)
-                    take = np.flatnonzero(wanted)
+                    take = np.flatnonzero(wanted[a:b])
                     if len(take):
-                        positions = held[a:b][take]
-                        at = np.searchsorted(mine, positions)
-                        numbers = map(torch.from_numpy, (take, at, positions))
+                        rows = take, at[a:b][take], held[a:b][take]
+                        numbers = map(torch.from_numpy, rows)
                         reads.append(_Read(index, rank, part, b - a, *numbers))
         return reads
 

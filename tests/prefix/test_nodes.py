@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.device import PrefixCache
-from razor_dist.prefix.index import PrefixIndex
+from razor_dist.prefix.index import PrefixIndex, Tier
 from razor_dist.prefix.manifest import Manifest
 from razor_dist.prefix.nodes import Node, Nodes
 
@@ -35,7 +37,9 @@ def host(room: float) -> Nodes:
     return Nodes(accounts(), PrefixIndex(Cost()), None, {"host": room})
 
 
-def enter(nodes: Nodes, name: int, length: int, parent: Node | None = None) -> Node:
+def enter(
+    nodes: Nodes, name: int, length: int, parent: Node | None = None, tier: Tier = "host"
+) -> Node:
     """Enter a node of this many tokens and bytes."""
     begin = 0 if parent is None else parent.end
     end, before = begin + length, None if parent is None else parent.manifest.node
@@ -44,7 +48,7 @@ def enter(nodes: Nodes, name: int, length: int, parent: Node | None = None) -> N
     manifest = Manifest(
         "f", copy, copy, before, begin, end, "space", 1, rows, (), 1, (), (), length, ""
     )
-    nodes.enter(manifest, np.full(length, name, np.int32), parent, "host")
+    nodes.enter(manifest, np.full(length, name, np.int32), parent, tier)
     return nodes._nodes[manifest.sha256]
 
 
@@ -105,3 +109,18 @@ def test_the_least_worth_goes_first_and_is_looked_for_once(
     monkeypatch.setattr(nodes, "_worth", lambda n, tier: looked.append(n) or worth(n, tier))
     assert nodes.make_room("host", wanted, {kept})
     assert set(nodes._nodes.values()) == left and len(set(looked)) == len(looked)
+
+
+def test_what_another_server_has_used_stays_on_disk() -> None:
+    """One server writes and evicts, and all that use a node tell the time by its manifest."""
+    first, second = (f"{name:032x}" for name in (1, 2))
+    times = {first: 1.0, second: 2.0}
+    gone: list[str] = []
+    store: Any = SimpleNamespace(
+        changed=lambda: False, used=times.__getitem__, touch=lambda _: None, remove=gone.append
+    )
+    nodes = Nodes(accounts(), PrefixIndex(Cost()), store, {"disk": 20})
+    for name in (1, 2):
+        enter(nodes, name, 10, tier="disk")
+    times[first] = 3.0
+    assert nodes.make_room("disk", 10, set()) and gone == [second] and names(nodes) == {1}

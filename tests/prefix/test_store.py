@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import shutil
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from razor_dist.prefix.parts import BadPartError
 from razor_dist.prefix.store import (
     PrefixStore,
     WriterLock,
+    node_folders,
     read_title,
     remove_leftovers,
     write_title,
@@ -113,6 +116,26 @@ def test_what_a_writer_changes_itself_is_not_looked_for(tmp_path: Path) -> None:
     assert not store.changed() and (store.folder / node).exists()
     store.remove(node)
     assert not store.changed() and not (store.folder / node).exists()
+
+
+def test_rank_0_waits_for_no_folder_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million tokens are thousands of files."""
+    store, node = PrefixStore(tmp_path, {"model": "m"}), f"{1:032x}"
+    manifest = cast("Any", SimpleNamespace(node=node, to_json=lambda: "{}"))
+    removing: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: removing.put(threading.current_thread()))
+        store.draft(node)  # by a writer that was killed
+        assert store.acquire()
+        store.discard(store.draft(node))
+        for _ in range(2):  # the second in place of the first
+            store.publish(store.draft(node), manifest, np.zeros(1, np.int32))
+        store.remove(node)
+        by = {removing.get(timeout=60) for _ in range(4)}
+    assert threading.current_thread() not in by and not node_folders(store.folder)
+    assert remove_leftovers(tmp_path) == 4  # as if the process had ended before
 
 
 def test_a_store_that_a_server_changes_is_not_damaged(

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import random
 import re
 import shutil
@@ -357,6 +358,19 @@ def test_what_a_damaged_prefix_follows_on_is_loaded(tiny: Tiny, tmp_path: Path) 
     [(_, cached, stats)] = lives(Communicator(None), path, store, (Ask("turn", (*asks[1].ids, 7)),))
     assert cached == {"turn": 150}
     assert (stats["disk"]["failures"], stats["disk"]["hits"]) == (1, 1)
+
+
+def test_what_follows_on_a_prefix_is_found_once_that_is_healed(tiny: Tiny, tmp_path: Path) -> None:
+    path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
+    asks = q(0), q(2, 90)
+    lives(Communicator(None), path, store, asks)
+    [folder] = folders(tmp_path)
+    [first] = [node for node in node_folders(folder) if read_node(node)[0].begin == 0]
+    next(first.glob("kv-*")).unlink()
+    os.utime(folder, (1e9, 1e9))  # a change of late would be looked for again in any case
+    again = q(0), Ask("turn", (*asks[1].ids, 7))
+    [(_, cached, _)] = lives(Communicator(None), path, store, again)
+    assert cached == {"q0": 0, "turn": 240}
 
 
 def test_a_store_of_another_format_is_a_miss_and_one_line(
