@@ -57,14 +57,18 @@ def whole(x):
 
 @triton.jit
 def quantized(new, BITS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``."""
+    """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``.
+
+    `tl.max` leaves NaN out. What is not finite is NaN times 0, and so is the sum.
+    """
     new = new.to(tl.float32)
+    nothing = tl.sum(new * 0.0, 0)
     if BITS == 8:
-        scale = tl.div_rn(tl.max(tl.abs(new), 0), 127.0)
+        scale = tl.div_rn(tl.max(tl.abs(new), 0) + nothing, 127.0)
         codes = whole(tl.div_rn(new, tl.maximum(scale, TINY))).to(tl.int8)
     else:
         new = hadamard(tl.reshape(new, (1, WIDTH)), 1, WIDTH, D & -D)
-        scale = tl.div_rn(tl.max(tl.max(tl.abs(new), 1), 0), 15.0)
+        scale = tl.div_rn(tl.max(tl.max(tl.abs(new), 1), 0) + nothing, 15.0)
         step = tl.maximum(2 * scale, TINY)
         low, high = halves((whole(tl.div_rn(new, step) - 0.5) + 8).to(tl.int32), 1, WIDTH)
         codes = tl.reshape(low | (high << 4), (WIDTH // 2,)).to(tl.uint8)

@@ -434,6 +434,27 @@ def test_compiled_kernels_put_new_keys_where_they_belong(name: str) -> None:
     assert stored(BATCHES[name], "decode_cpu")
 
 
+def overlooked(batch: Batch, name: str) -> int:
+    """Count the keys and values with a number that is not finite and a scale that is."""
+    _, order, pages, windows, _ = batch.make()
+    count = len(batch.lengths)
+    assert pages is not None and pages.k_scale is not None and pages.v_scale is not None
+    pages = pages._replace(at=torch.arange(3, 3 + count))
+    new = torch.randn(2, batch.retrieval + batch.streaming, count, batch.dim)
+    new[..., 0, 5], new[..., 1, 6] = math.nan, -math.inf
+    kernels(name).store(*new, order, pages, windows)
+    scales = torch.cat([pages.k_scale, pages.v_scale])[:, 3 : 3 + count]
+    assert scales[:, 2:].isfinite().all()
+    return int(scales[:, :2].isfinite().sum())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", GROUPS_OF_32])
+def test_what_is_not_finite_has_no_finite_scale(
+    name: str, interpreter: ProcessPoolExecutor
+) -> None:
+    assert interpreter.submit(overlooked, BATCHES[name], "decode_triton").result(120) == 0
+
+
 def close(got: Tensor, want: Tensor) -> None:
     """Codes may be rounded to their neighbours."""
     if got.dtype == INT4:
