@@ -58,7 +58,8 @@ def max_positions(config: PretrainedConfig) -> int:
     ALiBi models have no table of positions, and name the length they were trained with in their
     own ways; BLOOM's files do not always name it. With YaRN the context is a multiple of the
     original one, whether or not ``max_position_embeddings`` names it; Command R's is its
-    ``model_max_length`` (vLLM reads files so, too). Raise `ModelError` if no field names it.
+    ``model_max_length`` (vLLM reads files so, too), and Vicuna's, of linear frequencies, its
+    ``max_sequence_length``. Raise `ModelError` if no field names it.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("factor"):
@@ -66,6 +67,9 @@ def max_positions(config: PretrainedConfig) -> int:
     named = getattr(config, "model_max_length", None)
     if config.model_type == "cohere" and isinstance(named, int):
         return named
+    named = getattr(config, "max_sequence_length", None)
+    if rope.get("rope_type") == "linear" and isinstance(named, int):
+        return max(named, getattr(config, "max_position_embeddings", None) or 0)
     for name in _CONTEXT:
         value = getattr(config, name, None)
         if value is not None:

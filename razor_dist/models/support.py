@@ -214,4 +214,10 @@ def _layers_reason(config: PretrainedConfig) -> str | None:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in rope.values()):
         return "its layers differ in their rotary embedding"
+    tuned = getattr(config, "attn_temperature_tuning", False)
+    if tuned and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return (
+            "layers without rotary embeddings scale queries by their place in a call "
+            "(attn_temperature_tuning), and a text is read in several"
+        )
     return None

@@ -37,6 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["full_attention"] * 26},
         "differ in their rotary embedding",
     ),
+    ("llama4_text", {"layer_types": ["full_attention"] * 48}, "attn_temperature_tuning"),
     ("gpt_oss", {}, "learned sinks"),
     ("deepseek_v3", {}, "latent attention"),
     ("hrm_text", {}, "layers run several times"),
@@ -190,6 +191,16 @@ def test_a_configuration_without_a_field(missing: str) -> None:
 def test_the_context_of_command_r_is_model_max_length() -> None:
     config = AutoConfig.for_model("cohere", model_max_length=131072)
     assert (config.max_position_embeddings, max_positions(config)) == (8192, 131072)
+
+
+@pytest.mark.parametrize(("rope", "context"), [("linear", 16384), ("default", 4096)])
+def test_the_context_of_linear_frequencies_is_max_sequence_length(rope: str, context: int) -> None:
+    """As in Vicuna v1.5 16K's file."""
+    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0}
+    fields = {"max_position_embeddings": 4096, "max_sequence_length": 16384}
+    config = AutoConfig.for_model("llama", rope_parameters=parameters, **fields)
+    check_supported(config)
+    assert max_positions(config) == context
 
 
 @pytest.mark.parametrize(
