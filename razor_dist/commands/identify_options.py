@@ -82,16 +82,21 @@ class BudgetOptions:
         int | None,
         Doc(
             "Window of heads that give most attention to what the short one drops. [default: of "
-            "2, 4 and 8 short ones the one with which the map drops least]"
+            "2, 4 and 8 short ones that --mass-tokens can measure the one with which the map "
+            "drops least]"
         ),
     ] = None
     middle_share: Annotated[
         float,
         Doc("Of the bytes beyond short windows, the part for middle ones; 0: two classes only."),
     ] = 0.5
-    mass_tokens: Annotated[int, Doc("Tokens of each of two texts that attention is seen on.")] = (
-        4096
-    )
+    mass_tokens: Annotated[
+        int,
+        Doc(
+            "Tokens of each of two texts that attention is seen on: twice the longest window or "
+            "more."
+        ),
+    ] = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,8 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     wanted: BudgetOptions = own[BudgetOptions]
     budget = None if wanted.budget is None else budget_of(model, wanted)
     reading = None if budget is None else reading_of(model, budget, wanted.mass_tokens)
+    if budget is not None and reading is not None:
+        budget = dataclasses.replace(budget, longest=reading.tokens // 2)
     found = _FINDERS[method](model, settings, own)
     if found is None:  # another rank writes
         return
@@ -180,11 +182,12 @@ def reading_of(model: ModelSource, budget: Budget, most: int) -> ReachSettings |
     room = model.shape.max_positions - len(start_tokens(model.text_tokenizer()))
     tokens = min(most, budget.tokens, room)
     # Half of the queries must have dropped something, or nothing is measured.
-    if 2 * budget.short > tokens:
+    window = budget.short if budget.longest is not None else budget.middles[0]
+    if 2 * window > tokens:
         raise ConfigError(
-            f"--short-window is {budget.short} tokens, but the attention beyond it is measured on "
-            f"texts of {tokens}: give --mass-tokens {2 * budget.short} or more, if the model holds "
-            "them, or a shorter --short-window"
+            f"the attention beyond a window of {window} tokens is measured on texts of {tokens}, "
+            f"which are too short: give --mass-tokens {2 * window} or more, if the model and "
+            "--budget-tokens hold them, or a shorter --short-window or --middle-window"
         )
     return ReachSettings(samples=2, tokens=tokens, seed=model.options.seed)
 

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.validation import check_fraction, check_percent
 
 Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
@@ -20,6 +20,8 @@ Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
 """``[layers][KV heads]``: each streaming head's window, in tokens; None for a retrieval head."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
+
+NOT_FINITE = "check the model's weights, or try --dtype fp32"  # after what is not finite
 
 
 class HeadRoles(NamedTuple):
@@ -41,7 +43,14 @@ def rounded(scores: Sequence[Sequence[float]]) -> Scores:
     """Round scores to the 6 significant digits that a head map keeps.
 
     Heads are decided upon by these: a file can be checked, and noise in last bits orders no heads.
+    Raise `ModelError` for a score that is not finite.
     """
+    for layer, row in enumerate(scores):
+        for head, score in enumerate(row):
+            if not math.isfinite(score):
+                raise ModelError(
+                    f"the score of head {head} in layer {layer} is {score}: {NOT_FINITE}"
+                )
     return tuple(tuple(float(f"{score:.6g}") for score in row) for row in scores)
 
 

@@ -56,13 +56,18 @@ def score(
     criterion: Criterion,
     on_sample: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score every KV head, ``[layers][KV heads]``; ``on_sample`` gets the index of each sample."""
+    """Score every KV head, ``[layers][KV heads]``; ``on_sample`` gets the index of each sample.
+
+    Raise `ModelError`, after the first sample that shows it, if a score is not finite.
+    """
+    scores: Scores = ()
     for index, sample in enumerate(batch):
         criterion.begin(sample)
         run_body(model, sample.ids, criterion)
+        scores = rounded(criterion.scores().tolist())
         if on_sample is not None:
             on_sample(index)
-    return rounded(criterion.scores().tolist())
+    return scores
 
 
 def head_map(

@@ -50,6 +50,7 @@ class Reach(Criterion):
         shape = ModelShape.from_config(model.config)
         self._body: Any = model.base_model
         self._rotate = _rotary_function(model)
+        self._turned = getattr(model.config, "no_rope_layers", None) or [1] * shape.layers
         self._length = settings.length
         self._reach = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float64)
         self._texts = 0
@@ -58,20 +59,20 @@ class Reach(Criterion):
         super().begin(sample)
         check_one_chunk(self._body, max(len(sample.ids), self._length))
         self._texts += 1
-        self._turns = self._turns_of(len(sample.ids))
-        self._places = self._turns_of(self._length)
 
-    def _turns_of(self, tokens: int) -> tuple[Tensor, Tensor]:
+    def _turns(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first positions, as a text of the sample's length has them."""
         mark = position_mark(self._body, len(self.sample.ids))
         device = self._body.device
         positions = torch.arange(tokens, device=device) + mark
         cos, sin = self._body.rotary_emb(torch.zeros(1, device=device), positions[None])
+        if not self._turned[layer]:  # one of SmolLM3's without rotary embeddings
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return cos, sin
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         out, _ = query.attend(k, v, causal=True)
-        cos, sin = self._turns
+        cos, sin = self._turns(layer, len(self.sample.ids))
         # Turned back: by the negative angle, and without a scale that embeddings may have, whose
         # square is that of the first cosine, at position 0.
         q_1HTD, k_1KTD = query.q.flatten(0, 1)[None].float(), k[None].float()
@@ -79,7 +80,8 @@ class Reach(Criterion):
         scale = cos[0, 0, 0].square()
         q_mean, k_mean = (x.mean(2, keepdim=True) / scale for x in (q_1HTD, k_1KTD))
         every = (1, 1, self._length, 1)
-        q_1HLD, k_1KLD = self._rotate(q_mean.repeat(every), k_mean.repeat(every), *self._places)
+        places = self._turns(layer, self._length)
+        q_1HLD, k_1KLD = self._rotate(q_mean.repeat(every), k_mean.repeat(every), *places)
         q_KGD = q_1HLD[0, :, -1].unflatten(0, (len(k), -1))
         weights_KGL = (q_KGD @ k_1KLD[0].transpose(-1, -2) * query.scale).softmax(-1)
         self._reach[layer] += weights_KGL.double().cumsum(-1).mean((1, 2)).cpu()

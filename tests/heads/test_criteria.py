@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, SmolLM3Config
 
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.heads.decision import Scores
@@ -29,7 +29,7 @@ from razor_dist.models.loader import load_model, model_fingerprint
 from razor_dist.models.shape import ModelShape
 from tests.alibi_models import make_alibi
 from tests.heads.planted import BOS, HEADS, RETRIEVAL, make_planted, passkeys, prose
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_random
 
 CPU = torch.device("cpu")
 LOCAL = {(0, 0), (2, 1)}  # of the planted heads: the previous token's, and the current one's
@@ -90,6 +90,14 @@ def test_the_planted_heads_are_found(
     found.validate(ModelShape.from_config(planted.config), model_fingerprint(planted.config))
 
 
+@pytest.mark.parametrize("case", [_probing, _cutting, _reading])
+def test_scores_that_are_not_finite_are_refused(case: Any, tmp_path: Path) -> None:
+    model: Any = load_model(make_planted(tmp_path), device=CPU, dtype=torch.float32)
+    model.model.layers[1].self_attn.k_proj.weight.data.fill_(torch.nan)
+    with pytest.raises(ModelError, match="the score of head 0 in layer 1 is nan"):
+        score(model, *case(model))
+
+
 def test_kvzip_takes_a_head_of_the_previous_token_for_one_that_retrieves(
     planted: PreTrainedModel,
 ) -> None:
@@ -148,9 +156,22 @@ def test_kvzip_is_the_largest_weight_of_attention_matrices(family: str, tmp_path
     torch.testing.assert_close(scores, want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "glm", "qwen3"])
+def _without_rotary_layer(path: Path) -> Path:
+    """A model whose layer 1 knows no positions."""
+    return write_random(
+        SmolLM3Config(
+            hidden_size=64, intermediate_size=96, vocab_size=192, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[1, 0, 1],
+            bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        ),
+        path,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "glm", "qwen3", "smollm3"])
 def test_reach_is_the_area_under_the_weights_of_means(family: str, tmp_path: Path) -> None:
-    path = make_tiny(family, tmp_path)
+    other = family == "smollm3"
+    path = _without_rotary_layer(tmp_path) if other else make_tiny(family, tmp_path)
     model = load_model(path, device=CPU, dtype=torch.float32)
     shape, length = ModelShape.from_config(model.config), 60
     generator = torch.Generator().manual_seed(3)
@@ -166,9 +187,9 @@ def test_reach_is_the_area_under_the_weights_of_means(family: str, tmp_path: Pat
     for one in samples:
         for layer, (q, k) in enumerate(zip(*_stock(path, one)[1:], strict=True)):
             means = (x.reshape(len(one.ids), -1, shape.head_dim).mean(0) for x in (q, k))
-            q_1HLD, k_1KLD = rotate(
-                *(x[None, :, None].repeat(1, 1, length, 1) for x in means), cos, sin
-            )
+            q_1HLD, k_1KLD = (x[None, :, None].repeat(1, 1, length, 1) for x in means)
+            if not other or layer != 1:
+                q_1HLD, k_1KLD = rotate(q_1HLD, k_1KLD, cos, sin)
             for head in range(shape.query_heads):
                 at = q_1HLD[0, head, -1] @ k_1KLD[0, head // shape.group].T
                 weights = (at * shape.head_dim**-0.5).softmax(-1).tolist()

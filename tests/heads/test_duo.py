@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.heads.decision import Scores
 from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo.attention import Ulysses
@@ -200,6 +200,13 @@ def test_the_loss_is_the_one_of_the_docstring(models: dict[str, Path]) -> None:
     )
     wanted = (full - mixed).square().sum(-1).mean() / full.shape[-1]
     assert distance.item() == pytest.approx(wanted.item(), rel=1e-5) and distance > 0.01
+
+
+def test_training_ends_once_the_loss_is_not_finite(models: dict[str, Path]) -> None:
+    loaded: Any = load_model(models["llama"], device=CPU, dtype=torch.float32)
+    loaded.model.layers[1].self_attn.o_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ModelError, match="the distance of step 1 is nan"):
+        train(loaded, _random_sample, DuoSettings(recent=8, steps=3))
 
 
 def test_the_learning_rate_rises_stays_and_falls() -> None:

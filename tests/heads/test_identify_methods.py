@@ -70,7 +70,8 @@ def test_a_budget_decides_heads_and_windows(letters: Path, tmp_path: Path) -> No
     most = 8 * 350 * token
     options = ["--samples", "2", "--tokens", "300", "--device", "cpu", "--budget", str(most)]
     options += ["--budget-tokens", "1000", "--short-window", "100"]
-    text = _run("reach", letters, out, *options, "--middle-window", "200", "--mass-tokens", "500")
+    # Of 100, 200, 400 and 800, such texts measure two.
+    text = _run("reach", letters, out, *options, "--mass-tokens", "500")
     found = HeadMap.load(out)
     assert found.windows is not None
     flat = [window for row in found.windows for window in row]
@@ -99,7 +100,11 @@ def test_a_budget_decides_heads_and_windows(letters: Path, tmp_path: Path) -> No
         (["--budget", "1G", "--budget-tokens", "8K"], "budget_tokens is 8192, but the model holds"),
         (
             ["--budget", "1G", "--short-window", "3000", "--middle-window", "3500"],
-            "texts of 4096: give --mass-tokens 6000",
+            "texts of 4096, which are too short: give --mass-tokens 7000",
+        ),
+        (
+            ["--budget", "1G", "--short-window", "600", "--mass-tokens", "2399"],
+            "beyond a window of 1200 tokens is measured on texts of 2399, which are too short",
         ),
         (["--budget", "1G", "--middle-window", "9"], "middle_window is 9 tokens, but must be"),
     ],

@@ -37,9 +37,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.files import replacing
-from razor_dist.heads.decision import Scores, rounded
+from razor_dist.heads.decision import NOT_FINITE, Scores, rounded
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo import pattern as duo_pattern
@@ -238,7 +238,8 @@ def train(
     With ``zero_stage`` 3 the ``model`` is best left on the CPU; ``device``, by default the model's,
     is the one to train on. ``sample`` is `Passkeys.sample`, the same on every rank. ``group`` has
     all ranks (`razor_dist.parallel.zero.join_ranks`), and ``zero_stage`` 3 needs it even of one.
-    ``on_step`` is called on rank 0, which also keeps the run's state.
+    ``on_step`` is called on rank 0, which also keeps the run's state. Raise `ModelError` once the
+    loss is not finite.
     """
     device = device or model.device
     state = None if kept is None else kept.state
@@ -265,6 +266,8 @@ def train(
         for mean in (gates.grad, distance) if group is not None else ():
             dist.all_reduce(mean, group=group)
             mean /= dist.get_world_size(group)
+        if not distance.isfinite():
+            raise ModelError(f"the distance of step {step + 1} is {distance.item()}: {NOT_FINITE}")
         optimizer.step()
         optimizer.zero_grad()
         gates.data.clamp_(0, 1)
