@@ -16,7 +16,7 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import UNTHINKING, PromptEncoder
+from razor_dist.frontend.prompts import JOB_TEMPLATE, PromptEncoder
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 
@@ -170,7 +170,7 @@ class Prompter:
         """Return where a message's tokens are in it; what follows them begins the answer."""
         if self.is_chat:
             messages = [{"role": "user", "content": text}]
-            return self._encoder.chat_with_ends(messages, **UNTHINKING)[1]
+            return self._encoder.chat_with_ends(messages, **JOB_TEMPLATE)[1]
         return self._encoder.text_with_ends(text)[1]
 
     def _prompt(self, text: str, cue: str, earlier: Sequence[tuple[str, str]]) -> str:
@@ -179,7 +179,7 @@ class Prompter:
         turns = [*(part for turn in earlier for part in turn), text]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": part} for role, part in zip(roles, turns)]  # noqa: B905
-        return self._encoder.chat_text(messages, **UNTHINKING) + cue
+        return self._encoder.chat_text(messages, **JOB_TEMPLATE) + cue
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True
@@ -189,7 +189,7 @@ class Prompter:
             # As one text, the special tokens that begin it included.
             return self._encoder.text(before), self.encode(after + cue)
         message = {"role": "user", "content": before + _MARK + after}
-        text = self._encoder.chat_text([message], **UNTHINKING)
+        text = self._encoder.chat_text([message], **JOB_TEMPLATE)
         head, _, tail = text.partition(_MARK)
         return self.encode(head), self.encode(tail)
 

@@ -22,6 +22,14 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 
 _LOST = "; not kept: it did not fit in prefix_store_gb, or could not be written"
+_Template = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='As requests will have them, such as \'{"date_string": "26 Jul 2024"}\' where the '
+        "model's template writes today's date.",
+    ),
+]
 
 
 @with_config_flags(EngineConfig, leave_out=frozenset({"prefix_store"}))
@@ -40,6 +48,7 @@ def prefill(
         ),
     ] = False,
     encoding: Encoding = None,
+    chat_template_kwargs: _Template = None,
 ) -> None:
     """Read documents into a store, so that a server answers questions about them at once.
 
@@ -55,17 +64,18 @@ def prefill(
 
     store = Path(config.prefix_store or store)
     check_store(config.prefix_store)
+    template = _template_arguments(chat_template_kwargs or "{}")
     sources = documents(inputs, encoding)
     _check_writable(store)
     log_from("warning")
-    fields = {name: getattr(config, name) for name in config.model_fields_set}
     done, lost = 0, False
-    with LLM(**fields) as llm:
+    with LLM(**{name: getattr(config, name) for name in config.model_fields_set}) as llm:
         for source in sources:
             began, before = time.perf_counter(), _nodes(store)
             try:
                 text = source.read().text.strip()
-                total, cached = _read(llm, text if plain else page_text(source.path, text))
+                given = text if plain else page_text(source.path, text)
+                total, cached = _read(llm, given, template)
             except (DocumentError, EngineError, RequestError) as error:
                 typer.echo(f"skipped {source.id}: {error}", err=True)
                 _ = llm.info  # if a rank has died, waits until all are started again
@@ -83,6 +93,22 @@ def prefill(
         typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
     lost |= any(disk[name] for name in ("evictions", "failures", "no_room"))
     raise typer.Exit(0 if done == len(sources) and not lost else EXIT_SOME_FAILED)
+
+
+def _template_arguments(text: str) -> dict[str, Any]:
+    """Read arguments of the chat template as a request's are read; `ConfigError` if wrong."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from razor_dist.api.field_types import TemplateArguments
+
+    try:
+        found: dict[str, Any] = TypeAdapter(TemplateArguments).validate_json(text)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        reserved = problem["type"] == "value_error"
+        said = problem["ctx"]["error"] if reserved else f"must be a JSON object, got {text}"
+        raise ConfigError(f"--chat-template-kwargs {said}") from None
+    return found
 
 
 def _check_writable(store: Path) -> None:
@@ -136,13 +162,14 @@ def page_text(path: str, text: str) -> str:
     return f"Document {json.dumps(Path(path).name, ensure_ascii=False)}:\n\n{text}\n\n"
 
 
-def _read(llm: Any, text: str) -> tuple[int, int]:
+def _read(llm: Any, text: str, template: dict[str, Any]) -> tuple[int, int]:
     """Read a text as the first message, until it is on disk; its tokens, and those found there."""
     from razor_dist.protocol.sampling_params import SamplingParams
 
     tokenizer, params = llm.get_tokenizer(), SamplingParams(max_tokens=1, temperature=0)
     if getattr(tokenizer, "chat_template", None):
-        [output] = llm.chat([{"role": "user", "content": text}], params, use_tqdm=True)
+        messages = [{"role": "user", "content": text}]
+        [output] = llm.chat(messages, params, use_tqdm=True, chat_template_kwargs=template)
     else:
         [output] = llm.generate(text, params, use_tqdm=True)
     while _is_saving(llm):

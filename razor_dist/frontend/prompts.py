@@ -28,9 +28,10 @@ CONTENT = (
 )
 
 
-# Arguments of Qwen3's chat templates and others, with which models answer without thoughts: these
-# would be taken for the answer, or fill its tokens.
-UNTHINKING: Mapping[str, Any] = {"enable_thinking": False}
+# Arguments of chat templates in jobs and evaluations. Qwen3 and others answer without thoughts,
+# which would be taken for the answer, or fill its tokens. Llama 3.2 and 3.3 write this date and not
+# today's, so that a run that goes on tomorrow has the same prompts.
+JOB_TEMPLATE: Mapping[str, Any] = {"enable_thinking": False, "date_string": "26 Jul 2024"}
 
 
 class PromptEncoder:

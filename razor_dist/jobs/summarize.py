@@ -30,7 +30,7 @@ from razor_dist.documents.collect import Source
 from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import UNTHINKING, PromptEncoder
+from razor_dist.frontend.prompts import JOB_TEMPLATE, PromptEncoder
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, traced
 from razor_dist.jobs.task import (
@@ -246,10 +246,10 @@ class Summarizer:
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
         encoder, text = self._encoder, f"{prompt}\n\nSummary:"
         if not self._style.sources:
-            ids = encoder.chat(messages, **UNTHINKING) if is_chat else encoder.text(text)
+            ids = encoder.chat(messages, **JOB_TEMPLATE) if is_chat else encoder.text(text)
             return Asked(material, ids)
         ids, where = (
-            encoder.chat_with_ends(messages, **UNTHINKING)
+            encoder.chat_with_ends(messages, **JOB_TEMPLATE)
             if is_chat
             else encoder.text_with_ends(text)
         )

@@ -199,17 +199,19 @@ def test_an_answer_that_contains_no_is_not_no(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["whole", "around", "place"])
-def test_models_are_asked_to_answer_without_thinking(asked: str) -> None:
+def test_models_are_asked_to_answer_without_thinking_or_the_days_date(asked: str) -> None:
     tokenizer = copy.copy(smollm2_tokenizer())
     thinking = "{% if enable_thinking is defined and not enable_thinking %}No thoughts.{% endif %}"
-    tokenizer.chat_template += thinking
+    date = "{{ date_string if date_string is defined else strftime_now('%c') }}"
+    tokenizer.chat_template += thinking + date
     prompter = Prompter(tokenizer)
+    added = "No thoughts.26 Jul 2024"
     if asked == "place":
-        plain = Prompter(smollm2_tokenizer()).place("A question")
-        assert len(prompter.place("A question").ends) > len(plain.ends)
+        plain, end = Prompter(smollm2_tokenizer()).place("A question"), prompter.encode(added)
+        assert len(prompter.place("A question").ends) == len(plain.ends) + len(end)
         return
     ids = prompter.whole("A", "") if asked == "whole" else prompter.around("A", "B")[1]
-    assert prompter.decode(ids).endswith("No thoughts.")
+    assert prompter.decode(ids).endswith(added)
 
 
 def test_bm25_prefers_rare_words_and_short_sentences() -> None:

@@ -157,12 +157,13 @@ def test_a_model_without_a_chat_template_gets_a_text() -> None:
 
 
 @pytest.mark.parametrize("sources", [False, True])
-def test_models_are_asked_to_summarise_without_thinking(sources: bool) -> None:
+def test_models_are_asked_to_summarise_without_thinking_or_the_days_date(sources: bool) -> None:
     tokenizer = copy.copy(smollm2_tokenizer())
     tokenizer.chat_template += "{% if enable_thinking is false %}No thoughts.{% endif %}"
+    tokenizer.chat_template += "{{ date_string if date_string is defined else strftime_now('%c') }}"
     llm = Quoter(4096, tokenizer)
     summarize(llm, document(2), sources=sources)
-    assert llm.prompts[0].endswith("No thoughts.")
+    assert llm.prompts[0].endswith("No thoughts.26 Jul 2024")
 
 
 def test_templates() -> None:

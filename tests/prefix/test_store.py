@@ -166,22 +166,56 @@ def test_a_store_that_a_server_changes_is_not_damaged(
     assert "what it follows on is missing" in capsys.readouterr().err
 
 
+def _prefilling(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """The engine that ``prefill`` gets, which keeps nothing."""
+    disk = dict.fromkeys(("entries", "bytes", "evictions", "failures", "no_room"), 0)
+    opened = mock.MagicMock()
+    monkeypatch.setattr("razor_dist.llm.llm.LLM", opened)
+    llm: mock.MagicMock = opened.return_value.__enter__.return_value
+    llm.stats.return_value = {"prefix_cache": {"disk": disk, "saving": 0}}
+    llm.chat.return_value = [SimpleNamespace(prompt_token_ids=[5], num_cached_tokens=0)]
+    return llm
+
+
 def test_prefill_goes_on_with_the_next_document_when_a_rank_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [tmp_path / name for name in ("first.txt", "second.txt")]
     for file in files:
         file.write_text("The door is red.")
-    disk = dict.fromkeys(("entries", "bytes", "evictions", "failures", "no_room"), 0)
-    llm = mock.MagicMock()
-    llm.return_value.__enter__.return_value.stats.return_value = {"prefix_cache": {"disk": disk}}
-    monkeypatch.setattr("razor_dist.llm.llm.LLM", llm)
-    read = mock.Mock(side_effect=[EngineError("rank 0 died"), (16, 0)])
-    monkeypatch.setattr("razor_dist.commands.prefill._read", read)
+    llm = _prefilling(monkeypatch)
+    llm.chat.side_effect = [EngineError("rank 0 died"), llm.chat.return_value]
     assert main(["prefill", *map(str, files), "--store", str(tmp_path / "store")]) == 3
     told = capsys.readouterr()
-    assert "first.txt: rank 0 died" in told.err and "second.txt: 16 tokens" in told.out
+    assert "first.txt: rank 0 died" in told.err and "second.txt: 1 tokens" in told.out
     assert "1 of 2 documents read" in told.out
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ('{"date_string": "26 Jul 2024"}', None),
+        ('{"tokenize": false}', "must not hold 'tokenize'"),
+        ("[1]", "must be a JSON object, got [1]"),
+        ("{date_string", "must be a JSON object, got {date_string"),
+    ],
+)
+def test_prefill_gives_the_chat_template_what_requests_give_it(
+    given: str,
+    refused: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.txt").write_text("The door is red.")
+    llm = _prefilling(monkeypatch)
+    command = ["prefill", str(tmp_path / "a.txt"), "--store", str(tmp_path / "store")]
+    code = main([*command, "--chat-template-kwargs", given])
+    if refused is not None:
+        assert code == 2 and f"--chat-template-kwargs {refused}\n" in capsys.readouterr().err
+        return
+    assert code == 0
+    assert llm.chat.call_args.kwargs["chat_template_kwargs"] == {"date_string": "26 Jul 2024"}
 
 
 def test_prefill_waits_for_an_engine_that_is_busy() -> None:
