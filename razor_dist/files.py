@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,13 +53,22 @@ def check_writable(*files: Path | None) -> None:
             continue
         folder = file.absolute().parent
         try:
-            has_folder, is_folder = folder.is_dir(), file.is_dir()
+            if not folder.is_dir():
+                raise ConfigError(f"cannot write {file}: there is no folder {folder}")
+            if file.is_dir():
+                raise ConfigError(f"cannot write {file}: it is a folder")
+            with tempfile.TemporaryFile(dir=folder):  # where `replacing` will make its draft
+                pass
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}") from None
-        if not has_folder:
-            raise ConfigError(f"cannot write {file}: there is no folder {folder}")
-        if is_folder:
-            raise ConfigError(f"cannot write {file}: it is a folder")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless they are there; `ConfigError` if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import GpuBenchSettings
 from razor_dist.evals.one_rank import torch_device
 from razor_dist.evals.process import Child
+from razor_dist.files import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,7 @@ def run(
 ) -> BenchRecord:
     """Run the parts of ``module``; ``gpu.json``, ``gpu.md`` and ``gpu.log`` grow on the way."""
     device = torch_device(EngineConfig(device=settings.device), 0)
-    try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {settings.out}: {error.strerror}") from None
+    make_folder(settings.out)
     said = settings.out / "gpu.log"
     said.write_text("")
     waiting: dict[str, tuple[Part, float]] = dict(import_module(module).PARTS)

@@ -62,6 +62,7 @@ from transformers import GenerationConfig, GlmConfig, GlmForCausalLM, PreTrained
 from transformers.models.glm.modeling_glm import GlmAttention, GlmMLP
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.files import make_folder
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import save_model
 
@@ -146,7 +147,7 @@ def build_needle_model(folder: str | Path) -> Path:
     the tokenizer with its chat template, and ``head_map.json``; equal bytes on every call.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     model = _construct(needle_vocabulary())
     save_model(model, folder)
     needle_tokenizer(MAX_TOKENS).save_pretrained(folder)

@@ -31,6 +31,7 @@ from razor_dist.evals.report import (
     write_page,
 )
 from razor_dist.evals.settings import STREAMING_SETTINGS
+from razor_dist.files import make_folder
 
 SUMMARY, REPORT = "summary.json", "report.md"
 HEATMAP, DIFFERENCE = "heatmap.png", "difference.png"
@@ -63,10 +64,7 @@ def compare(folders: Sequence[Path], out: Path) -> str:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ConfigError(f"two of the folders have the same name, of {names}; rename one")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out}: {error.strerror}") from None
+    make_folder(out)
     about = [["run", "model", "preset", "query", "haystack", "depths", "needles", "repeats"]]
     for run in runs:
         own = run.settings

@@ -32,6 +32,7 @@ from razor_dist.config.sizes import parse_size
 from razor_dist.config.sources import build_config
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.grid import Check
+from razor_dist.files import make_folder
 from razor_dist.heads.compare import HeadMapSummary
 from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
@@ -307,7 +308,7 @@ def _duo(model: ModelSource, settings: DuoSettings, own: Own) -> HeadMap | None:
     if file is not None:
         identity = duo.run_identity(model.name, model.config, model.dtype, settings, source, text)
         state = None if options.resume is None else duo.TrainingState.load(file, identity)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         kept, done = duo.KeptRun(file, identity, every, state), state.step if state else 0
     group = None if alone else join_ranks(model.device)
     first = group is None or dist.get_rank(group) == 0

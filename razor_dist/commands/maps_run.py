@@ -23,6 +23,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.evals.maps import UPPER_BOUND, Study, budget_of, upper_bound
 from razor_dist.evals.needle.config import MapsConfig
 from razor_dist.evals.report import write_json, write_page
+from razor_dist.files import make_folder
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.identify.budget import Masses
 from razor_dist.jobs.results import differences
@@ -41,7 +42,7 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
                 f"unknown criterion {name!r}; give {', '.join(_FOUND_HERE)}, {UPPER_BOUND}, or "
                 "paths of head maps that end in .json"
             )
-    (out / "maps").mkdir(parents=True, exist_ok=True)
+    make_folder(out / "maps")
     common = _common(config, out)
     model = ModelSource(common)
     for percent in config.budgets:  # refused before the work

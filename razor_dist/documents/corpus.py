@@ -53,7 +53,11 @@ def folder_paragraphs(folder: Path) -> list[str]:
     files = sorted(folder.glob("*.txt"))
     if not files:
         raise ConfigError(f"{folder} holds no .txt files")
-    return _prose(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    try:
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+    return _prose(texts)
 
 
 def sentences_of(paragraph: str) -> list[str]:

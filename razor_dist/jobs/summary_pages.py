@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import shorten
 
-from razor_dist.config.errors import ConfigError
-from razor_dist.files import digest_of, replacing
+from razor_dist.files import digest_of, make_folder, replacing
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.summary_sources import Json
 
@@ -17,10 +16,7 @@ _QUOTE = 240  # characters of a passage on a page
 
 def write_pages(records: Iterable[Record], folder: Path) -> set[Path]:
     """Write a Markdown page for each summary among the records of a `SummaryTask`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
+    make_folder(folder)
     written: set[Path] = set()
     for record in records:
         if record["status"] != "done":

@@ -305,6 +305,7 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
         (["--tokens", "1Q"], "'1Q'"),
         (["shape", "glm-quarter", "--tokens", "1K,1024"], "each once"),
         (["shape", "x", "--markdown", "/nowhere/x.md"], "there is no folder /nowhere"),
+        (["shape", "x", "--markdown", "/proc/x.md"], "cannot write /proc/x.md: "),
         (["--markdown", "/"], "cannot write /: it is a folder"),
         (["--json", "x", "--markdown", "x"], "give two files"),
         (["engine", "--kept", "0.5"], "--kept"),

@@ -146,3 +146,12 @@ def test_an_unknown_criterion_is_refused(
     assert "unknown criterion 'duo'; give razor, onthefly, kvzip, reach, fidelity, or paths" in (
         capsys.readouterr().err
     )
+
+
+def test_a_folder_that_cannot_be_made_is_refused(
+    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["eval", "maps", *_options(letters, tmp_path / "file")]) == 2
+    said = f"cannot make the folder {tmp_path}/file/maps: Not a directory"
+    assert said in capsys.readouterr().err

@@ -176,6 +176,7 @@ def _process(command: list[str]) -> tuple[str, str]:
         ("onthefly", ["--max-tokens", "50"], "max_tokens is 50, but 10 passkeys"),
         ("duo", ["--steps", "0"], "steps must be at least 1"),
         ("duo", ["--haystack", "/nowhere"], "haystack: /nowhere holds no .txt files"),
+        ("duo", [*SMALL, "--checkpoint", f"{__file__}/run"], f"cannot make the folder {__file__}"),
         ("duo", ["--verify-window", "9"], "--verify-window needs --verify"),
     ],
 )

@@ -198,6 +198,9 @@ def test_mistakes_of_the_commands_are_named(
     assert "holds no .txt files" in refused(*needle, "--haystack", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert f"{tmp_path}/texts holds no .txt files" in refused(*needle, "--haystack", "~/texts")
+    (tmp_path / "texts/a.txt").mkdir(parents=True)
+    said = refused(*needle, "--haystack", "~/texts")
+    assert f"cannot read {tmp_path}/texts/a.txt: Is a directory" in said
     published = ("published", "--out", str(tmp_path / "new"), "--data=~/sets")
     assert f"{tmp_path}/sets holds no .json or .jsonl files" in refused(*published)
     assert not (tmp_path / "new").exists()
