@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import BinaryIO, Final
+
+from razor_dist.config.errors import ModelError
 
 # What decides token ids, prompts and defaults of sampling, beside the weights.
 _FILES: Final = (
@@ -14,31 +17,40 @@ _FILES: Final = (
 )
 _TENSORS: Final = 4096  # of a file, of which a sample is read
 _SAMPLE: Final = 64  # bytes of a tensor, from its middle
+_NO_HEADER: Final = 4096  # bytes that are read where the header's length is beyond the file
 
 
 def content_hash(model: str) -> str | None:
     """Hash the files of a model's local folder; None for a hub id and the embedded model.
 
     Of weights it takes names, dtypes and shapes, and a few bytes of each tensor: another
-    fine-tune differs in these, and gigabytes are not read.
+    fine-tune differs in these, and gigabytes are not read. Raises `ModelError` if a file cannot be
+    read.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
     found = hashlib.sha256()
-    for path in sorted({path for pattern in _FILES for path in folder.glob(pattern)}):
-        if path.is_file():
-            found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            found.update(path.name.encode() + _weights(file))
+    try:
+        for path in sorted({path for pattern in _FILES for path in folder.glob(pattern)}):
+            if path.is_file():
+                found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                found.update(path.name.encode() + _weights(file))
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or folder}: {error.strerror}") from None
     return found.hexdigest()[:16]
 
 
 def _weights(file: BinaryIO) -> bytes:
-    """Return the digest of a safetensors file's header and samples."""
-    length = file.read(8)
-    header = file.read(int.from_bytes(length, "little"))
+    """Return the digest of a safetensors file's header and samples.
+
+    Of a file that is none, such as a Git LFS pointer, of what stands in the place of the header.
+    """
+    length, size = file.read(8), os.fstat(file.fileno()).st_size
+    says = int.from_bytes(length, "little")
+    header = file.read(says if says < size else _NO_HEADER)
     found = hashlib.sha256(header)
     try:
         tensors = [t["data_offsets"] for name, t in json.loads(header).items() if name[:2] != "__"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
 from razor_dist.config.errors import ModelError
+from razor_dist.models.content import content_hash
 from razor_dist.models.loader import (
     eos_token_ids,
     load_model,
@@ -34,6 +35,18 @@ def test_a_model_is_loaded_for_inference(tmp_path: Path) -> None:
     model = load_model(make_tiny("llama", tmp_path), device=CPU, dtype=torch.float32)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not model.training and model.config.use_cache is False
+
+
+def test_a_folder_of_git_lfs_pointers_has_a_hash(tmp_path: Path) -> None:
+    weights, found = tmp_path / "model.safetensors", set()
+    for letter in "ab":
+        weights.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{letter * 64}")
+        found.add(content_hash(str(tmp_path)))
+    assert len(found) == 2
+    weights.unlink()
+    weights.symlink_to("gone")
+    with pytest.raises(ModelError, match=f"cannot read {weights}: No such file"):
+        content_hash(str(tmp_path))
 
 
 def test_tiny_models_attend_to_something(tmp_path: Path) -> None:
