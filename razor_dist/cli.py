@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 2 after a mistake of the user's and 1 where the engine or the cluster failed; either
     is one line on standard error.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(map(_expanded, sys.argv[1:] if arguments is None else arguments))
     bound_spinning(os.environ)  # before a command loads torch
     try:
         _refuse_foreign(arguments)
@@ -92,6 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _expanded(argument: str) -> str:
+    """Expand the ``~`` of ``--out=~/x``: shells do so only at the beginning of a word."""
+    flag, equals, value = argument.partition("=")
+    return flag + equals + os.path.expanduser(value) if flag.startswith("--") else argument
 
 
 def command_line(arguments: Sequence[str]) -> typer.Typer:

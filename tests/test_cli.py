@@ -115,6 +115,14 @@ def test_a_mistake_is_one_line_and_code_2(capfd: pytest.CaptureFixture[str]) -> 
     assert error == "razor-dist: world_size must be at least 1, got 0 (from --world-size)\n"
 
 
+def test_a_home_folder_is_known_behind_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["identify", "duo", "smollm2", "--out=~/none/map.json"]) == 2
+    assert f"there is no folder {tmp_path}/none\n" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("error", [EngineError("a rank died"), ClusterError("no room")])
 def test_a_failure_of_the_command_is_code_1(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
