@@ -55,7 +55,8 @@ class BaselineConfig(ExternalEngineConfig):
     @classmethod
     def of(cls, press: str, engine: Mapping[str, Any], kv_budget: float | None) -> BaselineConfig:
         """Take the place of an engine of such settings; refuse one that is for our engine alone."""
-        for name, needed in (("weights", "replicated"), ("kv_dtype", "auto")):
+        ours_alone = {"weights": "replicated", "weight_dtype": "auto", "kv_dtype": "auto"}
+        for name, needed in ours_alone.items():
             if engine[name] != needed:
                 raise ConfigError(
                     f"{name} is {engine[name]}, but the method {press} runs on transformers' own "

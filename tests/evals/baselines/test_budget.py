@@ -50,6 +50,14 @@ def test_a_budget_may_be_a_part_of_full_attention(settings: dict[str, Any]) -> N
         Budget(config.engine("h2o", 900), "cpu")
 
 
+@pytest.mark.parametrize("name", ["weight_dtype", "kv_dtype"])
+def test_settings_that_transformers_own_model_lacks_are_refused(
+    name: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is int8, but the method h2o runs on"):
+        NeedleConfig(methods="h2o", **settings, **{name: "int8"})
+
+
 @given(st.integers(1, 2**20), st.data())
 def test_kvpress_keeps_what_its_ratio_was_chosen_for(read: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, read))
