@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +29,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.collect import Source
 from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
-from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import JOB_TEMPLATE, PromptEncoder
+from razor_dist.jobs.answering import Answering, Asked, News, draft_of
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, traced
 from razor_dist.jobs.task import (
@@ -65,63 +65,6 @@ _DOCUMENTS_AT_ONCE = 4
 _PARTS_AT_ONCE = 8
 # Seconds that counting all documents' tokens may take before the first is summarised.
 _COUNTING_SECONDS = 20.0
-
-
-class Asked(NamedTuple):
-    """A prompt, what it asks to summarise and, for sources, where the tokens are in that."""
-
-    material: Material
-    ids: list[int]
-    where: PromptText | None = None
-
-
-# What a thread tells of a prompt in work: a chunk was read, these tokens were generated, the end.
-# The tokens are a tuple when the answer is whole.
-_News = Progress | list[int] | tuple[int, ...] | Future[Json]
-
-
-class _Answering:
-    """A prompt in work: what of it was read, and the answer so far, which begins with ``draft``."""
-
-    def __init__(self, key: str, prompt: Asked, draft: list[int]) -> None:
-        self.key, self.prompt, self.draft = key, prompt, draft
-        self._read, self._begun = 0, False
-        self._new: Sequence[int] = ()
-        self._stored = len(draft)
-
-    def work(self, max_tokens: int) -> int:
-        """Return the work that is left, in prefilled tokens, if the answer gets its full length."""
-        unread = max(0, len(self.prompt.ids) + len(self.draft) - self._read)
-        return unread + ANSWER_TOKEN * max(0, max_tokens - len(self.draft) - len(self._new))
-
-    def read(self, progress: Progress) -> TokensDone:
-        before, self._read = self._read, progress.processed
-        if self._begun:
-            return TokensDone(progress.processed - before)
-        self._begun = True  # the first message tells what was in the caches
-        return TokensDone(found=progress.processed, found_answer=len(self.draft))
-
-    def written(self, tokens: Sequence[int]) -> TokensDone:
-        before, self._new = len(self._new), tokens
-        return TokensDone(generated=len(tokens) - before)
-
-    def to_store(self) -> PartResult:
-        """Return what of the answer is not stored yet; `_draft` finds it."""
-        answer = [*self.draft, *self._new]
-        at, self._stored = self._stored, len(answer)
-        return PartResult(_draft_key(self.key, at), {"tokens": answer[at:]}, 0, whole=False)
-
-
-def _draft_key(key: str, at: int) -> str:
-    return f"{key}+{at}"
-
-
-def _draft(stored: Mapping[str, Any], key: str) -> list[int]:
-    """Return the tokens of an answer that an earlier attempt had stored."""
-    tokens: list[int] = []
-    while (more := stored.get(_draft_key(key, len(tokens)))) is not None and more["tokens"]:
-        tokens += more["tokens"]
-    return tokens
 
 
 class Summarizer:
@@ -177,31 +120,39 @@ class Summarizer:
     def _ask_all(
         self, prompts: Sequence[Asked], stored: Mapping[str, Any], counts: Sequence[int] = ()
     ) -> Generator[Update, None, list[Json]]:
-        """Ask for what is not stored, several at once; with ``counts`` the answers are stored."""
+        """Ask for what is not stored, several at once; with ``counts`` the answers are stored.
+
+        After an error, which is raised at the end, prompts in work are answered, and no others.
+        """
         keys = [hashlib.sha256(str(prompt.ids).encode()).hexdigest()[:16] for prompt in prompts]
         found = {key: stored[key] for key in keys if key in stored}
         asked = {
-            key: _Answering(key, prompt, _draft(stored, key) if self._resumes else [])
+            key: Answering(key, prompt, draft_of(stored, key) if self._resumes else [])
             for key, prompt in zip(keys, prompts, strict=True)
             if key not in found
         }
         limit = self._style.sampling.max_tokens or 0
         work = {key: one.work(limit) for key, one in asked.items()}
         yield ItemSize(max(1, sum(work.values())), len(keys), len(keys) - len(asked))
-        news: queue.SimpleQueue[tuple[_Answering, _News]] = queue.SimpleQueue()
+        news: queue.SimpleQueue[tuple[Answering, News]] = queue.SimpleQueue()
         threads = ThreadPoolExecutor(min(self._llm.config.max_num_seqs, _PARTS_AT_ONCE))
         for one in asked.values():
             tell = partial(lambda one, what: news.put((one, what)), one)
             threads.submit(self._ask, one.prompt, one.draft, tell).add_done_callback(tell)
         sizes = dict(zip(keys, counts, strict=True)) if counts else {}
+        failed: BaseException | None = None
         try:
             while work:
                 one, what = news.get()
                 if isinstance(what, Future):
-                    found[one.key] = what.result()
                     del work[one.key]
-                    if sizes:
-                        yield PartResult(one.key, found[one.key], sizes[one.key])
+                    if what.cancelled() or what.exception() is not None:
+                        threads.shutdown(wait=False, cancel_futures=True)
+                        failed = failed or what.exception()
+                    else:
+                        found[one.key] = what.result()
+                        if sizes:
+                            yield PartResult(one.key, found[one.key], sizes[one.key])
                     yield TokensDone(left=sum(work.values()))
                     continue
                 done = one.read(what) if isinstance(what, Progress) else one.written(what)
@@ -211,6 +162,8 @@ class Summarizer:
                     yield one.to_store()
         finally:
             threads.shutdown(cancel_futures=True)
+        if failed is not None:
+            raise failed
         return [found[key] for key in keys]
 
     @property
@@ -261,7 +214,7 @@ class Summarizer:
         encoded = self._tokenizer(list(texts), add_special_tokens=False)
         return [len(ids) for ids in encoded.input_ids]
 
-    def _ask(self, prompt: Asked, draft: list[int], tell: Callable[[_News], None]) -> Json:
+    def _ask(self, prompt: Asked, draft: list[int], tell: Callable[[News], None]) -> Json:
         """Return the answer that begins with ``draft``; tell of the prompt and of new tokens."""
         params = self._style.sampling
         encoded = Encoded(None, [*prompt.ids, *draft], where=prompt.where)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from typing import Any, cast
 
 import pytest
 
-from razor_dist.config.errors import ConfigError, DocumentError, RequestError
+from razor_dist.config.errors import ConfigError, DocumentError, EngineError, RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.read import Document
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
@@ -115,6 +117,31 @@ def test_stored_parts_are_not_asked_for_again() -> None:
     updates, repeated = steps(again, text, done, max_tokens=60)
     assert repeated == result and len(again.prompts) == len(first.prompts) - 5
     assert updates[0] == ItemSize(sum(work[5:]), result["parts"], 5)
+
+
+def test_a_part_that_fails_leaves_the_others_in_work_to_be_stored() -> None:
+    begun, failed = threading.Event(), threading.Event()
+
+    class Failing(Quoter):
+        def stream(self, prompt: Any, params: Any, *, on_progress: Any) -> Any:
+            if "part 1 of" in self._tokenizer.decode(prompt.ids):
+                assert begun.wait(10)
+                raise EngineError("a rank died")
+            begun.set()
+            assert failed.wait(10), "the failure is seen while this part is in work"
+            yield from super().stream(prompt, params, on_progress=on_progress)
+
+    llm = Failing(512)
+    llm.config = EngineConfig(max_num_seqs=2)
+    work = Summarizer(cast(LLM, llm), Style(max_tokens=40)).summarize(Document(document(6)), {})
+    updates = []
+    with pytest.raises(EngineError, match="a rank died"):
+        for update in work:
+            updates.append(update)
+            if isinstance(update, TokensDone):
+                failed.set()
+    [part] = [update for update in updates if isinstance(update, PartResult)]
+    assert part.result["summary"] == "fact3 fact4 fact5" and part.whole
 
 
 @pytest.mark.parametrize(
