@@ -196,7 +196,7 @@ def make_engine(
     mode = share_short_steps(config, model, shape, roles, comm, recorder)
     layout, length = mode.layout, capacity.context_length(config, shape)
     chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
-    free = capacity.free_memory(comm, device)
+    free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
     room = capacity.cache_room(free, config, shape, layout, length, chunk, comm.size, dtype)
     cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
     ring = ring or ring_of(config, device, dtype, kv_dtype)

@@ -175,6 +175,11 @@ def free_memory(comm: Communicator, device: torch.device) -> float:
     return comm.host.all_gather(torch.tensor([free // ranks]), "control").min().item()
 
 
+def prefix_bytes(config: EngineConfig, device: str) -> int:
+    """Bytes of a rank's prefixes in host memory, if its caches are there, too."""
+    return int(config.prefix_host_gb * 2**30 / config.world_size) if device == "cpu" else 0
+
+
 def cache_room(
     free: float,
     config: EngineConfig,

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _STEPS = 3  # of each mode that are timed, after one that is not
 # Sharing is worth so much more of a token's time: short prompts are read once by all ranks, not by
 # each, and a streaming head's window is in the memory of one.
-_WORTH = 1.4
+SHARING_IS_WORTH = 1.4
 
 
 class DecodeMode(NamedTuple):
@@ -67,7 +67,7 @@ def share_short_steps(
     if config.decode == "auto":
         heads = [len(layer.outputs) for layer in layout.short]
         alone, shared = _measure(model, tensor, heads, comm, recorder)
-        better = shared < _WORTH * alone
+        better = shared < SHARING_IS_WORTH * alone
         reason = (
             f"one token's weights take {1e3 * shared:.1f} ms where the ranks share them, and "
             f"{1e3 * alone:.1f} where each reads all"

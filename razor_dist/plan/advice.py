@@ -63,8 +63,17 @@ class Remedies:
 
 
 def remedies(d: Deployment, context: int, before: int, budget: float, needs: Bytes) -> Remedies:
-    """Try each setting that can free memory of ``before`` bytes per rank, then several together."""
-    tried = [Remedy(name, to, before - needs({name: to})) for name, to in _levers(d, context)]
+    """Try each setting that can free memory of ``before`` bytes per rank, then several together.
+
+    Not those that the engine would refuse for their sake.
+    """
+
+    def taken(changes: dict[str, Any]) -> bool:
+        changed = replace(d, config=d.config.model_copy(update=changes))
+        return changed.refusal in (None, d.refusal)
+
+    levers = [(name, to) for name, to in _levers(d, context) if taken({name: to})]
+    tried = [Remedy(name, to, before - needs({name: to})) for name, to in levers]
     worth = [remedy for remedy in tried if remedy.frees > _WORTH_NAMING * before]
     worth.sort(key=lambda remedy: -remedy.frees)
     alone = Remedies(tuple(worth), ())

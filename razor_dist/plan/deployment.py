@@ -23,6 +23,7 @@ from razor_dist.engine.capacity import (
     chunk_length,
     streaming_dtype,
 )
+from razor_dist.engine.checks import check_shape
 from razor_dist.engine.decode_mode import why_replicated
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
@@ -180,6 +181,15 @@ class Deployment:
         heads, source, missing = _choose_heads(config, shape, model_fingerprint(model), fraction)
         found = cls(config, model, shape, kind, heads, source, stored, missing)
         return replace(found, shared=config.decode == "tensor" and found.not_shared is None)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the engine refuses the settings on such a device; None if it takes them."""
+        try:
+            check_shape(self.config, self.shape, torch.device(self.kind))
+        except ConfigError as error:
+            return str(error)
+        return None
 
     @property
     def world_size(self) -> int:

@@ -22,6 +22,7 @@ from razor_dist.attention.chosen import activation_bytes
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.engine.capacity import prefix_bytes
 from razor_dist.engine.decode_mode import DecodeMode
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.layout import HeadLayout
@@ -230,6 +231,7 @@ class Memory:
 
     weights: int  # parameters and buffers
     weight_copies: int  # tensor-parallel decode: a rank's parts of weights whose rows lie apart
+    prefixes: int  # in host memory, which the caches are in, too
     # Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
     retrieval_kv: int
     streaming_cache: int
@@ -253,7 +255,7 @@ class Memory:
     def total(self) -> int:
         caches = self.retrieval_kv + self.streaming_cache + self.scratch
         weights = self.weights + self.weight_copies
-        return weights + caches + self.window_between_chunks + self.working
+        return weights + self.prefixes + caches + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:
@@ -264,7 +266,8 @@ class MemoryPlanner:
         mapped = d.weights.mapped if device.shared and d.stored == d.dtype else 0
         self._weights = d.weights.nbytes - mapped + mapped // d.world_size
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
-        self._fixed = self._weights + d.copied_bytes
+        self._prefixes = prefix_bytes(d.config, d.kind)
+        self._fixed = self._weights + d.copied_bytes + self._prefixes
         self._dry_run = DryRun(d, self.budget - self._fixed)
         self._activations = functools.cache(self._dry_run.activations)
         self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
@@ -283,6 +286,7 @@ class MemoryPlanner:
         return Memory(
             weights=self._weights,
             weight_copies=self._d.copied_bytes,
+            prefixes=self._prefixes,
             window_between_chunks=self._window(context),
             activations={},
             logits=self._logits,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
-from razor_dist.engine.checks import check_shape
+from razor_dist.engine.decode_mode import SHARING_IS_WORTH
 from razor_dist.engine.device import kv_dtype_name
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.advice import faster_windows, fewest_ranks, remedies
@@ -51,6 +50,7 @@ class Plan:
     # Bytes sent: by purpose, for the prompt and for one token after it, and in sum.
     links: dict[str, Any]
     retrieval: float | None  # fraction of KV heads that was planned with instead of a head map
+    limited: bool  # the settings have a max_model_len; if not, it is planned as the context
 
     @property
     def decode(self) -> str:
@@ -73,15 +73,10 @@ class Plan:
     def has_memory(self) -> bool:
         return self.memory.total <= self.budget
 
-    @cached_property
+    @property
     def refusal(self) -> str | None:
         """Why the engine refuses these settings on such a device; None if it takes them."""
-        d = self.deployment
-        try:
-            check_shape(d.config, d.shape, torch.device(d.kind))
-        except ConfigError as error:
-            return str(error)
-        return None
+        return self.deployment.refusal
 
     @property
     def full_kv_per_rank(self) -> float:
@@ -102,11 +97,14 @@ class Plan:
         found = None
         if self.has_memory:
             said = [f"fits: {memory}"]
+            if not self.limited and self.context != self.deployment.shape.max_positions:
+                said[0] += f", with max_model_len: {self.context}"
         else:
             found = remedies(
                 self.deployment, self.context, self.memory.total, self.budget, self._bytes
             )
-            most = f"{tokens(self.longest)} tokens fit" if self.longest else "no context fits"
+            most = f"{tokens(self.longest)} tokens fit, with max_model_len: {self.longest}"
+            most = most if self.longest else "no context fits"
             said = [f"does not fit: {memory}; {most}; {found}"]
         if self.memory.weights > self.budget:
             said[0] += f" (weights, whole on every rank, take {self.memory.weights / 1e9:.1f} GB)"
@@ -243,6 +241,7 @@ def plan(
     if context > max_model_len:
         raise ConfigError(f"context is {context}, above max_model_len, {max_model_len}")
     # As the engine's settings will say: the default chunk's length follows from it.
+    limited = config.max_model_len is not None
     config = config.model_copy(update={"max_model_len": max_model_len})
     d, decode_times = _deploy(config, device, context, retrieval)
     planner = MemoryPlanner(d, device)
@@ -267,6 +266,7 @@ def plan(
             "busiest_decode": busiest(sent.decode),
         },
         retrieval=retrieval,
+        limited=limited,
     )
 
 
@@ -275,7 +275,8 @@ def _deploy(
 ) -> tuple[Deployment, dict[str, Estimate]]:
     """The deployment in the mode of its settings, and how long a token takes in each, that first.
 
-    ``decode: auto`` is planned as the faster one; the engine measures it.
+    ``decode: auto`` is planned as tensor mode, unless that takes `SHARING_IS_WORTH` times as long;
+    the engine measures it.
     """
     d = Deployment.of(config, device.kind, retrieval)
     modes = {"replicated": dataclasses.replace(d, shared=False)}
@@ -285,11 +286,10 @@ def _deploy(
         mode: decode_time(one, device, context, traffic(one, context))
         for mode, one in modes.items()
     }
-    chosen = d.config.decode
-    if chosen == "auto":
-        first = min(times, key=lambda mode: times[mode].seconds)
-    else:
-        first = chosen if chosen in modes else "replicated"
+    worth = {"auto": SHARING_IS_WORTH, "tensor": math.inf, "replicated": 0.0}[d.config.decode]
+    first = "replicated"
+    if "tensor" in times and times["tensor"].seconds < worth * times["replicated"].seconds:
+        first = "tensor"
     return modes[first], {first: times[first], **times}
 
 

@@ -74,6 +74,8 @@ def _memory(plan: Plan) -> Table:
     table.add_row("streaming caches (slots)", _gb(memory.streaming_cache), slots)
     if memory.scratch:
         table.add_row("exact prefill's pool", _gb(memory.scratch))
+    if memory.prefixes:
+        table.add_row("prefixes in host memory", _gb(memory.prefixes))
     table.add_row("window between chunks", _gb(memory.window_between_chunks))
     for name, what in _ACTIVATIONS.items():
         if activations[name]:

@@ -17,7 +17,7 @@ import torch
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build
+from razor_dist.engine import build, capacity
 from razor_dist.engine.capacity import cache_config, chunk_length, free_memory
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
@@ -94,6 +94,17 @@ def test_caches_that_do_not_fit_are_refused_with_the_settings_to_change(
         ConfigError, match=r"do not fit .* max_model_len 64 and kv_tokens \d+; lower"
     ):
         build_full(tiny("llama"), max_num_seqs=1, kv_tokens=2**44)
+
+
+def test_prefixes_in_host_memory_leave_less_to_caches_on_cpu(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "free_memory", lambda *_: 2.0**30 + 2.0**24)
+    without, held = (
+        build_full(tiny("llama"), max_num_seqs=1000, prefix_host_gb=gb).runner.caches.reserved_bytes
+        for gb in (0.0, 1.0)
+    )
+    assert held < 2**24 < without
 
 
 @pytest.mark.parametrize("windows", [(), (None,), (7, None)])

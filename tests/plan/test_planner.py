@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from razor_dist.plan.compute import (
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
-from razor_dist.plan.planner import Plan, plan
+from razor_dist.plan.planner import Plan, _deploy, plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -209,7 +210,8 @@ def test_a_shorter_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = load_device("h200").model_copy(update={"memory_gb": 24.5})
     found = plan(settings(decode="tensor"), small, context=N, retrieval=0.3)
     assert not found.fits and 64 * 1024 < found.longest < found.deployment.chunked_prefill_size
-    assert f"; {tokens(found.longest)} tokens fit; " in found.verdict[0]
+    said = f"; {tokens(found.longest)} tokens fit, with max_model_len: {found.longest}; "
+    assert said in found.verdict[0]
     planner = MemoryPlanner(found.deployment, small)
     assert planner.at(found.longest, found.longest).total <= planner.budget
     more = found.longest + found.longest // 32
@@ -331,6 +333,50 @@ def test_settings_that_free_memory_come_the_most_first(
     assert found.memory.total - less.total == largest.frees > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "refused"),
+    [
+        ("cpu", {"weight_dtype": "int8"}, "dtype: bf16"),
+        ("cuda", {"ring": "ring_flash_attn"}, "kv_dtype: int8"),
+    ],
+)
+def test_no_setting_is_named_that_the_engine_refuses(
+    kind: Any, given: dict[str, Any], refused: str
+) -> None:
+    def named(**settings_: Any) -> set[str]:
+        d = Deployment.of(settings(**settings_), kind, 0.3)
+        return {one.name for one in remedies(d, N, 100, 1, lambda _: 0).alone}
+
+    assert named(**given) == named() - {refused} != named()
+
+
+@pytest.mark.parametrize(("ratio", "mode"), [(1.3, "tensor"), (1.5, "replicated")])
+def test_ranks_share_steps_where_the_engine_would_choose_so(
+    ratio: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharing is worth 1.4 times a token's time."""
+    monkeypatch.setattr(
+        "razor_dist.plan.planner.decode_time",
+        lambda d, *_: SimpleNamespace(seconds=ratio if d.shared else 1.0),
+    )
+    d, times = _deploy(settings(decode="auto"), load_device("h200"), 4096, 0.3)
+    assert next(iter(times)) == mode and d.shared is (mode == "tensor")
+
+
+@pytest.mark.usefixtures("any_context")
+def test_prefixes_in_host_memory_leave_less_to_caches_on_cpu() -> None:
+    small = load_device("cpu").model_copy(update={"memory_gb": 16.0})
+    own = {"model": "smollm2", "world_size": 2, "max_num_seqs": 64, "decode": "replicated"}
+    without, held = (
+        plan(EngineConfig(**own, prefix_host_gb=gb), small, context=8192) for gb in (0.0, 4.0)
+    )
+    assert without.memory.prefixes == 0 and held.memory.prefixes == 2 * 2**30
+    caches = [one.memory.retrieval_kv + one.memory.streaming_cache for one in (without, held)]
+    assert caches[0] - caches[1] == pytest.approx(0.7 * 2 * 2**30, rel=0.05)
+    total = without.memory.total - caches[0] + caches[1] + held.memory.prefixes
+    assert held.memory.total == total
+
+
 @pytest.mark.usefixtures("any_context")
 def test_the_fewest_ranks_fit_and_half_of_them_do_not() -> None:
     device = load_device("l40s")
@@ -361,6 +407,22 @@ def test_a_longest_context_beyond_the_models_own_is_named_beside_it(million: Pla
     assert short.longest_text == "1,048,576"
     far = dataclasses.replace(million, longest=million.asked)
     assert far.longest_text.startswith("more than 16,777,216; ")
+
+
+@pytest.mark.usefixtures("any_context")
+@pytest.mark.parametrize(
+    ("given", "context", "said"),
+    [
+        ({}, 4096, "with max_model_len: 4096"),
+        ({}, None, ""),  # the engine's own default
+        ({"max_model_len": 4096}, None, ""),
+    ],
+)
+def test_a_context_that_fits_is_named_with_the_setting_that_it_needs(
+    given: dict[str, Any], context: int | None, said: str
+) -> None:
+    found = plan(EngineConfig(model="smollm2", **given), load_device("cpu"), context=context)
+    assert found.verdict[0].startswith("fits: ") and found.verdict[0].partition(", ")[2] == said
 
 
 def test_a_head_map_that_is_yet_to_be_made_is_assumed(
