@@ -134,6 +134,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(FidelityEngineConfig, "open", lambda config: model)
+    monkeypatch.setattr(model, "close", lambda: None)
     read: list[int] = []
     hook = model.replay.model.register_forward_pre_hook(
         lambda _, __, inputs: read.append(inputs["input_ids"].shape[1]), with_kwargs=True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from razor_dist.config.errors import ModelError
+from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.evals.grid import PRESET, GridTask, grid_reading, place_seed
@@ -19,6 +20,7 @@ from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.one_rank import (
     ReplayConfig,
     ReplayModel,
+    TracedModel,
     kept_layers,
     prefill,
     run_core,
@@ -27,6 +29,7 @@ from razor_dist.evals.texts import Haystack, Prompter
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
 from razor_dist.protocol.sampling_params import SamplingParams
+from tests.tiny_models import save_head_map
 from tests.tokenizer import smollm2_tokenizer
 
 WINDOW = {"window_min": 40, "window_ratio": 5, "block": 16}
@@ -96,10 +99,37 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     assert _decode(replayed.core, question) == _decode(own.core, question)
 
 
+@pytest.mark.parametrize("kind", [ReplayModel, TracedModel])
+def test_a_model_that_is_closed_reads_no_further(
+    kind: type[ReplayModel | TracedModel], letters: Path, tmp_path: Path
+) -> None:
+    """As after Ctrl-C, which would wait for the end of a long document."""
+    own = {"model": str(letters), "threads": 1, "chunked_prefill_size": 128}
+    head_map = save_head_map(letters, HEADS, tmp_path / "map.json")
+    model, passes = kind(EngineConfig(**own, head_map=str(head_map))), []
+
+    def close(*_: object) -> None:
+        passes.append(None)
+        if len(passes) == 2:
+            model.close()
+
+    document = [5] * 1000
+    if isinstance(model, ReplayModel):
+        model.replay.model.register_forward_pre_hook(close)
+        read = partial(model.read, FULL_METHOD, 1100, document)
+    else:
+        model._engine.runner.model.register_forward_pre_hook(close)
+        read = partial(model.answer, document, 4)
+    with pytest.raises(EngineError, match="the job is over"):
+        read()
+    assert len(passes) == 2
+
+
 def test_what_is_there_is_not_run_again(
     model: ReplayModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ReplayConfig, "open", lambda config: model)
+    monkeypatch.setattr(model, "close", lambda: None)
     about = {"lengths": (300, 400), "depths": (50,), "needles": 1, "haystack": "reference"}
     grid = GridConfig(**model.config.model_dump(exclude={"seed"}) | about)
     local = Method("local", {"prefill": "local", **WINDOW}, HEADS)

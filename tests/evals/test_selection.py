@@ -275,6 +275,7 @@ def test_copies_beside_text(
     model: FidelityModel, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FidelityEngineConfig, "open", lambda config: model)
+    monkeypatch.setattr(model, "close", lambda: None)
     own = {"attention": "full", "head_map": None}
     config = FidelityConfig(
         model=str(letters), repeat_at="900,1400", repeat_tokens=100, methods=("full",), ray=False
