@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     budget = None if wanted.budget is None else budget_of(model, wanted)
     reading = None if budget is None else reading_of(model, budget, wanted.mass_tokens)
     if budget is not None and reading is not None:
-        budget = dataclasses.replace(budget, longest=reading.tokens // 2)
+        budget = replace(budget, longest=reading.tokens // 2)
     found = _FINDERS[method](model, settings, own)
     if found is None:  # another rank writes
         return
@@ -133,7 +132,7 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
         typer.echo(f"verified on {result}")
         if not result.found_full:
             typer.echo("warning: full attention finds none, so this verifies nothing")
-        found = dataclasses.replace(found, verification=result)
+        found = replace(found, verification=result)
         found.save(options.out)
     if options.plot is not None:
         from razor_dist.heads.plot import plot_head_map
