@@ -100,6 +100,15 @@ def numbered(config: Config, number: int) -> Config:
 
 @contextmanager
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
+    """Open engines of this host; `ConfigError` for several external ones where there are GPUs."""
+    for name, config in task.engines.items():
+        external = isinstance(config, ExternalEngineConfig)
+        if external and "CUDA_VISIBLE_DEVICES" in share_of_host(config, 0, engines):
+            raise ConfigError(
+                f"engines is {engines}, but each engine {name!r} would take the host's first GPU; "
+                "use one engine, or Ray, which gives each a GPU of its own"
+            )
+
     def open_engine(name: str, number: int, engines: int, over: threading.Event) -> HostEngine:
         config = task.engines[name]
         if isinstance(config, ExternalEngineConfig):
