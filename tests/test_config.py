@@ -179,7 +179,7 @@ def test_every_variable_of_the_code_may_be_set() -> None:
         assert load_config(EngineConfig, {}, {name: "0"}) == load_config(EngineConfig)
 
 
-@pytest.mark.parametrize("service", ["RAZOR_DIST", "RAZOR_DIST_HTTP"])
+@pytest.mark.parametrize("service", ["RAZOR", "RAZOR_HEAD_SVC", "RAZOR_DIST", "RAZOR_DIST_HTTP"])
 def test_what_kubernetes_tells_of_a_service_is_no_setting(service: str) -> None:
     told = """SERVICE_HOST=10.96.0.7 SERVICE_PORT=8000 SERVICE_PORT_HTTP=8000
         PORT=tcp://10.96.0.7:8000 PORT_8000_TCP=tcp://10.96.0.7:8000 PORT_8000_TCP_PROTO=tcp
@@ -188,6 +188,11 @@ def test_what_kubernetes_tells_of_a_service_is_no_setting(service: str) -> None:
     assert load_config(ServerConfig, {}, env) == load_config(ServerConfig)
     with pytest.raises(ConfigError, match="unknown environment variable 'RAZOR_DIST_MODEL'"):
         load_config(ServerConfig, {}, {**env, "RAZOR_DIST_MODEL": "smollm2"})
+
+
+def test_a_value_that_looks_like_a_service_is_a_setting() -> None:
+    key = "A_SERVICE_PORT_8_PORT=tcp://" + "x" * 32
+    assert load_config(ServerConfig, {}, {"RAZOR_API_KEY": key}).api_key == (key,)
 
 
 def test_a_name_of_a_file_that_is_too_long_is_refused() -> None:

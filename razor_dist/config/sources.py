@@ -25,9 +25,10 @@ from razor_dist.config.validation import SettingError, is_optional, unknown
 ENV_PREFIX = "RAZOR_"
 # Variables with our prefix that are no settings: where ranks meet, which one of our processes sets
 # for another, the switch of `razor_dist.kernels.compiled`, and what Kubernetes tells every pod of a
-# Service whose name begins with razor-dist.
+# Service whose name begins with razor; one that is called razor has a RAZOR_PORT=tcp://...
 _NO_SETTINGS = re.compile(
-    "RAZOR_RENDEZVOUS|RAZOR_DIST_(CPU_KERNELS|(.*_)?SERVICE_HOST|(.*_)?PORT(_.*)?)"
+    r"RAZOR_((RENDEZVOUS|DIST_CPU_KERNELS)=|"
+    r"([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=[a-z]+://))"
 )
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -177,7 +178,7 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
     known = {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
     mine = {}
     for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or _NO_SETTINGS.fullmatch(variable):
+        if not variable.startswith(ENV_PREFIX) or _NO_SETTINGS.match(f"{variable}={value}"):
             continue
         given = variable.removeprefix(ENV_PREFIX).lower()
         name = RENAMED.get(given, given)

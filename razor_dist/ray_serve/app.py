@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ray import serve
@@ -9,7 +10,7 @@ from ray.serve import Application
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig, ServerConfig
-from razor_dist.config.sources import build_config, load_config
+from razor_dist.config.sources import ENV_PREFIX, load_config
 from razor_dist.jobs.cluster import Demand
 from razor_dist.ray_serve.engine import Engine
 from razor_dist.ray_serve.ingress import Ingress
@@ -19,19 +20,25 @@ _OF_PROXIES = (
     *("port", "url_file", "ssl_certfile", "ssl_keyfile", "header_timeout", "max_connections"),
 )
 _OF_JOBS = ("cpus_per_rank", "placement", "engines")
+# What a container sets for its `razor-dist serve`.
+_OF_SERVE = ("RAZOR_PORT", "RAZOR_URL_FILE")
 
 
 def app(args: dict[str, Any]) -> Application:
     """Return engines behind an endpoint.
 
     ``args`` are the settings of `ServerConfig`, ``config`` a file with more of them, and of
-    `JobConfig` ``cpus_per_rank``, ``placement`` and ``engines`` (1 by default). Raises
-    `ConfigError` if one is unknown, wrong, or Serve's.
+    `JobConfig` ``cpus_per_rank``, ``placement`` and ``engines`` (1 by default). What they do not
+    say may be in the environment, as of `razor-dist serve`. Raises `ConfigError` if one is unknown,
+    wrong, or Serve's.
     """
     args = dict(args)
     file = args.pop("config", None)
-    job = build_config(JobConfig, **{name: args.pop(name) for name in _OF_JOBS if name in args})
-    config = load_config(ServerConfig, args, None, file)
+    given = {name: args.pop(name) for name in _OF_JOBS if name in args}
+    env = {name: value for name, value in os.environ.items() if name not in _OF_SERVE}
+    of_jobs = [ENV_PREFIX + name.upper() for name in _OF_JOBS]
+    job = load_config(JobConfig, given, {name: env[name] for name in of_jobs if name in env})
+    config = load_config(ServerConfig, args, env, file)
     unset = ServerConfig()
     for name in _OF_PROXIES:
         if getattr(config, name) != getattr(unset, name):

@@ -80,6 +80,8 @@ class Ingress:
 
         app.add_exception_handler(RazorError, on_error)
         holders = load_keys(self._config)
+        if not holders:
+            log.warning("anybody who reaches Serve's proxies may use this server: api_key_file")
         app.add_middleware(
             Access, config=self._config, holders=holders, retry_after=lambda error: 1
         )

@@ -46,6 +46,22 @@ def test_arguments_of_a_command_line_are_text() -> None:
     assert engine.init_args[0].threads == 1
 
 
+def test_the_environment_counts_as_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "k" * 32
+    told = {"RAZOR_API_KEY": key, "RAZOR_MAX_QUEUE": "7", "RAZOR_ENGINES": "2"}
+    in_a_pod = {"RAZOR_PORT": "8000", "RAZOR_URL_FILE": "a", "RAZOR_SVC_SERVICE_HOST": "10.0.0.1"}
+    for name, value in (told | in_a_pod).items():
+        monkeypatch.setenv(name, value)
+    built: Any = app({"device": "cpu", "max_queue": 5})
+    config, engine = built._bound_deployment.init_args
+    assert (config.api_key, config.max_queue) == ((key,), 5)
+    assert engine._bound_deployment.num_replicas == 2
+    monkeypatch.setenv("RAZOR_SSL_CERTFILE", "a")
+    monkeypatch.setenv("RAZOR_SSL_KEYFILE", "b")
+    with pytest.raises(ConfigError, match="ssl_certfile is not the application's"):
+        app({"device": "cpu"})
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

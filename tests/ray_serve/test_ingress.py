@@ -122,6 +122,14 @@ def test_only_who_has_a_key_reaches_an_engine_and_keys_share_no_prefix() -> None
     assert all((b"x-request-id", b"mine") in asked.scope["headers"] for asked in engines.asked)
 
 
+@pytest.mark.parametrize(("settings", "warned"), [({}, True), ({"api_key": ["a" * 32]}, False)])
+def test_an_endpoint_without_keys_is_told(
+    settings: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint(Engines(), **settings)
+    assert any("anybody who reaches" in message for message in caplog.messages) == warned
+
+
 def test_an_answer_is_passed_on_as_it_is() -> None:
     engines = Engines([Head(0, 404, JSON), BodyPart(b"no", False)])
     assert ask(engines) == (404, [b"no"])
