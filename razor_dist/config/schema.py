@@ -375,7 +375,7 @@ class JobConfig(EngineConfig):
 
     ray: bool = _job(True, "Engines of Ray actors; otherwise processes of this host.")
     ray_address: str | None = _job(
-        None, "Cluster, as ray.init takes it; none: RAY_ADDRESS, else a local one.", min_length=1
+        None, "Cluster, as HOST:PORT or auto; none: RAY_ADDRESS, else a local one.", min_length=1
     )
     engines: int | None = _job(None, "Engines at once; none: as many as the cluster holds.", ge=1)
     cpus_per_rank: float = _job(1.0, "CPUs reserved for a rank; below 1 ranks share one.", gt=0)

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from razor_dist.config.errors import RazorError
+from razor_dist.config.errors import ClusterError, RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.ranks import RankExit, RankGroup, Ranks, StartRanks
@@ -106,13 +106,16 @@ class ManagedEngine:
             await asyncio.sleep(min(_LONGEST_PAUSE, _BACKOFF * 2**failed_starts))
 
     async def _serve_once(self) -> str:
-        """Start the ranks and return, in words, why they ended; none runs any more."""
+        """Start the ranks and return, in words, why they ended; none runs any more.
+
+        Raises why the first ranks cannot be started, and `ClusterError` if later ones have no room.
+        """
         try:
             # A rendezvous file is good for one start only.
             folder = Path(tempfile.mkdtemp(prefix="start-", dir=self._folder))
             ranks = await self._start_ranks(self._config, folder, self.client.rank0.path)
         except (OSError, RazorError) as error:
-            if not self.client.served:
+            if not self.client.served or isinstance(error, ClusterError):
                 raise
             reason = f"the ranks cannot be started: {error}"
             self.client.lost(reason)

@@ -35,8 +35,14 @@ def connected(address: str | None) -> Iterator[bool]:
     """Join a Ray cluster, or start one on this host, until the ``with`` block ends.
 
     Without an address a cluster is started. Yields True if the cluster may grow, which a started
-    one cannot.
+    one cannot. Raises `ConfigError` for the address of Ray Client, and `ClusterError` if the
+    cluster cannot be joined.
     """
+    if (address or "").startswith("ray://"):
+        raise ConfigError(
+            f"{address} is the address of Ray Client, which cannot stream results: use "
+            "`ray job submit`, or HOST:6379 (--ray-address, RAY_ADDRESS) on a node of the cluster"
+        )
     how: dict[str, Any] = {"address": address or "local"}
     if address is not None:
         _check_listens(address)
@@ -70,13 +76,16 @@ class Demand:
     strategy: Literal["STRICT_PACK", "PACK"]
 
     @classmethod
-    def of(cls, engine: EngineConfig, job: JobConfig) -> Demand:
-        """Return an engine's demand; `ConfigError` if it asks for CUDA and no node has a GPU."""
+    def of(cls, engine: EngineConfig, job: JobConfig, *, grows: bool = True) -> Demand:
+        """Return an engine's demand; with ``device: auto`` it is for GPUs if there are any now.
+
+        `ConfigError` for ``device: cuda`` without GPUs in a cluster that never ``grows``.
+        """
         bundle = {"CPU": job.cpus_per_rank}
         gpus = ray.cluster_resources().get("GPU", 0)
-        if engine.device == "cuda" and not gpus:
+        if engine.device == "cuda" and not gpus and not grows:
             raise ConfigError("device is cuda, but no node of the cluster has a GPU")
-        if gpus and engine.device != "cpu":
+        if engine.device == "cuda" or (engine.device == "auto" and gpus):
             bundle["GPU"] = 1
         return cls(engine.world_size, bundle, job.placement)
 

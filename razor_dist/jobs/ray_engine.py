@@ -8,7 +8,8 @@ An engine is one placement group with a bundle for each rank. In it are
   and it ends with the job's driver, so that Ray leaves nothing behind if any process is killed.
 
 A dead rank is the `LLM`'s to replace, in the same place; the item in work fails with `EngineError`.
-If the frontend dies, or the node, the engine is lost: the driver opens another.
+If the frontend dies, or a node whose ranks Ray places on no other, the engine is lost: the driver
+opens another.
 """
 
 from __future__ import annotations
@@ -53,13 +54,21 @@ class RayLLM(LLM):
 
 class EngineActor:
     def open(self, task: Task, config: EngineConfig, reservation: Reservation) -> list[int]:
-        """Start the ranks, or what is in their place; return their process ids once ready."""
+        """Start the ranks, or what is in their place; return their process ids once ready.
+
+        `EngineLostError` if a node is lost meanwhile.
+        """
         inherit_logging()
         if isinstance(config, ExternalEngineConfig):
             external = config.open()
             self._engine = HostEngine(task, external)
             return list(external.pids)
-        llm = RayLLM(config, reservation)
+        try:
+            llm = RayLLM(config, reservation)
+        except EngineError as error:
+            if reservation.group.wait(_POLL_SECONDS):
+                raise
+            raise EngineLostError(str(error)) from None  # with one of its nodes
         self._engine = HostEngine(task, llm)
         return llm.pids
 
@@ -148,7 +157,8 @@ class RayEngine:
 @contextmanager
 def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
     with connected(job.cluster) as grows:
-        demands = {name: Demand.of(config, job) for name, config in task.engines.items()}
+        engines = task.engines.items()
+        demands = {name: Demand.of(config, job, grows=grows) for name, config in engines}
         held = min(demand.engines_held() for demand in demands.values())
         # One at least: a cluster that scales to nothing grows only when it is asked.
         count = job.engines or max(1, held)

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from razor_dist.config.cores import bound_spinning
-from razor_dist.config.errors import RazorError
+from razor_dist.config.errors import ClusterError, RazorError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.ranks import RankExit, Ranks
@@ -26,6 +26,9 @@ from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableErr
 
 # Killed actors are waited for this long. Their successors wait for their room in any case.
 _KILL_SECONDS = 10.0
+# Between two looks at whether bundles are placed, and what Ray gets to place them on another node.
+_POLL_SECONDS = 1.0
+_MOVE_SECONDS = 10.0
 
 
 class Place(NamedTuple):
@@ -42,6 +45,7 @@ class RankActor:
     def run(self, config_json: str, env: Mapping[str, str], socket_path: str | None) -> int:
         """Be a rank until the frontend says shutdown; return a rank's exit code."""
         inherit_logging()
+        os.environ.pop("RAZOR_API_KEY", None)  # code that the model brings runs here
         os.environ.update(env)
         bound_spinning(os.environ)
         if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -85,13 +89,16 @@ class ActorRanks(Ranks):
     async def start(
         cls, reservation: Reservation, config: EngineConfig, folder: Path, socket_path: Path
     ) -> ActorRanks:
-        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node."""
+        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node.
+
+        `ClusterError` if another bundle has lost its node, and Ray finds none with room.
+        """
         group, bundle, engines = reservation
         actors = [make_actor(RankActor, group, rank, bundle) for rank in range(config.world_size)]
         try:
             refs = [actor.place.remote() for actor in actors]
             try:
-                places: list[Place] = await asyncio.gather(*refs)
+                places = await _places(refs, group)
             except RayError:
                 # Return: the supervisor reports which actor died.
                 return cls(actors, [], refs, None)
@@ -116,6 +123,21 @@ class ActorRanks(Ranks):
             ray.kill(actor)
 
 
+async def _places(refs: list[Any], group: PlacementGroup) -> list[Place]:
+    """Return where actors are; `ClusterError` if some never will be: Ray itself waits for ever."""
+    places = asyncio.gather(*refs)
+    try:
+        while not (await asyncio.wait({places}, timeout=_POLL_SECONDS))[0]:
+            if not await asyncio.to_thread(group.wait, _MOVE_SECONDS):
+                raise ClusterError(
+                    "a node of this engine is gone, and no other has had room for its ranks within "
+                    f"{_MOVE_SECONDS:g} s"
+                )
+        return places.result()
+    finally:
+        places.cancel()
+
+
 async def _end(rank: int, ref: Any) -> RankExit:
     try:
         return RankExit(rank, await ref)
@@ -138,7 +160,7 @@ def rendezvous(
     """Return every rank's environment, and the store at which ranks of several nodes meet.
 
     Ranks take their part of a node's memory beside those of all ``engines``, of which each may have
-    as many there as this engine, up to what the node has ``held`` room for.
+    all its ranks there, up to what the node has ``held`` room for.
 
     On one node they meet at a file and talk over loopback, as `RankGroup` has them. Otherwise at
     a store that is already listening, as torchrun's agent does it, so that no port is raced for.
@@ -157,7 +179,7 @@ def rendezvous(
 
     def ranks_of(node: str) -> int:
         own = nodes.count(node)
-        return max(own, min(engines * own, held.get(node, own)))
+        return max(own, min((engines - 1) * len(nodes) + own, held.get(node, own)))
 
     environments = [
         {

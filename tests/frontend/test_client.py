@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import ClusterError, EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend import managed_engine
 from razor_dist.frontend.answers import LiveChoices
@@ -265,6 +265,29 @@ async def test_failing_starts_are_bounded() -> None:
     async with running("crash-at-start") as engine:
         with pytest.raises(EngineError, match="3 starts failed in a row"):
             await engine.client.ready()
+
+
+async def test_ranks_whose_node_is_gone_are_not_started_again() -> None:
+    starts = 0
+
+    async def start(config: EngineConfig, folder: Path, socket_path: Path) -> RankGroup:
+        nonlocal starts
+        starts += 1
+        if starts > 1:
+            raise ClusterError("a node is gone")
+        return await fake_ranks(config, folder, socket_path)
+
+    engine = ManagedEngine(EngineConfig(world_size=2), start_ranks=start)
+    await engine.start()
+    try:
+        await engine.client.ready()
+        os.kill(engine.pids[1], signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while engine.client.status.state != "failed":
+                await engine.client.wait_change()
+    finally:
+        await engine.close()
+    assert starts == 2
 
 
 async def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:

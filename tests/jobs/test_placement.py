@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from razor_dist.config.errors import ClusterError, ConfigError
+from razor_dist.config.errors import ClusterError, ConfigError, EngineError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.job import run_job
+from razor_dist.jobs.pool import EngineLostError
 from tests.jobs.tasks import Completions
 
 pytest.importorskip("ray")
-from razor_dist.jobs import cluster
-from razor_dist.jobs.cluster import Demand
-from razor_dist.jobs.ray_ranks import Place, interface_of, rendezvous
+from razor_dist.jobs import cluster, ray_engine, ray_ranks
+from razor_dist.jobs.cluster import Demand, Reservation
+from razor_dist.jobs.ray_ranks import ActorRanks, Place, RankActor, interface_of, rendezvous
 
 
 @pytest.fixture
@@ -72,12 +76,18 @@ def test_what_cannot_grow_is_not_waited_for(nodes: list[dict[str, float]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("address", "why"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:x", "invalid literal")]
+    ("address", "why"), [("127.0.0.1:1", "refused"), ("127.0.0.1:x", "invalid literal")]
 )
 def test_a_cluster_that_is_not_there(tmp_path: Path, address: str, why: str) -> None:
     task = Completions({"full": EngineConfig(attention="full")})
     with pytest.raises(ClusterError, match=f"cannot join the Ray cluster '{address}'.*{why}"):
         run_job(task, JobConfig(ray_address=address), tmp_path)
+
+
+def test_ray_clients_address_is_refused(tmp_path: Path) -> None:
+    task = Completions({"full": EngineConfig(attention="full")})
+    with pytest.raises(ConfigError, match=r"ray://127\.0.*`ray job submit`, or HOST:6379"):
+        run_job(task, JobConfig(ray_address="ray://127.0.0.1:1"), tmp_path)
 
 
 def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
@@ -106,7 +116,8 @@ def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("engines", "held", "ranks"), [(1, 8, [2, 1, 2]), (3, 8, [6, 3, 6]), (9, 4, [4, 4, 4])]
+    ("engines", "held", "ranks"),
+    [(1, 8, [2, 1, 2]), (2, 4, [4, 4, 4]), (3, 8, [8, 7, 8]), (9, 4, [4, 4, 4])],
 )
 def test_ranks_are_told_of_all_that_a_node_may_hold(
     engines: int, held: int, ranks: list[int], tmp_path: Path
@@ -122,7 +133,63 @@ def test_the_interface_of_an_address() -> None:
         interface_of("192.0.2.255")
 
 
-def test_gpus_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_nobody_has_are_waited_for_where_the_cluster_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    config = EngineConfig(device="cuda")
     with pytest.raises(ConfigError, match="no node of the cluster has a GPU"):
-        Demand.of(EngineConfig(device="cuda"), JobConfig())
+        Demand.of(config, JobConfig(), grows=False)
+    assert Demand.of(config, JobConfig(), grows=True).bundle == {"CPU": 1, "GPU": 1}
+    assert Demand.of(EngineConfig(), JobConfig(), grows=True).bundle == {"CPU": 1}
+
+
+def reserved(is_placed: bool) -> Reservation:
+    """Bundles that all have their nodes, or have lost one for good."""
+    group: Any = SimpleNamespace(wait=lambda seconds: is_placed)
+    return Reservation(group, {"CPU": 1}, 1)
+
+
+def test_ranks_without_a_node_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+
+    def make_actor(kind: type, group: Any, rank: int, bundle: Any) -> Any:
+        place = asyncio.sleep(60 * rank, Place("a", "127.0.0.1", 1))
+        return SimpleNamespace(place=SimpleNamespace(remote=lambda: place))
+
+    monkeypatch.setattr(ray_ranks, "make_actor", make_actor)
+    monkeypatch.setattr(ray_ranks.ray, "kill", killed.append)
+    monkeypatch.setattr(ray_ranks, "_POLL_SECONDS", 0.01)
+
+    async def start() -> None:
+        async with asyncio.timeout(5):
+            await ActorRanks.start(reserved(False), EngineConfig(world_size=2), tmp_path, tmp_path)
+
+    with pytest.raises(ClusterError, match="a node of this engine is gone, and no other"):
+        asyncio.run(start())
+    assert len(killed) == 2
+
+
+@pytest.mark.parametrize(("is_placed", "kind"), [(True, EngineError), (False, EngineLostError)])
+def test_an_engine_that_loses_a_node_while_it_loads_is_lost(
+    is_placed: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise EngineError("rank 1 ended")
+
+    monkeypatch.setattr(ray_engine, "RayLLM", fail)
+    monkeypatch.setattr(ray_engine, "inherit_logging", lambda: None)
+    with pytest.raises(EngineError, match="rank 1 ended") as error:
+        ray_engine.EngineActor().open(Completions({}), EngineConfig(), reserved(is_placed))
+    assert type(error.value) is kind
+
+
+def test_ranks_know_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RAZOR_API_KEY": "secret", "GLOO_SOCKET_IFNAME": "lo"}
+    monkeypatch.setattr("razor_dist.engine.worker.run_rank", lambda *_: None)
+    monkeypatch.setattr(ray_ranks, "inherit_logging", lambda: None)
+    monkeypatch.setattr(os, "environ", environment)
+    assert RankActor().run(EngineConfig().engine_json(), {"RANK": "1"}, None) == 0
+    assert "RAZOR_API_KEY" not in environment and environment["RANK"] == "1"

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from razor_dist.config.errors import ClusterError, ConfigError, EngineError
+from razor_dist.config.errors import ClusterError, EngineError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import JobSummary, run_job, run_task
@@ -124,8 +125,8 @@ def test_what_the_cluster_cannot_hold_is_told(
     assert "within 3 s" in str(error.value)
     assert any("engine 0 is pending" in message for message in caplog.messages)
     on_gpus = Completions({"full": EngineConfig(attention="full", device="cuda")})
-    with pytest.raises(ConfigError, match="no node of the cluster has a GPU"):
-        run_job(on_gpus, job(cluster), tmp_path / "gpu")
+    with pytest.raises(ClusterError, match=r"1 x \(1 GPU \+ 0.5 CPU\)"):
+        run_job(on_gpus, job(cluster, cluster_timeout=3), tmp_path / "gpu")
 
 
 def test_what_the_ranks_refuse_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -167,27 +168,47 @@ def test_a_killed_driver(
     assert without_times(tmp_path) == without_times(undisturbed)
 
 
-def test_a_killed_node(
-    cluster: Cluster, engine: EngineConfig, undisturbed: Path, tmp_path: Path
-) -> None:
-    """Last, since it takes the second node away."""
-    task = Completions({"full": engine}, slow=2)
-    [worker] = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
-    raylet = worker.all_processes["raylet"][0].process.pid
+@contextmanager
+def killed_node(cluster: Cluster, folder: Path) -> Iterator[None]:
+    """Kill the second node once two items are done; it must have been killed at the end."""
+    others = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+    raylets = [node.all_processes["raylet"][0].process for node in others]
+    [raylet] = [process for process in raylets if process.poll() is None]
 
     def kill() -> None:
-        while len(attempts(tmp_path)) < 2 if (tmp_path / RESULTS).exists() else True:
+        while len(attempts(folder)) < 2 if (folder / RESULTS).exists() else True:
             time.sleep(0.05)
-        everything = psutil.Process(raylet).children(recursive=True)
-        os.kill(raylet, signal.SIGKILL)
+        everything = psutil.Process(raylet.pid).children(recursive=True)
+        os.kill(raylet.pid, signal.SIGKILL)
         # Its workers would go on for seconds before they notice: a machine that dies has no such.
         for process in everything:
             process.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    assert run_job(task, job(cluster), tmp_path).done == 6
+    yield
     killer.join()
-    assert not psutil.pid_exists(raylet) or psutil.Process(raylet).status() == "zombie"
+    assert raylet.poll() is not None
+
+
+def test_a_killed_node(
+    cluster: Cluster, engine: EngineConfig, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Takes the second node away."""
+    task = Completions({"full": engine}, slow=2)
+    with killed_node(cluster, tmp_path):
+        assert run_job(task, job(cluster), tmp_path).done == 6
     assert without_times(tmp_path) == without_times(undisturbed)
     assert sum(attempts(tmp_path).values()) > 6, "an item was in work on that node"
+
+
+def test_a_killed_node_of_an_engine_on_two(
+    cluster: Cluster, engine: EngineConfig, tmp_path: Path
+) -> None:
+    """The one that is left has no room for the engine."""
+    cluster.add_node(**NODE)
+    task = Completions({"full": engine}, slow=2)
+    spread = job(cluster, cpus_per_rank=0.75, placement="PACK", engines=1, cluster_timeout=5)
+    with killed_node(cluster, tmp_path), pytest.raises(ClusterError, match="no room within 5 s"):
+        run_job(task, spread, tmp_path)
+    assert no_actors_left()
