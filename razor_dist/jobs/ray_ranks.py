@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,14 @@ def make_actor(
 class ActorRanks(Ranks):
     """One generation of ranks, each an actor in a bundle of its own. Build it with `start`."""
 
-    def __init__(self, actors: list[Any], pids: list[int], ends: list[Any], store: Any) -> None:
-        super().__init__(_end(rank, ref) for rank, ref in enumerate(ends))
+    def __init__(
+        self,
+        actors: list[Any],
+        pids: list[int],
+        ends: Iterable[Coroutine[Any, Any, RankExit]],
+        store: Any = None,
+    ) -> None:
+        super().__init__(ends)
         self._actors, self._pids = actors, pids
         self._store = store  # lives as long as the ranks may look into it
 
@@ -97,13 +103,13 @@ class ActorRanks(Ranks):
         actors = [make_actor(RankActor, group, rank, bundle) for rank in range(config.world_size)]
         try:
             refs = [actor.place.remote() for actor in actors]
-            try:
-                places = await _places(refs, group)
-            except RayError:
+            found = await _places(refs, group)
+            if dead := [one for one in found if isinstance(one, RankExit)]:
                 # Return: the supervisor reports which actor died.
-                return cls(actors, [], refs, None)
+                return cls(actors, [], [asyncio.sleep(0, dead[0])])
+            places = [one for one in found if isinstance(one, Place)]
             environments, store = rendezvous(places, folder, engines, ranks_held(bundle))
-            ends = [
+            refs = [
                 actor.run.remote(config.engine_json(), env, str(socket_path) if rank == 0 else None)
                 for rank, (actor, env) in enumerate(zip(actors, environments, strict=True))
             ]
@@ -111,6 +117,7 @@ class ActorRanks(Ranks):
             for actor in actors:
                 ray.kill(actor)
             raise
+        ends = [_end(rank, ref) for rank, ref in enumerate(refs)]
         return cls(actors, [place.pid for place in places], ends, store)
 
     async def stop(self, patience: float = 2.0) -> None:
@@ -123,19 +130,31 @@ class ActorRanks(Ranks):
             ray.kill(actor)
 
 
-async def _places(refs: list[Any], group: PlacementGroup) -> list[Place]:
-    """Return where actors are; `ClusterError` if some never will be: Ray itself waits for ever."""
-    places = asyncio.gather(*refs)
+async def _places(refs: list[Any], group: PlacementGroup) -> list[Place | RankExit]:
+    """Return where actors are, or how they ended.
+
+    `ClusterError` if a bundle of theirs has no node any more, for which Ray waits for ever.
+    """
+    calls = [asyncio.create_task(_place(rank, ref)) for rank, ref in enumerate(refs)]
     try:
-        while not (await asyncio.wait({places}, timeout=_POLL_SECONDS))[0]:
+        while (await asyncio.wait(calls, timeout=_POLL_SECONDS))[1]:
             if not await asyncio.to_thread(group.wait, _MOVE_SECONDS):
                 raise ClusterError(
                     "a node of this engine is gone, and no other has had room for its ranks within "
                     f"{_MOVE_SECONDS:g} s"
                 )
-        return places.result()
+        return [call.result() for call in calls]
     finally:
-        places.cancel()
+        for call in calls:
+            call.cancel()
+
+
+async def _place(rank: int, ref: Any) -> Place | RankExit:
+    try:
+        place: Place = await ref
+    except RayError as error:
+        return RankExit(rank, 1, brief(error))
+    return place
 
 
 async def _end(rank: int, ref: Any) -> RankExit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from razor_dist.jobs.pool import EngineLostError
 from tests.jobs.tasks import Completions
 
 pytest.importorskip("ray")
+from ray.exceptions import RayError
+
 from razor_dist.jobs import cluster, ray_engine, ray_ranks
 from razor_dist.jobs.cluster import Demand, Reservation
 from razor_dist.jobs.ray_ranks import ActorRanks, Place, RankActor, interface_of, rendezvous
@@ -150,26 +153,42 @@ def reserved(is_placed: bool) -> Reservation:
     return Reservation(group, {"CPU": 1}, 1)
 
 
-def test_ranks_without_a_node_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed: list[Any] = []
+def starting(
+    monkeypatch: pytest.MonkeyPatch, is_placed: bool, *places: Coroutine[Any, Any, Place]
+) -> Coroutine[Any, Any, ActorRanks]:
+    """Start ranks whose actors answer where they are with ``places``."""
 
     def make_actor(kind: type, group: Any, rank: int, bundle: Any) -> Any:
-        place = asyncio.sleep(60 * rank, Place("a", "127.0.0.1", 1))
-        return SimpleNamespace(place=SimpleNamespace(remote=lambda: place))
+        return SimpleNamespace(place=SimpleNamespace(remote=lambda: places[rank]))
 
     monkeypatch.setattr(ray_ranks, "make_actor", make_actor)
-    monkeypatch.setattr(ray_ranks.ray, "kill", killed.append)
     monkeypatch.setattr(ray_ranks, "_POLL_SECONDS", 0.01)
+    config = EngineConfig(world_size=len(places))
+    start = ActorRanks.start(reserved(is_placed), config, Path("unused"), Path("unused"))
+    return asyncio.wait_for(start, 5)
 
-    async def start() -> None:
-        async with asyncio.timeout(5):
-            await ActorRanks.start(reserved(False), EngineConfig(world_size=2), tmp_path, tmp_path)
 
+HERE = Place("a", "127.0.0.1", 1)
+
+
+def test_ranks_without_a_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray_ranks.ray, "kill", killed.append)
+    places = asyncio.sleep(0, HERE), asyncio.sleep(60, HERE)
     with pytest.raises(ClusterError, match="a node of this engine is gone, and no other"):
-        asyncio.run(start())
+        asyncio.run(starting(monkeypatch, False, *places))
     assert len(killed) == 2
+
+
+def test_an_actor_that_dies_before_it_is_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dies() -> Place:
+        raise RayError("its node has died")
+
+    async def first_exit() -> str:
+        ranks = await starting(monkeypatch, True, asyncio.sleep(0, HERE), dies())
+        return str(await ranks.first_exit())
+
+    assert asyncio.run(first_exit()) == "rank 1 ended: its node has died"
 
 
 @pytest.mark.parametrize(("is_placed", "kind"), [(True, EngineError), (False, EngineLostError)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -169,26 +168,29 @@ def test_a_killed_driver(
 
 
 @contextmanager
-def killed_node(cluster: Cluster, folder: Path) -> Iterator[None]:
-    """Kill the second node once two items are done; it must have been killed at the end."""
+def killed_nodes(cluster: Cluster, folder: Path, spared: str = "nothing") -> Iterator[None]:
+    """Kill all nodes but the head and the ``spared`` process's once two items are done."""
     others = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     raylets = [node.all_processes["raylet"][0].process for node in others]
-    [raylet] = [process for process in raylets if process.poll() is None]
+    alive = [psutil.Process(raylet.pid) for raylet in raylets if raylet.poll() is None]
+    killed: list[psutil.Process] = []
 
     def kill() -> None:
         while len(attempts(folder)) < 2 if (folder / RESULTS).exists() else True:
             time.sleep(0.05)
-        everything = psutil.Process(raylet.pid).children(recursive=True)
-        os.kill(raylet.pid, signal.SIGKILL)
-        # Its workers would go on for seconds before they notice: a machine that dies has no such.
-        for process in everything:
-            process.kill()
+        for raylet in alive:
+            workers = raylet.children(recursive=True)
+            if not any(spared in " ".join(worker.cmdline()) for worker in workers):
+                killed.append(raylet)
+                # Workers go on for seconds before they notice: a machine that dies has no such.
+                for process in (raylet, *workers):
+                    process.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
     yield
     killer.join()
-    assert raylet.poll() is not None
+    assert killed
 
 
 def test_a_killed_node(
@@ -196,7 +198,7 @@ def test_a_killed_node(
 ) -> None:
     """Takes the second node away."""
     task = Completions({"full": engine}, slow=2)
-    with killed_node(cluster, tmp_path):
+    with killed_nodes(cluster, tmp_path):
         assert run_job(task, job(cluster), tmp_path).done == 6
     assert without_times(tmp_path) == without_times(undisturbed)
     assert sum(attempts(tmp_path).values()) > 6, "an item was in work on that node"
@@ -205,10 +207,12 @@ def test_a_killed_node(
 def test_a_killed_node_of_an_engine_on_two(
     cluster: Cluster, engine: EngineConfig, tmp_path: Path
 ) -> None:
-    """The one that is left has no room for the engine."""
-    cluster.add_node(**NODE)
+    """The frontend's node is left, and has no room for the engine."""
+    for _ in range(2):
+        cluster.add_node(**NODE | {"num_cpus": 2})
     task = Completions({"full": engine}, slow=2)
-    spread = job(cluster, cpus_per_rank=0.75, placement="PACK", engines=1, cluster_timeout=5)
-    with killed_node(cluster, tmp_path), pytest.raises(ClusterError, match="no room within 5 s"):
+    spread = job(cluster, cpus_per_rank=2, placement="PACK", engines=1, cluster_timeout=5)
+    spared = killed_nodes(cluster, tmp_path, "ray::EngineActor")
+    with spared, pytest.raises(ClusterError, match="no room within 5 s"):
         run_job(task, spread, tmp_path)
     assert no_actors_left()
