@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import secrets
@@ -42,6 +43,7 @@ from razor_dist.models.loader import (
     eos_token_ids,
     layer_classes,
     load_model,
+    model_fingerprint,
     settings_of,
     stored_dtype,
     weights_fingerprint,
@@ -61,13 +63,18 @@ from razor_dist.protocol.messages import EngineInfo
 
 log = logging.getLogger(__name__)
 
+# Numbers of each weight by which ranks compare theirs. Each may be a page of a file to read.
+_FEW_SAMPLES = 8
+
 
 @dataclass(frozen=True)
 class Loaded:
     model: PreTrainedModel  # with our attention
     head_map: HeadMap
+    roles: HeadRoles
     eos_token_ids: tuple[int, ...]
     weights: str  # their fingerprint, if prefixes are kept beyond the caches
+    about: dict[str, object]  # what all ranks must have loaded alike, by name; of several ranks
     # This rank's part of the weights, if they are sharded: the model cannot run yet.
     shares: ShardedWeights | None
 
@@ -86,21 +93,15 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
         chosen = default_head_map(config.model)
         if chosen.parent == path:
             log.info("the head map is the model folder's own, %s", chosen)
-    shares, fingerprint = None, ""
-    if config.weights == "replicated":
-        model = load_model(path, device=device, dtype=dtype, **config.model_options)
-        if config.weight_dtype == "int8":
-            packed = use_int8_linear(model) / model.num_parameters()
-            if comm.rank == 0 and packed < 0.5:  # or most of it is what it was
-                log.warning(
-                    "weight_dtype: int8 packs linear layers, which have %.0f%% of this model's "
-                    "parameters; the others, such as a mixture's experts, stay in fp32",
-                    100 * packed,
-                )
-    else:
-        # As views of the mapped files, of which a rank then reads its share.
-        cpu = torch.device("cpu")
-        model = load_model(path, device=cpu, dtype=stored_dtype(path), **config.model_options)
+    shares, fingerprint, cpu = None, "", torch.device("cpu")
+    whole = config.weights == "replicated"
+    # Else as views of the mapped files, of which a rank then reads its share.
+    where, kind = (device, dtype) if whole else (cpu, stored_dtype(path))
+    model = load_model(path, device=where, dtype=kind, **config.model_options)
+    sources = source_heads(config, head_map, model.config)
+    roles = HeadRoles(head_map.retrieval, head_map.windows, sources)
+    about = {} if comm.size == 1 else _about_rank(model, roles, dtype)
+    if not whole:
         if config.keeps_prefixes:
             fingerprint = weights_fingerprint(model)
         join_ranks(device, config.collective_timeout)
@@ -112,8 +113,26 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
             group=comm.group,
             together=layer_classes(model),
         )
+    elif config.weight_dtype == "int8":
+        packed = use_int8_linear(model) / model.num_parameters()
+        if comm.rank == 0 and packed < 0.5:  # or most of it is what it was
+            log.warning(
+                "weight_dtype: int8 packs linear layers, which have %.0f%% of this model's "
+                "parameters; the others, such as a mixture's experts, stay in fp32",
+                100 * packed,
+            )
     ends = _end_ids(path, model.config.vocab_size, warn=comm.rank == 0)
-    return Loaded(model, head_map, ends, fingerprint, shares)
+    return Loaded(model, head_map, roles, ends, fingerprint, about, shares)
+
+
+def _about_rank(model: PreTrainedModel, roles: HeadRoles, dtype: torch.dtype) -> dict[str, object]:
+    """Return what tells one rank's engine from another's, beside its settings."""
+    return {
+        "head map": hashlib.sha256(repr(roles).encode()).hexdigest(),
+        "config.json": model_fingerprint(model.config),
+        "weights": weights_fingerprint(model, samples=_FEW_SAMPLES),
+        "dtype": dtype_name(dtype),
+    }
 
 
 def _end_ids(path: Path, vocab_size: int, *, warn: bool) -> tuple[int, ...]:
@@ -138,8 +157,8 @@ class RankEngine:
 
 
 def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> RankEngine:
-    """`load` and `start`: a rank's engine, where no other rank can have failed meanwhile."""
-    return start(config, load(config, comm, device), comm)
+    """A rank's engine, where no other rank can have failed: `load`, `start` and `warmed_up`."""
+    return warmed_up(start(config, load(config, comm, device), comm))
 
 
 def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngine:
@@ -147,12 +166,9 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
     if loaded.shares is not None:
         loaded.shares.gather_when_run(partial(comm.note, "weights"))
     check_model(loaded.model, config.model)
-    model, head_map, eos = loaded.model, loaded.head_map, loaded.eos_token_ids
-    sources = source_heads(config, head_map, model.config)
-    roles = HeadRoles(head_map.retrieval, head_map.windows, sources)
-    engine = make_engine(model, config, roles, comm, eos_token_ids=eos, weights=loaded.weights)
-    if engine.runner.device.type == "cuda":
-        warm_up(engine.runner)
+    model, head_map, roles = loaded.model, loaded.head_map, loaded.roles
+    ends, weights = loaded.eos_token_ids, loaded.weights
+    engine = make_engine(model, config, roles, comm, eos_token_ids=ends, weights=weights)
     if comm.rank == 0:
         shared = engine.runner.decode == "tensor"
         longest = engine.core.max_model_len
@@ -160,6 +176,13 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
             config, engine.runner.shape, head_map, longest, shared=shared
         ):
             log.warning("%s", sentence)
+    return engine
+
+
+def warmed_up(engine: RankEngine) -> RankEngine:
+    """Do on CUDA what the first requests would wait for; all ranks call this together."""
+    if engine.runner.device.type == "cuda":
+        warm_up(engine.runner)
     return engine
 
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from razor_dist.config.errors import RazorError, RequestError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine, load, start
+from razor_dist.engine.build import RankEngine, load, start, warmed_up
 from razor_dist.engine.device import torch_device
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.process_group import init_distributed
+from razor_dist.parallel.process_group import check_alike, init_distributed
 from razor_dist.protocol.heartbeat import heartbeat, interval
 from razor_dist.protocol.messages import (
     EXIT_USER_ERROR,
@@ -268,9 +268,18 @@ def _engine(config: EngineConfig, local_rank: int) -> RankEngine:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     comm = init_distributed(config, device)
-    # In two parts: the second may wait for all ranks, so none may be missing by then.
+    # In three parts: what ranks do together begins once none has failed alone.
     loaded = agree(comm, lambda: load(config, comm, device))
-    return agree(comm, lambda: start(config, loaded, comm))
+    check_loaded(comm, loaded.about)
+    return warmed_up(agree(comm, lambda: start(config, loaded, comm)))
+
+
+def check_loaded(comm: Communicator, about: dict[str, object]) -> None:
+    """Raise one `ConfigError` on all ranks if what they have loaded differs."""
+    ranks = [about] * comm.size
+    if comm.size > 1:
+        dist.all_gather_object(ranks, about)
+    check_alike(ranks)
 
 
 def main() -> None:

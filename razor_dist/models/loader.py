@@ -262,7 +262,7 @@ def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
     return ids
 
 
-def weights_fingerprint(model: PreTrainedModel) -> str:
+def weights_fingerprint(model: PreTrainedModel, samples: int = _SAMPLES) -> str:
     """Hash of samples from all weights, and of their names and shapes: of another model, another.
 
     Reading all of a model's weights would take longer than much that is to be saved by it. What
@@ -273,7 +273,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     found = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLES)].float().cpu()
+        sample = flat[:: max(1, len(flat) // samples)].float().cpu()
         found.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
     for name, module in model.named_modules():
         frequencies = [b for key, b in module.named_buffers(recurse=False) if "inv_freq" in key]

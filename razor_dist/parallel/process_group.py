@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
 import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -21,6 +23,9 @@ from razor_dist.parallel.comm import Communicator, HostLinks
 
 log = logging.getLogger(__name__)
 
+# Of each host: where its files are, its cores and GPUs. What is in the files is compared later.
+_OF_A_HOST = {"model", "head_map", "prefix_store", "device", "threads"}
+
 
 def init_distributed(config: EngineConfig, device: torch.device) -> Communicator:
     """Join the process group that the environment describes (RANK, WORLD_SIZE, ...).
@@ -28,7 +33,7 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     ``RAZOR_RENDEZVOUS`` names a file store for ranks of one host; without it torchrun's
     ``MASTER_ADDR`` and ``MASTER_PORT`` are used. The group of all ranks is gloo's, by which they
     agree on the one that carries tensors. `ConfigError` is raised on every rank if the ranks'
-    devices do not go together.
+    devices do not go together, or their settings differ.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
@@ -41,10 +46,11 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     if where == "env://":
         store = store_of_this_start(store, rank, size, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    devices = ["cpu"] * size
     name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-    dist.all_gather_object(devices, name)
-    backend = backend_of(devices)
+    ranks = [(name, shared_settings(config))] * size
+    dist.all_gather_object(ranks, ranks[0])
+    check_alike([settings for _, settings in ranks])
+    backend = backend_of([device for device, _ in ranks])
     links = Communicator(dist.group.WORLD)
     if config.shared_memory:
         assert links.group is not None
@@ -112,3 +118,27 @@ def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
         )
     # NCCL refuses two ranks on one device.
     return "nccl" if kinds == {False} and len(set(devices)) == len(devices) else "gloo"
+
+
+def shared_settings(config: EngineConfig) -> dict[str, object]:
+    """What every rank must have been started with, by name."""
+    given = json.loads(config.engine_json())
+    shared = {name: value for name, value in given.items() if name not in _OF_A_HOST}
+    stores = config.prefix_store is not None
+    version = importlib.import_module("razor_dist").__version__  # whose imports are not this one's
+    return {"razor_dist": version, **shared, "prefix_store is given": stores}
+
+
+def check_alike(ranks: Sequence[Mapping[str, object]]) -> None:
+    """Check what ``ranks`` have, each by name, of which every rank knows all.
+
+    Raises `ConfigError`, the same on all, that names the first rank which differs from rank 0.
+    """
+    for rank, own in enumerate(ranks):
+        differ = [name for name in ranks[0] if own.get(name) != ranks[0][name]]
+        if differ:
+            told = (f"{name}: {own.get(name)} and not {ranks[0][name]}" for name in differ)
+            raise ConfigError(
+                f"rank {rank} differs from rank 0 ({'; '.join(told)}): start the ranks of all "
+                "hosts with the same settings, head map, weights and razor_dist"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, capacity
 from razor_dist.engine.capacity import cache_config, chunk_length, free_memory
+from razor_dist.engine.worker import check_loaded
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -250,3 +253,35 @@ def test_the_longest_chunk_of_a_wide_model_is_shorter(heads: int, per_rank: int)
     config = EngineConfig(window_max=8192)
     got = chunk_length(config, shape, (None,), 2**20, 8, torch.device("cuda"))
     assert got == 8 * per_rank
+
+
+def differences(comm: Communicator, models: list[str], maps: list[str]) -> str:
+    """Load an engine as each rank's host has it; return the error."""
+    own = {"model": models[comm.rank], "head_map": maps[comm.rank]}
+    config = EngineConfig(**own, world_size=comm.size, max_model_len=64)
+    try:
+        check_loaded(comm, build.load(config, comm, CPU).about)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["nothing", "weights", "head map"])
+def test_ranks_must_have_loaded_the_same(
+    what: str, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Another host has other folders, and perhaps another revision in them."""
+    model, other = tiny("llama"), tmp_path / "other"
+    shutil.copytree(model, other)
+    if what == "weights":
+        weights = load_file(other / "model.safetensors")
+        weights["model.layers.1.mlp.up_proj.weight"] += 0.5
+        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    heads = [((True, False),) * 4, ((what != "head map", False),) * 4]
+    maps = [save_head_map(model, of, tmp_path / f"{n}.json") for n, of in enumerate(heads)]
+    first, second = ranks(2).run(differences, [str(model), str(other)], [str(m) for m in maps])
+    assert first == second
+    if what == "nothing":
+        assert not first
+    else:
+        assert re.match(rf"rank 1 differs from rank 0 \({what}: \w+ and not \w+\): start ", first)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.parallel import process_group
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.process_group import backend_of, store_of_this_start
+from razor_dist.parallel.process_group import (
+    backend_of,
+    check_alike,
+    init_distributed,
+    shared_settings,
+    store_of_this_start,
+)
 from tests.ranks import RankPool
 
 
@@ -48,6 +58,46 @@ def decide(comm: Communicator, devices: list[str]) -> str:
 def test_all_ranks_decide_alike(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(decide, ["GPU-a", "GPU-a"]) == ["gloo", "gloo"]
     assert ranks(2).run(decide, ["GPU-a", "GPU-b"]) == ["nccl", "nccl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"page_size": 32}, "page_size: 32 and not 64"),
+        (
+            {"prefix_store": "/there", "retrieval_share": 0.1},
+            "share: 0.1 and not 0.0; prefix_store",
+        ),
+        ({"model": "/there", "head_map": "/map", "threads": 3, "device": "cpu"}, None),
+    ],
+)
+def test_ranks_of_other_settings_are_named(given: dict[str, Any], told: str | None) -> None:
+    """But each host has its own folders and cores."""
+    settings = [shared_settings(EngineConfig(**of)) for of in ({}, {}, given)]
+    if told is None:
+        check_alike(settings)
+        return
+    with pytest.raises(ConfigError, match=f"rank 2 differs from rank 0 .*{re.escape(told)}"):
+        check_alike(settings)
+
+
+def join(comm: Communicator, folder: str, each: list[dict[str, Any]]) -> str:
+    """Meet as ranks of these settings do; return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(comm.rank))
+        patch.setenv("WORLD_SIZE", str(comm.size))
+        patch.setenv("RAZOR_RENDEZVOUS", f"file://{folder}/store")
+        patch.setattr(dist, "init_process_group", lambda *_, **__: None)  # there is one
+        with pytest.raises(ConfigError) as error:
+            init_distributed(EngineConfig(**each[comm.rank]), torch.device("cpu"))
+        return str(error.value)
+
+
+def test_no_rank_goes_on_beside_one_of_other_settings(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    first, second = ranks(2).run(join, str(tmp_path), [{}, {"window_min": 5}])
+    assert first == second and "(window_min: 5 and not 4000)" in first
 
 
 def test_ranks_of_a_restart_do_not_see_what_the_dead_ones_wrote() -> None:

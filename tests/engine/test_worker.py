@@ -6,12 +6,16 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import build, worker
 from razor_dist.engine.worker import FrontendClosedError, Link
 from razor_dist.protocol.heartbeat import heartbeat
 from razor_dist.protocol.messages import (
@@ -96,3 +100,31 @@ def test_a_heartbeat_holds_nothing_after_its_block() -> None:
         assert wait_until(lambda: bool(sent), 5)
     assert sent == [Alive(os.getpid(), {"a": 1.5})]
     assert "razor-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_all_ranks_are_built_before_any_warms_up(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would wait there for one that could not be built."""
+    done: list[str] = []
+    make, agree = build.make_engine, worker.agree
+
+    def make_on_cuda(*of: Any, **given: Any) -> build.RankEngine:
+        engine = make(*of, **given)
+        engine.runner.device = torch.device("cuda")
+        return engine
+
+    def agreed(*of: Any) -> Any:
+        found = agree(*of)
+        done.append("agreed")
+        return found
+
+    monkeypatch.setattr(build, "make_engine", make_on_cuda)
+    monkeypatch.setattr(build, "warm_up", lambda runner: done.append("warmed up"))
+    monkeypatch.setattr(worker, "agree", agreed)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    given = {"attention": "full", "device": "cpu", "max_model_len": 64}
+    config = EngineConfig(model=str(tiny("llama")), **given)
+    worker._engine(config, 0)
+    assert done == ["agreed", "agreed", "warmed up"]
