@@ -189,9 +189,13 @@ class Admission:
         since = max(past, default=prefill.begin)
         now = time.monotonic()
         due = max(prefill.began, prefill.saved_at) + self.checkpoint_seconds
-        if now >= due and end - since >= least_new(end, self.cache.page_size):
-            prefill.saved_at = now
-            prefill.stop_at(end, optional=True)
+        if now < due or end - since < least_new(end, self.cache.page_size):
+            return
+        prefill.saved_at = now
+        if tiers.writing.is_possible and self.room.can_copy(prefill.key, end):
+            if end not in prefill.checkpoints:  # else prompts may part there, and the copy stays
+                prefill.to_disk = end
+            prefill.stop_at(end)
 
     # ------------------------------------------------------------------- host memory and disk
 

@@ -166,7 +166,9 @@ class Prefill:
     whole_window: bool = True  # every rank has the window at `position`: chunks are not needed
     # When its first chunk began, by the monotonic clock; 0 until then: it waited, though admitted.
     began: float = 0.0
-    saved_at: float = 0.0  # when its caches last began to go to disk
+    saved_at: float = 0.0  # when its caches last began to go to disk, or could not
+    to_disk: int = 0  # the latest checkpoint that is for the disk alone
+    copied: int | None = None  # the key of the copy as of there
 
     def __post_init__(self) -> None:
         request = self.request

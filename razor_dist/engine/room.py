@@ -17,7 +17,7 @@ from torch import Tensor
 from razor_dist.cache.accounting import Bools, CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.request import Prefill, Request
-from razor_dist.prefix.device import CachedSequence, PrefixCache
+from razor_dist.prefix.device import CachedSequence, PrefixCache, Worth
 from razor_dist.prefix.index import Match, PrefillCost, PrefixIndex
 from razor_dist.prefix.manifest import Tokens
 from razor_dist.prefix.tiers import Candidate, Tiers
@@ -79,30 +79,30 @@ class Room:
         but = (*but, *self.saved)
         if (need > self.accounts.available(*but)).any():
             return None
-        plans = []
-        while (short := need > self.accounts.free).any():
-            evicted = self._evict(short, *but)
-            assert evicted, "what is available is cached"
-            plans += evicted
+        plans = self._evict(lambda: need > self.accounts.free, *but)
+        assert (need <= self.accounts.free).all(), "what is available is cached"
         return plans
-
-    def _evict(self, short: Bools, *but: int) -> list[StepPlan]:
-        assert self.prefix_cache is not None
-        key = self.prefix_cache.evict(short, *but, *self.saved)
-        if key is None:
-            return []
-        self.accounts.close(key)
-        return [*self.forget(key), StepPlan(Op.CLOSE, key)]
 
     def shrink_to(self, sequences: int, *but: int) -> list[StepPlan]:
         """Evict cached sequences until this many are left, if the others may go."""
+        cache, sizes = self.prefix_cache, self.accounts.sizes
+        if cache is None:
+            return []
+        return self._evict(lambda: np.full_like(sizes, cache.evictable > sequences, bool), *but)
+
+    def _evict(self, short: Callable[[], Bools], *but: int) -> list[StepPlan]:
+        """Evict what is worth least until nothing is ``short``, or nothing is left that may go."""
         plans: list[StepPlan] = []
-        everything = np.ones_like(self.accounts.sizes, bool)
-        while self.prefix_cache is not None and self.prefix_cache.evictable > sequences:
-            evicted = self._evict(everything, *but)
-            if not evicted:
+        worths: list[Worth] | None = None
+        while (wanted := short()).any():
+            assert self.prefix_cache is not None
+            if worths is None:
+                worths = self.prefix_cache.worths(wanted, *but, *self.saved)
+            key = self.prefix_cache.evict(worths, wanted)
+            if key is None:
                 break
-            plans += evicted
+            self.accounts.close(key)
+            plans += [*self.forget(key), StepPlan(Op.CLOSE, key)]
         return plans
 
     def forget(self, key: int) -> list[StepPlan]:
@@ -138,7 +138,7 @@ class Room:
             return []
         assert self.prefix_cache is not None
         accounts, length = self.accounts, len(tokens)
-        need = accounts.need(accounts.stored(key, length), length, length, length)
+        need = self._copy_need(key, length)
         full = self.prefix_cache.evictable >= self.max_cached
         if optional and (full or (need > accounts.free).any()):
             return []
@@ -154,6 +154,32 @@ class Room:
             StepPlan(Op.CACHE, copied),
         ]
         return plans + self.shrink_to(self.max_cached)
+
+    def _copy_need(self, key: int, length: int) -> Ints:
+        stored = self.accounts.stored(key, length)
+        return self.accounts.need(stored, length, length, length)
+
+    def can_copy(self, key: int, length: int) -> bool:
+        """True if a sequence can be copied once it has come to a length: what is cached may go."""
+        need, available = self._copy_need(key, length), self.accounts.available(*self.saved)
+        return self.max_cached > 0 and bool((need <= available).all())
+
+    def checkpoint(self, prefill: Prefill) -> list[StepPlan]:
+        """Keep a copy of a prompt in work, if there is room; `copy` says for which there is.
+
+        One that goes to disk takes the place of the one that is there already.
+        """
+        request, at, plans = prefill.request, prefill.position, list[StepPlan]()
+        if at == prefill.to_disk and prefill.copied is not None:
+            assert self.prefix_cache is not None
+            if prefill.copied in self.prefix_cache:
+                plans += self.end(request, prefill.copied, prefill.tokens, keep=False)
+        optional = at in prefill.optional
+        plans += self.copy(request, prefill.key, prefill.tokens, optional=optional)
+        if at == prefill.to_disk:
+            forks = (plan.sequence for plan in plans if plan.op is Op.FORK)
+            prefill.copied = next(forks, None)
+        return plans
 
     def end(self, request: Request, key: int, tokens: Tokens, *, keep: bool) -> list[StepPlan]:
         """Cache a finished sequence for prompts with the same beginning, or close it."""

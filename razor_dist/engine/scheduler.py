@@ -143,7 +143,8 @@ class Scheduler:
         lets others pass; so does one whose pinned prefix is being prefilled, and so does a pinned
         prefix that is not the oldest, or one too many.
         """
-        if self.waiting:
+        first = next((request for request in self.waiting if request.ready), None)
+        if first is not None and self._has_place(first):
             for answer in self.running.values():
                 self.room.grown(answer.key, answer.length)
         opened: list[Request] = []
@@ -152,13 +153,16 @@ class Scheduler:
             opened.append(request)
         return opened, plans
 
+    def _has_place(self, request: Request) -> bool:
+        return self.sequences + 1 + len(request.forks) <= self.cache.max_sequences
+
     def _admit_one(self, plans: list[StepPlan]) -> Request | None:
         going = list(self.prefills.values())
         pins = len(self.pinned) + sum(one.request.pinned for one in going)
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
-            if self.sequences + 1 + len(request.forks) > self.cache.max_sequences:
+            if not self._has_place(request):
                 break
             if request.prefix is not None and request.prefix.phase is not Phase.PREFILLED:
                 continue
@@ -224,8 +228,7 @@ class Scheduler:
         plans: list[StepPlan] = []
         for of, _ in step:
             if isinstance(of, Prefill) and of.position in of.checkpoints and not of.done:
-                optional = of.position in of.optional
-                plans += self.room.copy(of.request, of.key, of.tokens, optional=optional)
+                plans += self.room.checkpoint(of)
         for answer in self.running.values():
             if 0 < self.batch.answer_kept == len(answer.generated):
                 plans += self.room.copy(answer.request, answer.key, answer.tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
 from razor_dist.prefix.manifest import Tokens
 
 log = logging.getLogger(__name__)
+
+# If an entry frees nothing that is short, its worth, and its key: the least goes first.
+Worth = tuple[bool, float, int]
 
 
 @dataclass(eq=False)
@@ -57,6 +61,9 @@ class PrefixCache:
         if key in self._entries:
             self._entries[key].least_cut = self._accounts.grown(key, length)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._entries
+
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[CachedSequence]:
         return self.index.match(CachedSequence, namespace, tokens, most)
 
@@ -76,23 +83,36 @@ class PrefixCache:
             if cached > 1024:
                 log.info("%d of %d prompt tokens are cached", cached, prompt_tokens)
 
-    def evict(self, short: Bools, *but: int) -> int | None:
-        """Forget the entry that is worth least and holds any of what is ``short``; not ``but``."""
-        worths = []
-        for key, entry in self._entries.items():
-            if self._accounts[key].cached and key not in but:
-                frees = self._accounts.exclusive(key)
-                helps = bool((short & (frees > 0)).any())
-                nbytes = float(np.sum(self._accounts.weights @ frees))
-                worth = self.index.worth(entry, "device", self.index.covered(entry), nbytes)
-                worths.append((not helps, worth, key))
-        if not worths:
-            return None
-        _, worth, key = min(worths)
-        self.index.went("device", worth)
-        self.remove(key)
-        self.counts["evictions"] += 1
-        return key
+    def worths(self, short: Bools, *but: int) -> list[Worth]:
+        """Return a heap of the entries that may be evicted, but some: for `evict`."""
+        keys = [key for key in self._entries if self._accounts[key].cached and key not in but]
+        found = [self._worth(key, short) for key in keys]
+        heapify(found)
+        return found
+
+    def _worth(self, key: int, short: Bools) -> Worth:
+        entry, frees = self._entries[key], self._accounts.exclusive(key)
+        nbytes = float(np.sum(self._accounts.weights @ frees))
+        worth = self.index.worth(entry, "device", self.index.covered(entry), nbytes)
+        return not (short & (frees > 0)).any(), worth, key
+
+    def evict(self, worths: list[Worth], short: Bools) -> int | None:
+        """Forget the entry that is worth least and holds any of what is ``short``.
+
+        Evictions change what the others alone hold. To value hundreds anew after each of hundreds
+        takes seconds, so only the one that is to go is.
+        """
+        while worths:
+            found = self._worth(heappop(worths)[-1], short)
+            if worths and found > worths[0]:
+                heappush(worths, found)
+                continue
+            _, worth, key = found
+            self.index.went("device", worth)
+            self.remove(key)
+            self.counts["evictions"] += 1
+            return key
+        return None
 
     @property
     def evictable(self) -> int:

@@ -655,3 +655,24 @@ def test_a_request_waits_for_a_prefill_of_its_own_priority_while_others_go_first
     step(core)
     assert [one.request.id for one in core.scheduler.prefills.values()] == ["later", "first"]
     run(core)
+
+
+def test_what_waits_for_a_place_asks_nothing_of_the_answers_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else every step would see how far each can be cut back, which takes milliseconds for 64."""
+    core, _ = make_core(pages=60, slots=2, places=9 * WIDEST, share=True)
+    core.scheduler.batch.drafter = None
+    for name, answer in (("a", 12), ("b", 20)):
+        add(core, name, 4, answer, salt=name)
+    while len(core.scheduler.running) < 2:
+        step(core)
+    add(core, "c", 4)
+    looked: list[int] = []
+    monkeypatch.setattr(core.scheduler.room, "grown", lambda key, _: looked.append(key))
+    for _ in range(3):
+        step(core)
+    assert not looked and len(core.scheduler.waiting) == 1
+    [longer] = [key for key, of in core.scheduler.running.items() if of.id == "b"]
+    run(core)
+    assert looked == [longer]

@@ -13,6 +13,7 @@ import torch
 
 from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.cache.caches import CacheConfig
+from razor_dist.engine.room import Room
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.device import PrefixCache
 from razor_dist.prefix.index import PrefixIndex, Tier
@@ -81,10 +82,33 @@ def test_the_devices_clock_never_goes_back() -> None:
         of.keep(key, length)
         cache.add(NO_SALT, np.full(length, key == 3, np.int32), key)
     # The first two share all their pages, so that the eviction of either frees nothing.
-    assert cache.evict(of.sizes > 0) == 3
+    assert cache.evict(cache.worths(of.sizes > 0), of.sizes > 0) == 3
     before = index.clock["device"]
-    assert before > 0 and cache.evict(of.sizes > 0) in (1, 2)
+    assert before > 0 and cache.evict(cache.worths(of.sizes > 0), of.sizes > 0) in (1, 2)
     assert index.clock["device"] >= before
+
+
+def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again what goes: for a long prompt hundreds of sequences may have to."""
+    draw, room = random.Random(0), Room(accounts().cache, 1, Cost(), share=True)
+    of, cache = room.accounts, room.prefix_cache
+    assert cache is not None
+    worths = {key: draw.random() for key in range(60)}
+    for key, used in worths.items():
+        of.open(key, None, 0, 8, 8)
+        of[key].chunks = [Chunk(0, 8, 1)]
+        of.keep(key, 8)
+        cache.add(NO_SALT, np.full(8, key, np.int32), key)
+        cache._entries[key].used_at["device"] = used
+    valued: list[int] = []
+    exclusive = of.exclusive
+    monkeypatch.setattr(of, "exclusive", lambda key: valued.append(key) or exclusive(key))
+    need = of.free
+    need[0] += 2 * 40  # two pages of each
+    plans = room.make(need)
+    assert plans is not None
+    assert [plan.sequence for plan in plans] == sorted(worths, key=worths.__getitem__)[:40]
+    assert len(valued) == 60 + 40
 
 
 @pytest.mark.parametrize("seed", range(4))

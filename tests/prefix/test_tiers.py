@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from torch import Tensor
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.request import Prefill
 from razor_dist.engine.step_cost import StepCost
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
@@ -116,39 +117,74 @@ def test_another_number_of_ranks_reads_the_same_store(
     assert second[1] == {"turn": 269, "q1": 150} and second[2]["disk"]["failures"] == 0
 
 
-def half_read(comm: Communicator, path: str, given: dict[str, Any], ask: Ask) -> int:
-    """Read three quarters of a prompt and end as if killed; return how many nodes are whole."""
-    engine = engine_of(comm, path, given)
-    if comm.rank:
-        follow(engine)
-        return 0
-    core = engine.core
+def read_on(core: EngineCore, ask: Ask) -> Prefill:
+    """Read three quarters of a prompt, of which the disk has what it is to have."""
     core.scheduler.admission.checkpoint_seconds = 0.0
     core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
     core.step()  # which admits it
     [prefill] = core.scheduler.prefills.values()
     while prefill.position < prefill.end * 3 // 4:
         core.step()
-        time.sleep(0.05)  # for the disk
-    tiers = core.scheduler.room.tiers
-    assert tiers is not None and not prefill.done and tiers.nodes.entries("disk")
+        while core.scheduler.room.moves:
+            core._transfer()
+            core.scheduler.room.pause()
+    return prefill
+
+
+def half_read(
+    comm: Communicator, path: str, given: dict[str, Any], before: tuple[Ask, ...], ask: Ask
+) -> tuple[int, int]:
+    """Answer others, read three quarters of a prompt and end as if killed.
+
+    Return how many of its nodes are whole, and how many copies of it are cached.
+    """
+    engine = engine_of(comm, path, given)
+    if comm.rank:
+        follow(engine)
+        return 0, 0
+    core = engine.core
+    serve_all(core, before)
+    prefill = read_on(core, ask)
+    tiers, cache = core.scheduler.room.tiers, core.scheduler.room.prefix_cache
+    assert tiers is not None and cache is not None and not prefill.done
     tiers.close()  # the lock, which a kill gives back
     StepPlan(Op.STOP).send(comm)  # nothing is saved any more
-    return tiers.nodes.entries("disk")
+    copies = [entry for entry in cache._entries.values() if entry.end >= 64]
+    return tiers.nodes.entries("disk") - len(before), len(copies)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "others"), [(1, 0), (2, 0), (1, 20)])
 def test_a_prompt_in_work_is_on_disk_up_to_its_last_checkpoint(
-    world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+    world: int, others: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
+    """Also where what is cached must go for that; of its copies there is one at a time."""
     path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
     long = Ask("long", ids((1, 390)))
-    kept = ranks(world).run(half_read, path, store, long)[0]
-    assert kept == len(ranges(tmp_path)) >= 1
-    [(answers, cached, stats)] = ranks(world).run(lives, path, store, (long,))[0]
-    assert cached["long"] == ranges(tmp_path)[kept - 1][1] and cached["long"] >= 64
+    before = tuple(Ask(f"o{n}", ids((2 + n, 20))) for n in range(others))
+    kept, copies = ranks(world).run(half_read, path, store, before, long)[0]
+    whole = ranges(tmp_path)
+    assert copies == 1 and kept + others == len(whole) and kept > 1
+    [(answers, found, stats)] = ranks(world).run(lives, path, store, (long,))[0]
+    assert found["long"] == whole[-1][1] and found["long"] >= 64
     assert_alike(answers, alone(ranks, Path(path), (long,)))
     assert stats["disk"]["failures"] == 0
+
+
+def stops(comm: Communicator, path: str, given: dict[str, Any], writes: bool) -> list[int]:
+    """Return where reading a prompt stops, in an engine that may write to the store or may not."""
+    core = engine_of(comm, path, given).core
+    other = mock.patch.object(tiers.Writing, "is_possible", False)
+    with contextlib.nullcontext() if writes else other:
+        return read_on(core, Ask("long", ids((1, 390)))).checkpoints
+
+
+@pytest.mark.parametrize(("sequences", "writes"), [(1, True), (4, False)])
+def test_reading_does_not_stop_for_a_copy_that_cannot_go_to_disk(
+    sequences: int, writes: bool, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    """There is no room beside the one sequence; or another process writes to the store."""
+    given = {"prefix_store": str(tmp_path), "max_num_seqs": sequences}
+    assert ranks(1).run(stops, str(tiny("llama")), given, writes) == [[]]
 
 
 def held(
