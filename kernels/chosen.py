@@ -72,6 +72,10 @@ class Shard(NamedTuple):
         """Return the keys from index ``begin`` to ``end``."""
         return Shard(self.places[begin:end], self.edges.clamp(begin, end) - begin)
 
+    def before(self, end: int, keys: int) -> Shard:
+        """Return the keys of the first ``end`` tokens, of which it has so many."""
+        return Shard(self.places, self.edges[: blocks_of(end) + 1]).cut(0, keys)
+
 
 def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK)

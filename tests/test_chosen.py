@@ -273,6 +273,23 @@ def test_heads_are_taken_a_few_at_a_time(ranks: Ranks, tiny: Tiny) -> None:
     assert few < 0.7 * whole
 
 
+def shards_made(comm: Communicator, case: Case) -> int:
+    """Count how often it is found where keys stand, while an answer is decoded."""
+    runner = make_runner(comm, case)
+    prefill(runner, 0, case)
+    with mock.patch.object(chosen.Shard, "of", wraps=chosen.Shard.of) as made:
+        for token in case.forced:
+            runner.execute(answer((0, token)))
+    runner.execute(StepPlan(Op.CLOSE, 0))
+    return made.call_count
+
+
+def test_where_keys_stand_is_found_once_for_an_answer(ranks: Ranks, tiny: Tiny) -> None:
+    path, tokens = tiny("llama"), tokens_of(N + K)
+    case = Case(str(path), all_full(path), POLICY, tokens[:N], tokens[N:], share=1 / 300)
+    assert ranks(2).run(shards_made, case) == [1, 1]
+
+
 def _shards(n: int, ways: int) -> list[list[range]]:
     """A text of n tokens over so many ranks: a chunk, and answers dealt by position."""
     chunk = Chunk(0, max(1, n * 3 // 4), ways)

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import torch
+
 from razor_dist.cache.pages import PageTable
 from razor_dist.cache.slots import StreamingSlot
 from razor_dist.cache.streaming import SinksAndSums
+from razor_dist.kernels.chosen import Shard
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import shard_positions
 from razor_dist.parallel.zigzag import Chunk, Interval
@@ -62,6 +65,7 @@ class Sequence:
     position_mark: int = 0
     prefill: ChunkedPrefill | None = None  # until the last chunk of its prompt
     _runs: tuple[list[range], list[int]] | None = field(default=None, init=False, repr=False)
+    _shard: Shard | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.length == sum(self.shard_tokens) <= self.total
@@ -82,3 +86,13 @@ class Sequence:
             runs = shard_positions(self.chunks, self.total, rank, len(self.shard_tokens))
             self._runs = runs, list(itertools.accumulate(map(len, runs), initial=0))
         return self._runs
+
+    def shard(self, rank: int, device: torch.device) -> Shard:
+        """This rank's shard up to `total`, found once as `runs` is."""
+        if self._shard is None:
+            self._shard = Shard.of(self.runs(rank)[0], self.total, device)
+        return self._shard
+
+    def end_answer(self) -> None:
+        """Let go of what its next tokens would need: there are none."""
+        self._shard = None

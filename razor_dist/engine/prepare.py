@@ -176,17 +176,16 @@ class Preparation:
             at = slice(begin, begin + len(tokens))
             begin = at.stop
             span = Interval(sequence.length, sequence.length + len(tokens))
-            readers.append(self._reader(sequence, at, span))
+            shard = sequence.shard(self._comm.rank, self._device)
+            readers.append(self._reader(sequence, at, span, shard))
         return tuple(readers)
 
-    def _reader(self, sequence: Sequence, at: slice, span: Interval) -> BlockReader:
-        """Tokens that all ranks compute, at ``span``; ``at`` are their places."""
-        rank, size = self._comm.rank, self._comm.size
-        runs = shard_positions(sequence.chunks, span.end, rank, size)
-        shard = Shard.of(runs, span.end, self._device)
-        spans = self._caches.pages.spans(sequence.table, 0, len(shard.places))
+    def _reader(self, sequence: Sequence, at: slice, span: Interval, shard: Shard) -> BlockReader:
+        """Tokens at ``span``, in places ``at``, that all ranks compute; ``shard`` may go on."""
+        keys = sequence.table.tokens + len(owned_tokens(span, self._comm.rank, self._comm.size))
+        spans = self._caches.pages.spans(sequence.table, 0, keys)
         positions = torch.arange(span.begin, span.end, device=self._device)
-        return BlockReader(at, positions, positions, spans, shard)
+        return BlockReader(at, positions, positions, spans, shard.before(span.end, keys))
 
     def _sources(
         self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]
@@ -214,7 +213,10 @@ class Preparation:
         owned = owned_tokens(chunk.span, rank, size)
         exact = caches.scratch is not None and begin == 0
         prefill = ChunkedPrefill([{} for _ in caches.streaming])
-        at = slice(offset, offset + end - begin)
+        at, reader = slice(offset, offset + end - begin), None
+        if caches.choice is not None:
+            shard = Shard.of(shard_positions(sequence.chunks, end, rank, size), end, self._device)
+            reader = self._reader(sequence, at, chunk.span, shard)
         return ReplicatedTokens(
             entry.sequence,
             at,
@@ -224,7 +226,7 @@ class Preparation:
             caches.pages.extents(sequence.table, stored, stored + len(owned)),
             caches.pages.spans(sequence.table, 0, stored),
             _WindowParts([], chunk, 0, True, exact).each(caches, sequence, prefill),
-            None if caches.choice is None else self._reader(sequence, at, chunk.span),
+            reader,
         )
 
     def _chunk(self, entry: BatchEntry, sequence: Sequence) -> ChunkTokens:

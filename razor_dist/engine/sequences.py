@@ -86,6 +86,7 @@ class Sequences(dict[int, Sequence]):
         """Mark a sequence as not in use: it may be evicted."""
         sequence = self[key]
         assert sequence.prefill is None, "cache finished prompts only"
+        sequence.end_answer()
         self._caches.pages.cache(sequence.table)
         for cache, slot in zip(self._caches.streaming, sequence.streaming, strict=True):
             cache.cache(slot, sequence.length, sequence.total)
