@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from razor_dist.attention import decode
+from razor_dist.engine import decode_mode
 from razor_dist.kernels import decode_torch, fused
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.linear import use_joined_linear
@@ -44,7 +45,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from tests import cases
 from tests.cases import Case, answer, make_runner, prefill
-from tests.logits import POLICY, tokens_of
+from tests.logits import POLICY, split_of, tokens_of
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny
 
@@ -174,6 +175,20 @@ def test_models_that_change_what_is_rotated_rotate_it_themselves(
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     want, got = (ranks(1).run(decoded, str(tmp_path), yes)[0] for yes in (False, True))
     torch.testing.assert_close(got, want)
+
+
+def trials(comm: Communicator, path: str) -> int:
+    """Make a runner where rank 0 alone has what rotates; count the passes that try it."""
+    case = Case(path, split_of(Path(path)), POLICY, tokens_of(57))
+    alone = mock.patch.object(decode_mode, "rotates", lambda device: comm.rank == 0)
+    with alone, mock.patch.object(decode_mode, "run_without_attention") as tried:
+        assert not make_runner(comm, case)._postpones
+    return tried.call_count
+
+
+def test_all_ranks_try_to_rotate_in_attention_or_none(ranks: Ranks, tiny: Tiny) -> None:
+    """With sharded weights a rank that tries it alone would wait for the others' shares."""
+    assert ranks(2).run(trials, str(tiny("llama"))) == [0, 0]
 
 
 def test_a_part_that_cannot_be_tried_stays_as_it_is() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from razor_dist.attention.decode import rotates
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.tape import Step
@@ -127,6 +128,16 @@ def _every_head(model: PreTrainedModel) -> list[int]:
     """Query heads of each layer."""
     shape = ModelShape.from_config(model.config)
     return [shape.query_heads] * shape.layers
+
+
+def postpones_rotations(model: PreTrainedModel, comm: Communicator) -> bool:
+    """Tell if attention is to rotate a decode step's queries and keys; all ranks call it together.
+
+    Hosts may differ in whether they have a compiler, or Triton. All ranks try it, or none does: the
+    trial gathers sharded weights.
+    """
+    there = torch.tensor([rotates(model.device)], dtype=torch.int64)
+    return bool(comm.host.all_gather(there, "control").all()) and rotations_can_wait(model)
 
 
 def rotations_can_wait(model: PreTrainedModel) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from razor_dist.attention.context import PassContext
-from razor_dist.attention.decode import DecodeContext, rotates
+from razor_dist.attention.decode import DecodeContext
 from razor_dist.attention.prefill import PrefillContext
 from razor_dist.attention.replicated import ReplicatedContext
 from razor_dist.attention.sources import (
@@ -27,7 +27,7 @@ from razor_dist.attention.step import BlockTables, Pass, Step, StepInputs
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
 from razor_dist.engine.commit import Kept, commit, commit_run
-from razor_dist.engine.decode_mode import DecodeMode, rotations_can_wait
+from razor_dist.engine.decode_mode import DecodeMode, postpones_rotations
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
@@ -80,7 +80,7 @@ class ModelRunner:
         # Rotary embeddings of decode steps, to attention. Plans, on the meta device, have no such
         # step, and make a runner for each length that they look at.
         decodes = self.device.type != "meta"
-        self._postpones = decodes and rotates(self.device) and rotations_can_wait(model)
+        self._postpones = decodes and postpones_rotations(model, comm)
         self.caches = new_caches(layout, shape, cache, self.device)
         if shape.dual_chunk is not None:
             self.caches.dual = dual_chunk_of(model.base_model)

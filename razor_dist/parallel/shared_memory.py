@@ -63,6 +63,8 @@ _FUTEX_SLEEP = 0.005
 # What `kernels/cpu/links.h` says of a collective.
 _NO_PLACE, _DONE, _WAITING = range(3)
 
+# When another rank has ended, a rank waits so long for a last plan of rank 0.
+_LAST_PLAN_MS = 2000
 # Seconds between two looks of a process that runs, on however busy a machine.
 _MOST_OF_A_LOOK = 1.0
 
@@ -206,7 +208,7 @@ class SharedMemory(Communicator):
         super().__init__(group)
         self._timeout = timeout.total_seconds()
         self._ranks: dict[int, int] = {}  # by pidfd
-        self._ends, self._inbox_or_end = select.poll(), select.poll()
+        self._ends, self._inbox_or_end, self._inbox_only = (select.poll() for _ in range(3))
         with contextlib.ExitStack() as files:
 
             def opened(fd: int) -> int:
@@ -218,7 +220,8 @@ class SharedMemory(Communicator):
 
             self._inbox = opened(os.dup(inbox))
             os.set_blocking(self._inbox, False)
-            self._inbox_or_end.register(self._inbox, select.POLLIN)
+            for poll in (self._inbox_or_end, self._inbox_only):
+                poll.register(self._inbox, select.POLLIN)
             others = [rank for rank in range(self.size) if rank != self.rank]
             for rank in others:
                 end = opened(os.pidfd_open(processes[rank].pid))
@@ -350,7 +353,8 @@ class SharedMemory(Communicator):
     def _read(self, data: memoryview) -> None:
         while data:
             ready = self._sleep_until(self._inbox_or_end)
-            if self._inbox not in ready:
+            # Rank 0 tells the ranks to stop one by one: another may have ended before its turn.
+            if self._inbox not in ready and not self._inbox_only.poll(_LAST_PLAN_MS):
                 raise RuntimeError(f"rank {self._ranks[ready.pop()]} has ended")
             count = os.readv(self._inbox, [data])
             if not count:  # nobody can write any more

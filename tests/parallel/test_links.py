@@ -191,6 +191,30 @@ def test_a_rank_that_waits_for_a_plan_is_told_that_rank_0_has_ended() -> None:
         assert pool._pipes[1].recv() == (True, "rank 0 has ended")
 
 
+def stop_in_turn(comm: Communicator) -> str:
+    """Rank 0 sends a last plan to rank 1, which ends, and later to rank 2; return what that got."""
+    links, plan = connect(dist.group.WORLD, timedelta(seconds=60)), torch.zeros(2)
+    assert links is not None
+    if comm.rank == 0:
+        for outbox in links._outboxes:
+            links._write(outbox, memoryview(torch.ones(2).numpy()).cast("B"))
+            time.sleep(0.3)
+        return "told"
+    links.broadcast(plan, "control")
+    if comm.rank == 1:
+        os._exit(0)
+    return str(plan.tolist())
+
+
+def test_a_rank_reads_the_last_plan_after_another_has_ended() -> None:
+    """Rank 0 tells one after the other, and may be slow on a busy machine."""
+    with own_pool(3) as pool:
+        with pytest.raises((EOFError, ConnectionResetError)):  # rank 1 answers nothing
+            pool.run(stop_in_turn)
+        assert pool._pipes[2].poll(60)
+        assert pool._pipes[2].recv() == (True, "[1.0, 1.0]")
+
+
 def test_time_in_which_a_waiting_rank_was_stopped_does_not_count() -> None:
     with own_pool(2) as pool:
         assert pool.run(wait_for_a_plan, False) == ["nothing"] * 2
