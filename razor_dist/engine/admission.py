@@ -178,7 +178,8 @@ class Admission:
         """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.
 
         A process that is killed then loses what was prefilled since. The disk sets the pace:
-        nothing else is being saved.
+        nothing else is being saved. What is left of the prompt must be enough to be saved at its
+        end: a server that starts again would read it anew each time.
         """
         tiers = self.room.tiers
         if tiers is None or tiers.active or "disk" not in tiers.nodes.room or not prefill.began:
@@ -189,7 +190,9 @@ class Admission:
         since = max(past, default=prefill.begin)
         now = time.monotonic()
         due = max(prefill.began, prefill.saved_at) + self.checkpoint_seconds
-        if now < due or end - since < least_new(end, self.cache.page_size):
+        size = self.cache.page_size
+        is_new = end - since >= least_new(end, size)
+        if now < due or not is_new or prefill.end - end < least_new(prefill.end, size):
             return
         prefill.saved_at = now
         if tiers.writing.is_possible and self.room.can_copy(prefill.key, end):

@@ -117,13 +117,13 @@ def test_another_number_of_ranks_reads_the_same_store(
     assert second[1] == {"turn": 269, "q1": 150} and second[2]["disk"]["failures"] == 0
 
 
-def read_on(core: EngineCore, ask: Ask) -> Prefill:
-    """Read three quarters of a prompt, of which the disk has what it is to have."""
+def read_on(core: EngineCore, ask: Ask, part: float = 0.75) -> Prefill:
+    """Read a part of a prompt, of which the disk has what it is to have."""
     core.scheduler.admission.checkpoint_seconds = 0.0
     core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
     core.step()  # which admits it
     [prefill] = core.scheduler.prefills.values()
-    while prefill.position < prefill.end * 3 // 4:
+    while prefill.position < prefill.end * part:
         core.step()
         while core.scheduler.room.moves:
             core._transfer()
@@ -168,6 +168,22 @@ def test_a_prompt_in_work_is_on_disk_up_to_its_last_checkpoint(
     assert found["long"] == whole[-1][1] and found["long"] >= 64
     assert_alike(answers, alone(ranks, Path(path), (long,)))
     assert stats["disk"]["failures"] == 0
+
+
+def whole(comm: Communicator, path: str, given: dict[str, Any], ask: Ask) -> None:
+    core = engine_of(comm, path, given).core
+    read_on(core, ask, 1.0)
+    core.stop()
+
+
+@pytest.mark.parametrize("tokens", [300, 333, 365])
+def test_a_prompt_that_went_to_disk_while_it_was_read_is_there_to_its_end(
+    tokens: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Its last checkpoint leaves as much as makes a node."""
+    ask = Ask("long", ids((1, tokens)))
+    ranks(1).run(whole, str(tiny("llama")), {"prefix_store": str(tmp_path)}, ask)
+    assert len(ranges(tmp_path)) > 2 and ranges(tmp_path)[-1][1] == tokens
 
 
 def stops(comm: Communicator, path: str, given: dict[str, Any], writes: bool) -> list[int]:
