@@ -73,7 +73,7 @@ class Shard(NamedTuple):
         return Shard(self.places[begin:end], self.edges.clamp(begin, end) - begin)
 
     def before(self, end: int, keys: int) -> Shard:
-        """Return the keys of the first ``end`` tokens, of which it has so many."""
+        """Return the keys of the first ``end`` tokens; ``keys`` is how many of them are here."""
         return Shard(self.places, self.edges[: blocks_of(end) + 1]).cut(0, keys)
 
 

@@ -140,6 +140,12 @@ class CacheAccounts:
             [pool.exclusive_pages(table) for pool, table in pairs], self._widths(held.totals)
         )
 
+    def share_pages(self, one: int, other: int) -> bool:
+        """True if two sequences hold pages in common: those of a beginning, so the first ones."""
+        pairs = zip(self._held[one].tables, self._held[other].tables, strict=True)
+        firsts = ((a.numbers[:1], b.numbers[:1]) for a, b in pairs)
+        return any(len(a) and np.array_equal(a, b) for a, b in firsts)
+
     def together(self, keys: Seq[int]) -> Ints:
         """Return what sequences hold that share pages."""
         held = [self._held[key] for key in keys]

@@ -81,9 +81,8 @@ class BudgetOptions:
     middle_window: Annotated[
         int | None,
         Doc(
-            "Window of heads that give most attention to what the short one drops. [default: of "
-            "2, 4 and 8 short ones that --mass-tokens can measure the one with which the map "
-            "drops least]"
+            "Window of heads that give most attention to what the short one drops. [default: 2, "
+            "4 or 8 times the short one, whichever drops least; at most half of --mass-tokens]"
         ),
     ] = None
     middle_share: Annotated[

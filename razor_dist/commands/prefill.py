@@ -70,6 +70,8 @@ def prefill(
     log_from("warning")
     done, lost = 0, False
     with LLM(**{name: getattr(config, name) for name in config.model_fields_set}) as llm:
+        if template and not getattr(llm.get_tokenizer(), "chat_template", None):
+            raise ConfigError("--chat-template-kwargs: the model has no chat template")
         for source in sources:
             began, before = time.perf_counter(), _nodes(store)
             try:

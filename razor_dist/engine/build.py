@@ -74,7 +74,7 @@ class Loaded:
     roles: HeadRoles
     eos_token_ids: tuple[int, ...]
     weights: str  # their fingerprint, if prefixes are kept beyond the caches
-    about: dict[str, object]  # what all ranks must have loaded alike, by name; of several ranks
+    about: dict[str, object]  # what all ranks must have loaded alike, by name; empty for one rank
     # This rank's part of the weights, if they are sharded: the model cannot run yet.
     shares: ShardedWeights | None
 

@@ -101,7 +101,10 @@ class Room:
             key = self.prefix_cache.evict(worths, wanted)
             if key is None:
                 break
+            others = {other for *_, other in worths if other in self.prefix_cache}
+            sharing = [other for other in others if self.accounts.share_pages(other, key)]
             self.accounts.close(key)
+            self.prefix_cache.value_again(worths, sharing, wanted)
             plans += [*self.forget(key), StepPlan(Op.CLOSE, key)]
         return plans
 
@@ -165,7 +168,7 @@ class Room:
         return self.max_cached > 0 and bool((need <= available).all())
 
     def checkpoint(self, prefill: Prefill) -> list[StepPlan]:
-        """Keep a copy of a prompt in work, if there is room; `copy` says for which there is.
+        """Keep a copy of a prompt in work, if `copy` finds room.
 
         One that goes to disk takes the place of the one that is there already.
         """

@@ -87,7 +87,10 @@ class ManagedEngine:
         try:
             await self._keep_running()
         except Exception as error:
-            log.exception("the ranks cannot be supervised")
+            if isinstance(error, RazorError):
+                log.warning("the ranks cannot be started: %s", error)
+            else:
+                log.exception("the ranks cannot be supervised")
             self.client.failed(f"the ranks cannot be started: {error}")
 
     async def _keep_running(self) -> None:

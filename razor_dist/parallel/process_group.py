@@ -125,7 +125,8 @@ def shared_settings(config: EngineConfig) -> dict[str, object]:
     given = json.loads(config.engine_json())
     shared = {name: value for name, value in given.items() if name not in _OF_A_HOST}
     stores = config.prefix_store is not None
-    version = importlib.import_module("razor_dist").__version__  # whose imports are not this one's
+    # Not imported above: the package's root stands on this module.
+    version = importlib.import_module("razor_dist").__version__
     return {"razor_dist": version, **shared, "prefix_store is given": stores}
 
 

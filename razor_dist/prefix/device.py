@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -99,11 +100,14 @@ class PrefixCache:
     def evict(self, worths: list[Worth], short: Bools) -> int | None:
         """Forget the entry that is worth least and holds any of what is ``short``.
 
-        Evictions change what the others alone hold. To value hundreds anew after each of hundreds
-        takes seconds, so only the one that is to go is.
+        To value hundreds anew after each of hundreds takes seconds, so only the one that is to go
+        is, and those of which `value_again` is told.
         """
         while worths:
-            found = self._worth(heappop(worths)[-1], short)
+            key = heappop(worths)[-1]
+            if key not in self._entries:  # it was valued twice, and has gone
+                continue
+            found = self._worth(key, short)
             if worths and found > worths[0]:
                 heappush(worths, found)
                 continue
@@ -113,6 +117,11 @@ class PrefixCache:
             self.counts["evictions"] += 1
             return key
         return None
+
+    def value_again(self, worths: list[Worth], keys: Iterable[int], short: Bools) -> None:
+        """Value entries that shared pages with one that has gone: now they alone hold them."""
+        for key in keys:
+            heappush(worths, self._worth(key, short))
 
     @property
     def evictable(self) -> int:

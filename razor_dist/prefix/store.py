@@ -104,6 +104,7 @@ class PrefixStore:
         if not self.lock.acquire():
             return False
         try:
+            (self.folder / _REMOVED).mkdir(mode=0o700, exist_ok=True)
             remove_leftovers(self._root, self._remover.put)
             for path in node_folders(self.folder):
                 if _format_of(path) < FORMAT:
@@ -336,7 +337,10 @@ def _set_aside(path: Path) -> Path:
     """Take a node or a draft from where it is, as a whole; return the folder to be removed."""
     node = path.name.partition(".")[0]
     aside = path.parent / _REMOVED / f"{node}.{secrets.token_hex(4)}{_OLD}"
-    aside.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        aside.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError:  # such as on a full disk; then ranks look anew
+        aside = path.with_name(aside.name)
     return path.rename(aside)
 
 

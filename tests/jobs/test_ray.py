@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -174,22 +175,33 @@ def killed_nodes(cluster: Cluster, folder: Path, spared: str = "nothing") -> Ite
     raylets = [node.all_processes["raylet"][0].process for node in others]
     alive = [psutil.Process(raylet.pid) for raylet in raylets if raylet.poll() is None]
     killed: list[psutil.Process] = []
+    over = threading.Event()
+
+    def command(process: psutil.Process) -> str:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return " ".join(process.cmdline())
+        return ""
 
     def kill() -> None:
         while len(attempts(folder)) < 2 if (folder / RESULTS).exists() else True:
-            time.sleep(0.05)
+            if over.wait(0.05):
+                return
         for raylet in alive:
             workers = raylet.children(recursive=True)
-            if not any(spared in " ".join(worker.cmdline()) for worker in workers):
+            if not any(spared in command(worker) for worker in workers):
                 killed.append(raylet)
                 # Workers go on for seconds before they notice: a machine that dies has no such.
                 for process in (raylet, *workers):
-                    process.kill()
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    yield
-    killer.join()
+    try:
+        yield
+    finally:
+        over.set()
+        killer.join()
     assert killed
 
 

@@ -111,6 +111,26 @@ def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatc
     assert len(valued) == 60 + 40
 
 
+def test_what_alone_is_left_of_shared_pages_goes_before_what_was_used_later() -> None:
+    """A long prompt's copy frees little; once it has gone, the prompt holds its pages alone."""
+    room = Room(accounts().cache, 1, Cost(), share=True)
+    of, cache = room.accounts, room.prefix_cache
+    assert cache is not None
+    long = np.arange(2400, dtype=np.int32) + 10
+    texts = [long, long[:2250], *(np.full(40, key, np.int32) for key in range(10))]
+    for key, text in enumerate(texts):
+        of.open(key, 0 if key == 1 else None, len(text) if key == 1 else 0, len(text), len(text))
+        if key != 1:
+            of[key].chunks = [Chunk(0, len(text), 1)]
+        of.keep(key, len(text))
+        cache.add(NO_SALT, text, key)
+        cache._entries[key].used_at["device"] = 0.0 if key < 2 else 5.0
+    need = of.free
+    need[0] += 100
+    plans = room.make(need)
+    assert plans is not None and [plan.sequence for plan in plans] == [1, 0]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_least_worth_goes_first_and_is_looked_for_once(
     seed: int, monkeypatch: pytest.MonkeyPatch
