@@ -190,4 +190,4 @@ def test_identify_finds_its_retrieval_heads(
 def test_out_of_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["needle-model", str(tmp_path / "file")]) == 2
-    assert "cannot write the model to" in capsys.readouterr().err
+    assert "cannot make the folder" in capsys.readouterr().err
