@@ -143,8 +143,7 @@ class CacheAccounts:
     def share_pages(self, one: int, other: int) -> bool:
         """True if two sequences hold pages in common: those of a beginning, so the first ones."""
         pairs = zip(self._held[one].tables, self._held[other].tables, strict=True)
-        firsts = ((a.numbers[:1], b.numbers[:1]) for a, b in pairs)
-        return any(len(a) and np.array_equal(a, b) for a, b in firsts)
+        return any(a.pages and a.pages[:1] == b.pages[:1] for a, b in pairs)
 
     def together(self, keys: Seq[int]) -> Ints:
         """Return what sequences hold that share pages."""
