@@ -101,10 +101,7 @@ class Room:
             key = self.prefix_cache.evict(worths, wanted)
             if key is None:
                 break
-            others = {other for *_, other in worths if other in self.prefix_cache}
-            sharing = [other for other in others if self.accounts.share_pages(other, key)]
             self.accounts.close(key)
-            self.prefix_cache.value_again(worths, sharing, wanted)
             plans += [*self.forget(key), StepPlan(Op.CLOSE, key)]
         return plans
 

@@ -25,7 +25,7 @@ NOT_FINITE = "check the model's weights, or try --dtype fp32"  # after what is n
 
 
 class HeadRoles(NamedTuple):
-    """What an engine does with each head."""
+    """The part of each head in an engine."""
 
     retrieval: Sequence[Sequence[bool]]  # as `Flags`
     windows: Windows | None = None

@@ -59,20 +59,23 @@ class Reach(Criterion):
         super().begin(sample)
         check_one_chunk(self._body, max(len(sample.ids), self._length))
         self._texts += 1
+        self._turns = self._turns_of(len(sample.ids))
+        self._places = self._turns_of(self._length)
 
-    def _turns(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def _turns_of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first positions, as a text of the sample's length has them."""
         mark = position_mark(self._body, len(self.sample.ids))
         device = self._body.device
         positions = torch.arange(tokens, device=device) + mark
         cos, sin = self._body.rotary_emb(torch.zeros(1, device=device), positions[None])
-        if not self._turned[layer]:  # one of SmolLM3's without rotary embeddings
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return cos, sin
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         out, _ = query.attend(k, v, causal=True)
-        cos, sin = self._turns(layer, len(self.sample.ids))
+        turns, places = self._turns, self._places
+        if not self._turned[layer]:  # one of SmolLM3's without rotary embeddings
+            turns, places = _no_turns(*turns), _no_turns(*places)
+        cos, sin = turns
         # Turned back: by the negative angle, and without a scale that embeddings may have, whose
         # square is that of the first cosine, at position 0.
         q_1HTD, k_1KTD = query.q.flatten(0, 1)[None].float(), k[None].float()
@@ -80,7 +83,6 @@ class Reach(Criterion):
         scale = cos[0, 0, 0].square()
         q_mean, k_mean = (x.mean(2, keepdim=True) / scale for x in (q_1HTD, k_1KTD))
         every = (1, 1, self._length, 1)
-        places = self._turns(layer, self._length)
         q_1HLD, k_1KLD = self._rotate(q_mean.repeat(every), k_mean.repeat(every), *places)
         q_KGD = q_1HLD[0, :, -1].unflatten(0, (len(k), -1))
         weights_KGL = (q_KGD @ k_1KLD[0].transpose(-1, -2) * query.scale).softmax(-1)
@@ -89,6 +91,10 @@ class Reach(Criterion):
 
     def scores(self) -> Tensor:
         return self._reach / self._texts
+
+
+def _no_turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def _rotary_function(model: PreTrainedModel) -> Rotate:

@@ -1,4 +1,4 @@
-"""A prompt of a summary that is in work: what of it was read, and the answer so far."""
+"""Prompts of summaries while they are answered, and what is stored of their answers."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
 
 
 def shared_settings(config: EngineConfig) -> dict[str, object]:
-    """What every rank must have been started with, by name."""
+    """Return the settings that all ranks must have in common, by name."""
     given = json.loads(config.engine_json())
     shared = {name: value for name, value in given.items() if name not in _OF_A_HOST}
     stores = config.prefix_store is not None
@@ -138,8 +138,8 @@ def check_alike(ranks: Sequence[Mapping[str, object]]) -> None:
     for rank, own in enumerate(ranks):
         differ = [name for name in ranks[0] if own.get(name) != ranks[0][name]]
         if differ:
-            told = (f"{name}: {own.get(name)} and not {ranks[0][name]}" for name in differ)
+            what = (f"{name}: {own.get(name)} and not {ranks[0][name]}" for name in differ)
             raise ConfigError(
-                f"rank {rank} differs from rank 0 ({'; '.join(told)}): start the ranks of all "
+                f"rank {rank} differs from rank 0 ({'; '.join(what)}): start the ranks of all "
                 "hosts with the same settings, head map, weights and razor_dist"
             )

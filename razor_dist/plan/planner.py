@@ -103,8 +103,9 @@ class Plan:
             found = remedies(
                 self.deployment, self.context, self.memory.total, self.budget, self._bytes
             )
-            most = f"{tokens(self.longest)} tokens fit, with max_model_len: {self.longest}"
-            most = most if self.longest else "no context fits"
+            most = "no context fits"
+            if self.longest:
+                most = f"{tokens(self.longest)} tokens fit, with max_model_len: {self.longest}"
             said = [f"does not fit: {memory}; {most}; {found}"]
         if self.memory.weights > self.budget:
             said[0] += f" (weights, whole on every rank, take {self.memory.weights / 1e9:.1f} GB)"

@@ -7,8 +7,8 @@ never evicted. What they hold on every rank is in `CacheAccounts`, by the same k
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -100,28 +100,27 @@ class PrefixCache:
     def evict(self, worths: list[Worth], short: Bools) -> int | None:
         """Forget the entry that is worth least and holds any of what is ``short``.
 
-        To value hundreds anew after each of hundreds takes seconds, so only the one that is to go
-        is, and those of which `value_again` is told.
+        An entry is valued anew when it is about to go. One that shared pages with what goes is the
+        next to be: now it may hold them alone, and be worth less for each byte. Valuing hundreds
+        after each of hundreds of evictions takes seconds.
         """
         while worths:
             key = heappop(worths)[-1]
-            if key not in self._entries:  # it was valued twice, and has gone
+            if key not in self._entries:  # it was there twice, and has gone
                 continue
             found = self._worth(key, short)
             if worths and found > worths[0]:
                 heappush(worths, found)
                 continue
             _, worth, key = found
+            for other in {other for *_, other in worths if other in self._entries}:
+                if self._accounts.share_pages(other, key):
+                    heappush(worths, (False, -math.inf, other))
             self.index.went("device", worth)
             self.remove(key)
             self.counts["evictions"] += 1
             return key
         return None
-
-    def value_again(self, worths: list[Worth], keys: Iterable[int], short: Bools) -> None:
-        """Value entries that shared pages with one that has gone: now they alone hold them."""
-        for key in keys:
-            heappush(worths, self._worth(key, short))
 
     @property
     def evictable(self) -> int:

@@ -104,7 +104,6 @@ class PrefixStore:
         if not self.lock.acquire():
             return False
         try:
-            (self.folder / _REMOVED).mkdir(mode=0o700, exist_ok=True)
             remove_leftovers(self._root, self._remover.put)
             for path in node_folders(self.folder):
                 if _format_of(path) < FORMAT:
@@ -174,8 +173,7 @@ class PrefixStore:
         path = self.folder / manifest.node
         with self._own_change():
             # One that could not be read, or it would not have been written again.
-            replaces = path.exists()
-            if replaces:
+            if replaces := path.exists():
                 remove_node(path, self._remover.put)
             stamp = _stamp(draft.stat())  # before another process can put its own in this place
             draft.rename(path)
@@ -360,8 +358,7 @@ def remove_leftovers(directory: Path, remove: Callable[[Path], None] = _remove_f
     A directory may hold files of others, which stay. ``remove`` gets the folders.
     """
     removed, old = 0, time.time() - _FILE_SECONDS
-    names = ("", CONTEXTS, _REMOVED)
-    own = [folder / name for folder in folders(directory) for name in names]
+    own = [folder / name for folder in folders(directory) for name in ("", CONTEXTS, _REMOVED)]
     for path in [path for folder in own if folder.is_dir() for path in folder.iterdir()]:
         with contextlib.suppress(OSError):
             if _FOLDER_LEFT.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""Which parts of what is stored a rank reads."""
+"""The parts of a stored prefix that a rank reads."""
 
 from __future__ import annotations
 
