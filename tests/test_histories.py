@@ -33,7 +33,13 @@ from razor_dist.heads.decision import HeadRoles
 from razor_dist.kernels import chosen
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix import transfer
-from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, answer_ids
+from razor_dist.protocol.messages import (
+    CacheScope,
+    Progress,
+    PromptLogprobs,
+    Token,
+    answer_ids,
+)
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import model_and_shape
@@ -143,8 +149,7 @@ class Client:
                 prefix_id=prefix,
                 pin=ask.pin,
                 quota=None if ask.quota is None else ("key", ask.quota),
-                cache_salt=ask.salt,
-                cache_prompt=ask.cache_prompt,
+                scope=CacheScope(ask.salt, ask.cache_prompt),
             )
         except RequestError as error:
             assert error.code in REFUSED or error.param in ("n", "return_sources"), error

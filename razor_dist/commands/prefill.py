@@ -83,18 +83,20 @@ def prefill(
                 _ = llm.info  # if a rank has died, waits until all are started again
                 continue
             done += 1
-            seconds = time.perf_counter() - began
-            read = f"{total} tokens, {cached} of them were there; {seconds:.1f} s"
+            seconds = f"{time.perf_counter() - began:.1f} s"
             why = "" if _entitle(store, before, source.id) else _unkept(config, total, cached)
             lost |= why == _LOST
-            typer.echo(f"{source.id}: {read}{why}")
+            typer.echo(f"{source.id}: {total} tokens, {cached} of them were there; {seconds}{why}")
         disk = llm.stats()["prefix_cache"]["disk"]
-    size = f"{disk['entries']} prefixes, {disk['bytes'] / 2**20:.1f} MiB"
-    typer.echo(f"{done} of {len(sources)} documents read; {store} holds {size}")
+    typer.echo(f"{done} of {len(sources)} documents read; {store} holds {_held(disk)}")
     if disk["evictions"]:
         typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
     lost |= any(disk[name] for name in ("evictions", "failures", "no_room"))
     raise typer.Exit(0 if done == len(sources) and not lost else EXIT_SOME_FAILED)
+
+
+def _held(disk: dict[str, int]) -> str:
+    return f"{disk['entries']} prefixes, {disk['bytes'] / 2**20:.1f} MiB"
 
 
 def _template_arguments(text: str) -> dict[str, Any]:

@@ -220,7 +220,8 @@ def make_engine(
     layout, length = mode.layout, capacity.context_length(config, shape)
     chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
     free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
-    room = capacity.cache_room(free, config, shape, layout, length, chunk, comm.size, dtype)
+    working = capacity.working_bytes(config, shape, layout, length, chunk, comm.size, dtype)
+    room = capacity.cache_room(free, working)
     cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:

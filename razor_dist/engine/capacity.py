@@ -180,8 +180,12 @@ def prefix_bytes(config: EngineConfig, device: str) -> int:
     return int(config.prefix_host_gb * 2**30 / config.world_size) if device == "cpu" else 0
 
 
-def cache_room(
-    free: float,
+def cache_room(free: float, working: float) -> float:
+    """Bytes for a rank's caches, of those ``free`` beside weights, if a chunk takes ``working``."""
+    return _SHARE * (free - working)
+
+
+def working_bytes(
     config: EngineConfig,
     shape: ModelShape,
     layout: HeadLayout,
@@ -190,14 +194,11 @@ def cache_room(
     world_size: int,
     dtype: torch.dtype,
 ) -> float:
-    """Bytes for a rank's caches, of those that are ``free`` beside the weights.
-
-    The rest is for a chunk's activations, which are most at the end of a text of ``length`` tokens.
-    """
+    """Bytes of a chunk's activations at the end of a text of ``length`` tokens: the most there."""
     hidden = shape.query_heads * shape.head_dim * dtype.itemsize
     working = _ACTIVATIONS * chunked_prefill_size / world_size * hidden
     if config.retrieval_share and chooses(length):
         last = Chunk(max(0, length - chunked_prefill_size), length, world_size)
         rows = max(len(heads.retrieval) for heads in layout.layers)
         working += activation_bytes(last, rows, shape.group, shape.head_dim, dtype)
-    return _SHARE * (free - working)
+    return working

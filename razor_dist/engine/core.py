@@ -26,7 +26,9 @@ from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step_cost import StepSeconds
 from razor_dist.engine.time_left import seconds_left
 from razor_dist.protocol.messages import (
+    ANY_REQUEST,
     AboutRequest,
+    CacheScope,
     Failed,
     Tokens,
     answer_ids,
@@ -108,17 +110,15 @@ class EngineCore:
         prefix_id: str | None = None,
         pin: bool = False,
         quota: tuple[str, int] | None = None,
-        cache_salt: str | None = None,
-        cache_prompt: bool = True,
+        scope: CacheScope = ANY_REQUEST,
     ) -> None:
         """Queue a request.
 
         Messages about its ``params.n`` answers carry the ids of `answer_ids`. With ``prefix_id``,
         ``prompt`` continues that pinned request: its pages are shared, its streaming caches copied.
         With ``pin``, the prompt is only prefilled, and its caches kept for requests that continue
-        it, until it is aborted; ``quota`` bounds the bytes of one owner's. Requests of another
-        ``cache_salt`` share no caches with it, unless they name it as their prefix. Without
-        ``cache_prompt`` none does, and nothing of it is kept when it ends.
+        it, until it is aborted; ``quota`` bounds the bytes of one owner's. With a prefix, its
+        salt counts and not that of ``scope``.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -132,13 +132,7 @@ class EngineCore:
             if prefix is None or not prefix.pinned:
                 raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
         request = self._intake.request(
-            request_id,
-            prompt,
-            params,
-            prefix=prefix,
-            pin=pin,
-            cache_salt=cache_salt,
-            cache_prompt=cache_prompt,
+            request_id, prompt, params, prefix=prefix, pin=pin, scope=scope
         )
         if quota is not None:
             # What was released and is continued still holds its room.

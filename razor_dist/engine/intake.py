@@ -10,7 +10,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.prefix.index import Namespace
-from razor_dist.protocol.messages import Tokens, answer_ids, as_tokens
+from razor_dist.protocol.messages import CacheScope, Tokens, answer_ids, as_tokens
 from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import GrammarCompiler
@@ -51,8 +51,7 @@ class Intake:
         *,
         prefix: Request | None,
         pin: bool,
-        cache_salt: str | None,
-        cache_prompt: bool,
+        scope: CacheScope,
     ) -> Request:
         """Make a request and its answers, none if it is to be pinned.
 
@@ -72,7 +71,7 @@ class Intake:
         if prefix is None:
             # Keys of other rotary frequencies, if there are any, are of no use.
             most = self.max_model_len if pin else end + max_tokens
-            namespace = (cache_salt, self._runner.position_mark(most - 1))
+            namespace = (scope.salt, self._runner.position_mark(most - 1))
         else:
             namespace = prefix.namespace
         request = Request(
@@ -84,7 +83,7 @@ class Intake:
             chunked_prefill_size=chunked_prefill_size,
             prefix=prefix,
             namespace=namespace,
-            cache_prompt=cache_prompt,
+            cache_prompt=scope.shared,
             arrived=self._clock(),
         )
         if not pin:

@@ -53,7 +53,7 @@ class Request:
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     prefix: Request | None = None  # a pinned prefix that this one continues
     namespace: Namespace = (None, 0)  # prompts of different ones share no caches
-    cache_prompt: bool = True  # as in `Add`
+    cache_prompt: bool = True  # False: as `CacheScope.shared`
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
     answers: list[Answer] = field(default_factory=list)  # those that have not ended
     grammar: Future[Grammar] | None = None  # what every answer must match

@@ -180,8 +180,7 @@ def _handle(engine: RankEngine, message: Add | Abort | StatsQuery) -> list[ToFro
                     prefix_id=message.prefix,
                     pin=message.pin,
                     quota=message.quota,
-                    cache_salt=message.cache_salt,
-                    cache_prompt=message.cache_prompt,
+                    scope=message.scope,
                 )
             except RequestError as error:
                 return [Failed.of(id_, error) for id_ in answer_ids(message.id, params.n)]

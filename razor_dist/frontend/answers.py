@@ -19,7 +19,14 @@ from razor_dist.frontend.passages import Trace
 from razor_dist.frontend.pins import Pinned
 from razor_dist.frontend.prompts import Checked
 from razor_dist.frontend.stream import RequestStream
-from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, Tokens
+from razor_dist.protocol.messages import (
+    ANY_REQUEST,
+    CacheScope,
+    Progress,
+    PromptLogprobs,
+    Token,
+    Tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ class LiveChoices:
 
     There are as many for each prompt as its parameters ask for, one prompt's after the other's.
     With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
-    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix``, ``cache_salt`` and
-    ``cache_prompt`` are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with
+    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix`` and ``scope``
+    are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with
     nothing submitted, and `EngineError` if the engine is not ready.
     """
 
@@ -80,8 +87,7 @@ class LiveChoices:
         report_progress: bool = False,
         prefix: RequestStream | None = None,
         pinned: Pinned | None = None,
-        cache_salt: str | None = None,
-        cache_prompt: bool = True,
+        scope: CacheScope = ANY_REQUEST,
     ) -> None:
         client.check_room(sum(prompt.params.n for prompt in prompts))
         self.choices: list[Choice] = []
@@ -94,14 +100,8 @@ class LiveChoices:
         if pinned is not None:
             prefix, begin = pinned.last.stream, pinned.last.tokens
         for tokens, params, text in prompts:
-            streams = client.submit(
-                uuid.uuid4().hex,
-                tokens[begin:],
-                params,
-                prefix=prefix,
-                cache_salt=cache_salt,
-                cache_prompt=cache_prompt,
-            )
+            name = uuid.uuid4().hex
+            streams = client.submit(name, tokens[begin:], params, prefix=prefix, scope=scope)
             entries: list[Any] = []
             for answer, stream in enumerate(streams):
                 choice = Choice(tokens, answer, prompt_entries=entries)

@@ -21,10 +21,12 @@ from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
 from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.messages import (
+    ANY_REQUEST,
     Abort,
     AboutRequest,
     Add,
     Alive,
+    CacheScope,
     EngineInfo,
     Failed,
     Fields,
@@ -160,8 +162,7 @@ class EngineClient:
         pin: bool = False,
         quota: tuple[str, int] | None = None,
         prefix: RequestStream | None = None,
-        cache_salt: str | None = None,
-        cache_prompt: bool = True,
+        scope: CacheScope = ANY_REQUEST,
     ) -> list[RequestStream]:
         """Submit a request; it is on its way when this returns.
 
@@ -169,8 +170,7 @@ class EngineClient:
         `GrammarProcess.compiled` what it must match. With ``pin`` the prompt is only read, and its
         caches are kept until the stream is closed; a ``prefix`` is the stream of such a request,
         which the prompt continues. Returns a stream for each of the ``params.n`` answers, with
-        `Token` messages, the first with `Progress` and `PromptLogprobs` as well. Requests of
-        another ``cache_salt`` share no caches with it, and none does without ``cache_prompt``.
+        `Token` messages, the first with `Progress` and `PromptLogprobs` as well.
 
         Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
@@ -190,7 +190,7 @@ class EngineClient:
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
         prompt, wire = pack(prompt_ids), params.to_wire()
-        add = Add(request_id, prompt, wire, pin, continued, quota, cache_salt, cache_prompt)
+        add = Add(request_id, prompt, wire, pin, continued, quota, scope)
         self.rank0.send(add)
         self._streams |= streams
         if pin:

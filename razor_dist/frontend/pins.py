@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
-from razor_dist.protocol.messages import Progress, Tokens
+from razor_dist.protocol.messages import CacheScope, Progress, Tokens
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
@@ -42,7 +42,7 @@ class Pin:
             pin=True,
             quota=quota,
             prefix=before,
-            cache_salt=cache_salt,
+            scope=CacheScope(cache_salt),
         )
         self.cached: int | None = None  # tokens that were in the caches at its admission
         self.is_whole = False

@@ -31,6 +31,7 @@ from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import OF_SETTINGS, Item, ItemSize, Update, Work
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
+from razor_dist.protocol.messages import CacheScope
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +197,8 @@ def _answer(
     yield ItemSize(sum(len(prompt.tokens) for prompt in prompts))
     # A log of its own: other requests are read at the same time.
     with renamed(parsed.names):
-        answers = llm.call().choices(
-            prompts, parsed.cache_salt, ReadingLog(item_id), cache_prompt=parsed.cache_prompt
-        )
+        scope = CacheScope(parsed.cache_salt, parsed.cache_prompt)
+        answers = llm.call().choices(prompts, scope, ReadingLog(item_id))
         choices = llm.loop.run(answers)
     form = FORMATS[endpoint](parsed, limits.model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}

@@ -20,7 +20,7 @@ from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.llm.conversations import Conversation
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import OnProgress, PromptBar, UseTqdm
-from razor_dist.protocol.messages import Progress, check_text
+from razor_dist.protocol.messages import CacheScope, Progress, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -185,15 +185,13 @@ class GenerationCall:
     async def choices(
         self,
         prompts: Sequence[Checked],
-        cache_salt: str | None,
+        scope: CacheScope,
         use_tqdm: UseTqdm,
-        *,
-        cache_prompt: bool = True,
     ) -> list[Choice]:
         """Return all prompts' answers as the server's formats take them; otherwise as `run`."""
 
         async def answered(prompt: Checked, on_progress: OnProgress) -> list[Choice]:
-            live = await self._submitted(prompt, cache_salt, cache_prompt)
+            live = await self._submitted(prompt, scope)
             try:
                 async for event in live.events():
                     if event is not None and isinstance(event.what, Progress):
@@ -229,9 +227,7 @@ class GenerationCall:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _submitted(
-        self, prompt: Checked, cache_salt: str | None, cache_prompt: bool = True
-    ) -> LiveChoices:
+    async def _submitted(self, prompt: Checked, scope: CacheScope) -> LiveChoices:
         """Submit a prompt once its constraint is compiled."""
         prompts = await self.client.compiled([prompt])
         # Another thread may have released the prefix meanwhile.
@@ -242,8 +238,7 @@ class GenerationCall:
             prompts,
             report_progress=True,
             prefix=pinned,
-            cache_salt=cache_salt,
-            cache_prompt=cache_prompt,
+            scope=scope,
         )
 
     async def stream(
@@ -259,7 +254,7 @@ class GenerationCall:
         result.outputs = [_unfinished(index, params) for index in range(params.n)]
         if self.prefix is not None:
             result.num_cached_tokens = self.prefix.num_tokens
-        live = await self._submitted(checked, salt)
+        live = await self._submitted(checked, CacheScope(salt))
         begin = time.perf_counter()
         try:
             async for event in live.events():

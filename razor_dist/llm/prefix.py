@@ -12,7 +12,7 @@ from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import Checked
 from razor_dist.frontend.stream import RequestStream
 from razor_dist.llm.progress import PromptBar, UseTqdm
-from razor_dist.protocol.messages import Progress, Tokens
+from razor_dist.protocol.messages import CacheScope, Progress, Tokens
 
 # Tokens at a prefix's end that decide how the text after them is tokenised.
 _BORDER = 64
@@ -118,7 +118,7 @@ async def read_prefix(
     """Prefill a prompt that the engine then keeps; arguments as in `PromptBar` and `Prefix`."""
     tokens = len(prompt.tokens)
     [stream] = client.submit(
-        request_id, prompt.tokens, prompt.params, pin=True, cache_salt=cache_salt
+        request_id, prompt.tokens, prompt.params, pin=True, scope=CacheScope(cache_salt)
     )
     try:
         with PromptBar(use_tqdm, [tokens]) as bar:

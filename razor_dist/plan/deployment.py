@@ -22,6 +22,7 @@ from razor_dist.engine.capacity import (
     cached_tail,
     chunk_length,
     streaming_dtype,
+    working_bytes,
 )
 from razor_dist.engine.checks import check_shape
 from razor_dist.engine.decode_mode import why_replicated
@@ -219,8 +220,8 @@ class Deployment:
     def cache(self, max_model_len: int, free: float = math.inf) -> CacheConfig:
         """The engine's caches for so long a sequence, in ``free`` bytes beside the weights."""
         heads, sizes = (self.config, self.shape, self.layout), (self.world_size, self.dtype)
-        room = cache_room(free, *heads, max_model_len, self.chunked_prefill_size, *sizes)
-        return self._cache(self.config, self.layout, max_model_len, room)
+        working = working_bytes(*heads, max_model_len, self.chunked_prefill_size, *sizes)
+        return self._cache(self.config, self.layout, max_model_len, cache_room(free, working))
 
     def one_cache(self, layout: HeadLayout, tokens: int) -> CacheConfig:
         alone = self.config.model_copy(update={"kv_tokens": None, "max_num_seqs": 1})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from asyncio import StreamReader
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,6 +34,16 @@ class _Message(msgspec.Struct, tag_field="t", omit_defaults=True):
     """Fields with a default are not sent while they have it."""
 
 
+class CacheScope(NamedTuple):
+    """Which other requests may use a request's caches."""
+
+    salt: str | None = None  # those of another salt may not
+    shared: bool = True  # False: none may, and the caches end with it
+
+
+ANY_REQUEST = CacheScope()
+
+
 class Add(_Message, tag="add"):
     """Queue a request; messages about its n answers carry the ids of `answer_ids`."""
 
@@ -45,8 +55,7 @@ class Add(_Message, tag="add"):
     prefix: str | None = None  # id of a pinned request that this prompt continues
     # Of a pinned prefix: whose it is, and the bytes that all of this owner may take.
     quota: tuple[str, int] | None = None
-    cache_salt: str | None = None  # requests of another one share no caches with it
-    cache_prompt: bool = True  # False: its caches are of no other request, and end with it
+    scope: CacheScope = ANY_REQUEST
 
 
 class Abort(_Message, tag="abort"):

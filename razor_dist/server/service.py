@@ -24,7 +24,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
-from razor_dist.protocol.messages import EngineInfo, Fields
+from razor_dist.protocol.messages import CacheScope, EngineInfo, Fields
 from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
@@ -181,8 +181,7 @@ class Service:
                 prompts,
                 report_progress=parsed.return_progress,
                 pinned=pinned,
-                cache_salt=salt,
-                cache_prompt=parsed.cache_prompt,
+                scope=CacheScope(salt, parsed.cache_prompt),
             )
         except BaseException:
             if pinned is not None:

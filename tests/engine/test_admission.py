@@ -30,7 +30,7 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sequences import Sequences
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.messages import Progress, Token, answer_ids
+from razor_dist.protocol.messages import CacheScope, Progress, Token, answer_ids
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.engine.test_core import evict_all
@@ -206,7 +206,7 @@ def add(
     params = SamplingParams(temperature=0, max_tokens=answer, priority=priority, n=n)
     # Two texts that part after 11 tokens; what a stand-in generates is token 0.
     ids = ([1] * 11 + [text] * prompt)[:prompt]
-    core.add(name, ids, params, pin=pin, prefix_id=prefix, cache_salt=salt)
+    core.add(name, ids, params, pin=pin, prefix_id=prefix, scope=CacheScope(salt))
 
 
 def step(core: EngineCore) -> list[dict[str, Any]]:

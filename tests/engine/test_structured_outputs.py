@@ -31,7 +31,7 @@ from razor_dist.heads.decision import HeadRoles
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import StepPlan
 from razor_dist.protocol.structured_outputs import (
@@ -167,7 +167,7 @@ def asked_again(
         accept(grammar, 9 if len(accepted) == fails_at else token)  # a bracket
 
     def ask(name: str, salt: str | None = None) -> list[Any]:
-        core.add(name, prompt(150), params, cache_salt=salt)
+        core.add(name, prompt(150), params, scope=CacheScope(salt))
         return run(core)[name]
 
     core.scheduler.batch.drafter = None

@@ -16,7 +16,7 @@ from razor_dist.engine.worker import follow
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix import transfer
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import model_and_shape
 from tests.engine.test_core import evict_all, prompt
@@ -112,9 +112,9 @@ def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
     for ask in asks:
         if ask.release is not None:
             core.abort(ask.release)
-        about: dict[str, Any] = {"cache_salt": ask.salt, "pin": ask.pin, "prefix_id": ask.prefix}
-        about["cache_prompt"] = ask.cache_prompt
-        core.add(ask.name, list(ask.ids), ask.params, **about)
+        about: dict[str, Any] = {"pin": ask.pin, "prefix_id": ask.prefix}
+        scope = CacheScope(ask.salt, ask.cache_prompt)
+        core.add(ask.name, list(ask.ids), ask.params, scope=scope, **about)
         if ask.steps is not None:
             for _ in range(ask.steps):
                 if core.has_work:

@@ -40,6 +40,7 @@ from razor_dist.prefix.store import (
     node_folders,
     read_node,
 )
+from razor_dist.protocol.messages import CacheScope
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.engine.test_core import evict_all
 from tests.prefix.engines import (
@@ -120,7 +121,7 @@ def test_another_number_of_ranks_reads_the_same_store(
 def read_on(core: EngineCore, ask: Ask, part: float = 0.75) -> Prefill:
     """Read a part of a prompt, of which the disk has what it is to have."""
     core.scheduler.admission.checkpoint_seconds = 0.0
-    core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
+    core.add(ask.name, list(ask.ids), ask.params, scope=CacheScope(ask.salt))
     core.step()  # which admits it
     [prefill] = core.scheduler.prefills.values()
     while prefill.position < prefill.end * part:

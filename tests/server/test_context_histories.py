@@ -31,7 +31,7 @@ from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.kept import KeptText
 from razor_dist.frontend.prompts import Checked
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import Add, Ready, ToEngine, ToFrontend
+from razor_dist.protocol.messages import Add, CacheScope, Ready, ToEngine, ToFrontend
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.contexts import Contexts
 from tests.engine.test_core import evict_all, run, tokens
@@ -204,7 +204,7 @@ class History:
         pinned, used = (None, []) if found is None else found
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=ask.n)
         prompt = Checked(np.array(text, np.int32), params)
-        choices = LiveChoices(server.client, None, [prompt], pinned=pinned, cache_salt=salt)
+        choices = LiveChoices(server.client, None, [prompt], pinned=pinned, scope=CacheScope(salt))
         server.asked.append((choices, text))
         self.happened["by handle"] += base is not None
         for context in used:
