@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -85,7 +86,7 @@ def write_report(folder: Path) -> str:
     run = Run(folder, KIND, "eval fidelity")
     untimed = [{k: v for k, v in result.items() if k != "timing"} for result in run.results]
     write_json(folder / SUMMARY, {"settings": run.settings, "results": untimed})
-    texts = _by_text(run.results)
+    texts = _by_text(_named_apart(run.results))
     picture = ""
     if run.results:
         draw(texts, folder / PICTURE)
@@ -100,6 +101,18 @@ def write_report(folder: Path) -> str:
         *(page for text, own in texts.items() for page in _pages(text, own)),
         failures(run.failed),
     )
+
+
+def _named_apart(results: Sequence[Result]) -> list[Result]:
+    """Add a digest to the name of a text or method where a folder has another of that name."""
+    found = [dict(result) for result in results]
+    for name, content in (("text", "digest"), ("method", "fingerprint")):
+        kinds = {(result[name], result.get(content)) for result in results}
+        twice = Counter(own for own, _ in kinds)
+        for result in found:
+            if twice[result[name]] > 1:
+                result[name] = f"{result[name]} ({result.get(content, 'of before')})"
+    return found
 
 
 def _by_text(results: Sequence[Result]) -> dict[str, list[Result]]:

@@ -147,6 +147,8 @@ class FidelityTask:
         figures, cost = model.measure(method, text.scored, one_by_one=one_by_one)
         return {
             "text": text.name,
+            "digest": text.digest,
+            "fingerprint": method.fingerprint,
             "tokens": len(text.ids) // 4,
             "prompt_tokens": text.prompt,
             "method": method.name,

@@ -223,6 +223,7 @@ class MapsConfig(GridConfig):
     """Settings of ``eval maps``; frozen. Documents with needles are as long as the texts."""
 
     lengths: Lengths = (2400,)
+    depths: Depths = (5, 10, 20, 30, 40)  # beyond the windows of streaming heads alone, too
     needles: int = Field(default=2, ge=1, description="Documents of each length and depth.")
     tokens: Size = Field(default=2560, ge=200, description="Of each text, and of the budgets.")
     budgets: Annotated[tuple[float, ...], LISTED] = Field(

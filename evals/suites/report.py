@@ -73,17 +73,13 @@ class Scores:
         own = self._cells[method, task, length]
         return [score - full[number] for number, score in own.items() if number in full]
 
-    def lost_and_gained(self, method: str, task: str, length: int) -> tuple[int, int]:
-        """Count the samples that score below full attention, and above it."""
-        changes = self.changes(method, task, length)
-        return sum(change < 0 for change in changes), sum(change > 0 for change in changes)
-
-    def beside_full(self, method: str, task: str, length: int) -> list[str]:
+    def beside_full(self, method: str, tasks: Sequence[str], length: int) -> list[str]:
         """Return samples lost and gained, and the mean change; nothing if none has both."""
-        if not (changes := self.changes(method, task, length)):
+        changes = [change for task in tasks for change in self.changes(method, task, length)]
+        if not changes:
             return []
         low, high = interval(changes, -100, 100)
-        counts = map(str, self.lost_and_gained(method, task, length))
+        counts = map(str, lost_and_gained(changes))
         return [*counts, f"{fmean(changes):+.1f} ({low:+.1f} to {high:+.1f})"]
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -93,7 +89,9 @@ class Scores:
                 cell = dict(zip(("method", "task", "length"), at, strict=True))
                 cell |= {"samples": len(scores), "score": fmean(scores)}
                 cell["interval"] = interval(scores, 0, 100)
-                cell["lost"], cell["gained"] = self.lost_and_gained(*at)
+                changes = self.changes(*at)
+                cell["compared"] = len(changes)
+                cell["lost"], cell["gained"] = lost_and_gained(changes)
                 cells.append(cell)
         return cells
 
@@ -123,6 +121,11 @@ class Scores:
         panels[0].invert_yaxis()
         draw_legend(figure)
         save_picture(figure, path, "svg")
+
+
+def lost_and_gained(changes: Sequence[float]) -> tuple[int, int]:
+    """Count the samples that score below full attention, and above it."""
+    return sum(change < 0 for change in changes), sum(change > 0 for change in changes)
 
 
 def report(
@@ -176,11 +179,13 @@ def _table(scores: Scores, method: str) -> str:
 
 def _beside_full(scores: Scores) -> str:
     rows = [["method", "task", *(f"{length}: {w}" for length in scores.lengths for w in _BESIDE)]]
-    for method, task in itertools.product(scores.methods, scores.tasks):
-        cells = [scores.beside_full(method, task, length) for length in scores.lengths]
+    each = {task: [task] for task in scores.tasks}
+    every = {"**all**": scores.tasks} if len(scores.tasks) > 1 else {}
+    for method, (name, tasks) in itertools.product(scores.methods, (each | every).items()):
+        cells = [scores.beside_full(method, tasks, length) for length in scores.lengths]
         if method != FULL and any(cells):
             rows.append(
-                [method, task, *(text for cell in cells for text in cell or ["-"] * len(_BESIDE))]
+                [method, name, *(text for cell in cells for text in cell or ["-"] * len(_BESIDE))]
             )
     note = (
         "Of samples that both answered: how many score below full attention (lost) and above it "

@@ -52,12 +52,12 @@ class WhyEngineConfig(ExternalEngineConfig):
         return WhyModel(self)
 
 
-def variants(method: Method, others: Method | None) -> dict[str, Method]:
-    """Return the method and what is tried in its place, by what differs."""
+def variants(method: Method, others: Method | None, tokens: int) -> dict[str, Method]:
+    """Return the method and what is tried in its place on a text of ``tokens``, by what differs."""
     own = method.settings
-    wider = {"window_min": 2 * own["window_min"], "window_max": _twice(own["window_max"])}
-    if own["window_ratio"] is not None:
-        wider["window_ratio"] = max(1, own["window_ratio"] // 2)
+    lengths = {name: own[name] for name in ("window_min", "window_ratio", "window_max")}
+    window = StreamingPolicy(**lengths).window(tokens - 1)
+    wider = {"window_min": 2 * window, "window_ratio": None, "window_max": None}
     windows = method.windows and tuple(tuple(map(_twice, row)) for row in method.windows)
     found = {
         "as it is": method,
@@ -233,6 +233,8 @@ class WhyTask:
             raise ConfigError(f"--method: {method!r} is none of the folder's {', '.join(names)}")
         if "press" in config.method_settings[method]:
             raise ConfigError(f"--method: {method} is kvpress's, whose heads cannot be watched")
+        if config.engine(method).attention == "full":
+            raise ConfigError(f"--method: {method} has no streaming heads that could lose answers")
         run, suite = Run(folder, config.suite.name, config.suite.title), SuiteTask.plan(config)
         if other := differences(run.settings, suite.settings):
             raise ConfigError(f"the samples of {folder} cannot be made again: {'; '.join(other)}")
@@ -307,7 +309,7 @@ class WhyTask:
         mass = model.watched(scored, method, begin, places)
         group = model.shape.query_heads // model.shape.kv_heads
         others = other_heads(method, mass.dropped, group)
-        tried = variants(method, others) if kind == LOST else {}
+        tried = variants(method, others, len(ids)) if kind == LOST else {}
         return {
             "kind": kind,
             "task": name,
@@ -334,9 +336,8 @@ def earned(
 ) -> tuple[list[int], float]:
     """Return the tokens of an answer up to where it has its whole score, and the score."""
     score = task.score(model.prompter.decode(said), wanted)
-    for count in range(1, len(said)):
-        # The word that it ends in may go on: one more token must leave the score as it is.
-        both = (task.score(model.prompter.decode(said[:n]), wanted) for n in (count, count + 1))
-        if all(part == score for part in both):
-            return list(said[:count]), score
-    return list(said), score
+    count = len(said)
+    # From the end: a score may fall and rise again (F1), and a word may go on.
+    while count > 1 and task.score(model.prompter.decode(said[: count - 1]), wanted) == score:
+        count -= 1
+    return list(said[:count]), score

@@ -45,6 +45,7 @@ _NOT_SOURCES = _NOT_GRID - set(WINDOW) - {"attention", "head_map", "source_heads
 # Those of a server with several ranks.
 _NOT_CITATIONS = _NOT_SOURCES - {"world_size", "weights"}
 _NOT_HEADS = _NOT_GRID - set(WINDOW) - {"compensation"}
+_NOT_MAPS = _NOT_HEADS - {"prefill"} | {"kv_dtype"}  # maps are compared by what heads keep
 # One process compares, without a server's caches; job settings stay.
 _NOT_FIDELITY = _NOT_GRID - set(METHOD_SETTINGS) | _ATTENTION | {"seed"}
 _PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
@@ -258,7 +259,7 @@ def heads(
 
 
 @eval.command("maps")
-@with_config_flags(MapsConfig, leave_out=_NOT_HEADS)
+@with_config_flags(MapsConfig, leave_out=_NOT_MAPS)
 def maps(
     config: MapsConfig,
     out: Out,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from razor_dist.commands.identify import METHODS
@@ -20,11 +22,13 @@ from razor_dist.commands.identify_options import (
 from razor_dist.commands.identify_run import ModelSource, measured_masses, reading_of
 from razor_dist.commands.identify_run import run as identify
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.maps import UPPER_BOUND, Study, budget_of, upper_bound
+from razor_dist.documents.corpus import haystack_paragraphs
+from razor_dist.evals.maps import UPPER_BOUND, Study, budget_of, check_lengths, upper_bound
+from razor_dist.evals.methods import shape_of
 from razor_dist.evals.needle.config import MapsConfig
 from razor_dist.evals.report import write_json, write_page
 from razor_dist.files import make_folder
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.head_map import HeadMap, choose
 from razor_dist.identify.budget import Masses
 from razor_dist.jobs.results import differences
 from razor_dist.models.loader import dtype_name
@@ -42,11 +46,21 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
                 f"unknown criterion {name!r}; give {', '.join(_FOUND_HERE)}, {UPPER_BOUND}, or "
                 "paths of head maps that end in .json"
             )
+    torch.set_num_threads(config.threads_per_rank(1))  # as the methods are compared
     make_folder(out / "maps")
     common = _common(config, out)
     model = ModelSource(common)
-    for percent in config.budgets:  # refused before the work
+    # Refused before the work.
+    given = _given(config, [name for name in names if name.endswith(".json")])
+    for percent in config.budgets:
         budget = budget_of(config, model.shape, percent, config.middle_share)
+    check_lengths(config, budget)
+    if budget.short != config.window_min:
+        why = f"window_ratio {config.window_ratio:g}" if config.window_ratio else "window_max"
+        said = f"short windows have {budget.short} tokens by {why}, not the {config.window_min}"
+        typer.echo(f"warning: {said} of window_min", err=True)
+    if haystack_paragraphs(config.haystack)[0] == "reference":
+        typer.echo("warning: the maps are found on this haystack too; better --haystack", err=True)
     reading = reading_of(model, budget, config.tokens)
     finding, measuring = _deciding(config, model)
     cached = out / "maps" / "masses.json"
@@ -57,11 +71,7 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
             maps[name], seconds[name] = upper_bound(config, out / "alone")
         elif name in _FOUND_HERE:
             maps[name], seconds[name] = _found(name, _common(config, out, name), finding)
-        else:
-            found = HeadMap.load(name)
-            maps[found.method if found.method not in names else Path(name).stem] = found
-    if len(maps) < len(names):
-        raise ConfigError("two head maps have the same method; give one of them")
+    maps |= given
     if read is not None:
         seen: Masses = {int(window): tuple(map(tuple, rows)) for window, rows in read.items()}
     else:
@@ -72,6 +82,20 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
     about: dict[str, Any] = {"seconds": seconds, "budgets": config.budgets, "rows": rows}
     write_json(out / "maps.json", about)
     return write_page(out / "report.md", study.page(rows, seconds))
+
+
+def _given(config: MapsConfig, paths: Sequence[str]) -> dict[str, HeadMap]:
+    """Load head maps by their methods; refuse those of other models, without ranks, or alike."""
+    maps: dict[str, HeadMap] = {}
+    for path in paths:
+        found = HeadMap.load(path)
+        shape = shape_of(config, found)
+        choose(found, shape.layers * shape.kv_heads)
+        name = Path(path).stem if found.method in (*_FOUND_HERE, UPPER_BOUND) else found.method
+        if name in (*maps, *_FOUND_HERE, UPPER_BOUND):
+            raise ConfigError(f"{path}: another head map is named {name} here; give one of them")
+        maps[name] = found
+    return maps
 
 
 def _common(config: MapsConfig, out: Path, name: str = "none") -> CommonOptions:
@@ -121,7 +145,8 @@ def _found(name: str, options: CommonOptions, settings: Mapping[str, Any]) -> tu
         own: dict[type, Any] = {cls: cls() for cls in classes}
         own[PasskeyOptions] = PasskeyOptions(max_tokens=_PASSKEYS)
         settings_class, *_ = METHODS[name][1]
-        identify(name, options, settings_class(), own)
+        seeded = "seed" in {field.name for field in fields(settings_class)}
+        identify(name, options, settings_class(**({"seed": options.seed} if seeded else {})), own)
         took = round(time.monotonic() - began, 1)
         write_json(clock, {"settings": settings, "found": took})
     typer.echo(f"{name}: {options.out}", err=True)

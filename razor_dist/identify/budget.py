@@ -217,7 +217,8 @@ def _by_mass(masses: Masses, budget: Budget, middle: int) -> Pairs:
 def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> Plan:
     """Buy heads one by one until the next cannot be paid."""
     windows: dict[tuple[int, int], int | None] = dict.fromkeys(order, budget.short)
-    left = budget.bytes // budget.token_bytes - budget.heads * budget.cost(budget.short)
+    short = budget.cost(budget.short)
+    left = budget.bytes // budget.token_bytes - budget.heads * short
     spent = {None: 0, middle: 0}  # tokens, by class
     queues = {None: list(reversed(order)), middle: list(reversed(by_mass or order))}
     while queues[None]:
@@ -229,8 +230,10 @@ def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> 
         price = budget.cost(kind) - budget.cost(windows[head])
         if price > left:
             break
+        if windows[head] == middle:  # its bytes are no longer the middle class's
+            spent[middle] -= budget.cost(middle) - short
         windows[head] = kind
-        spent[kind] += price
+        spent[kind] += budget.cost(kind) - short
         left -= price
     rows = range(budget.shape.layers)
     table = tuple(tuple(windows[i, j] for j in range(budget.shape.kv_heads)) for i in rows)

@@ -184,6 +184,13 @@ def test_a_run_goes_on_with_other_methods_and_texts(
     other = ["eval", "fidelity", str(tmp_path / "one.py"), *shared[:-1], "3"]
     assert cli.main([*other, "--methods", "streaming"]) == 2
     assert "holds results of other settings" in capsys.readouterr().err
+    # Another window is another method, and another text of the same name another text.
+    (tmp_path / "one.py").write_text("def g(x): return x * 3  # thrice\n" * 9)
+    other = ["eval", "fidelity", str(tmp_path / "one.py"), *shared, "--window-min", "40"]
+    assert cli.main([*other, "--methods", "streaming"]) == 0
+    page = (out / "report.md").read_text()
+    assert len({line for line in page.splitlines() if line.startswith("## one.py (")}) == 2
+    assert len({line[:27] for line in page.splitlines() if line.startswith("| streaming (")}) == 2
 
 
 @pytest.mark.parametrize(

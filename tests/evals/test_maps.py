@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from razor_dist import cli
 from razor_dist.commands import maps_run
 from razor_dist.commands.identify_options import CommonOptions
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals import maps
 from razor_dist.evals.needle.config import MapsConfig
-from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.head_map import FOLDER_HEAD_MAP, HeadMap, shipped_head_map
 from razor_dist.jobs.results import read_job
 from razor_dist.models.registry import display_name
 
@@ -42,8 +45,12 @@ def test_maps_at_equal_bytes(
         kv_scores={"score": table},
     )
     own.save(tmp_path / "mine.json")
+    model = tmp_path / "model"
+    shutil.copytree(letters, model)
+    last = replace(own, method="given", retrieval=((False, False),) * 3 + ((True, False),))
+    last.save(model / FOLDER_HEAD_MAP)
     out = tmp_path / "run"
-    command = ["eval", "maps", str(tmp_path / "mine.json"), "fidelity", *_options(letters, out)]
+    command = ["eval", "maps", str(tmp_path / "mine.json"), "fidelity", *_options(model, out)]
     assert cli.main(command) == 0
     page = capsys.readouterr().out
     found = json.loads((out / "maps.json").read_text())
@@ -57,7 +64,13 @@ def test_maps_at_equal_bytes(
             *((name, percent, classes) for classes in (2, 3) for name in names),
             ("streaming", percent, 2),
         )
-    ]
+    ] + [("default", 0, 2)]
+    default = rows.pop()
+    keys.pop()
+    # As it is served: its head keeps all, the others have what the settings give without flags.
+    shipped = EngineConfig(model=str(model)).window_min
+    assert [one for row in default["windows"] for one in row] == [shipped] * 6 + [None, shipped]
+    assert page.count("| default |") == 2 and default["part"] == 1  # its windows hold the text
     for row in rows:
         texts = [row[name] for name in ("prose", "code", "copies")]
         assert row["mean"] == pytest.approx(sum(texts) / 3) and row["worst"] == max(texts) > 0
@@ -73,9 +86,16 @@ def test_maps_at_equal_bytes(
         [True] * 2
     ]
     assert "| streaming | 2 | all of" in page and found["seconds"].keys() == {"fidelity"}
+    for percent in (40, 60):
+        own_rows = sorted((r for r in rows if r["percent"] == percent), key=lambda r: r["mean"])
+        best, last_row = own_rows[0], own_rows[-1]
+        assert f"{last_row['mean'] - best['mean']:+.4f} (" in page
+        assert len(best["groups"]) == 3 * (119 // 32)
     # The measured bytes of the text are the plan's, but for blocks that are not full.
     for record in read_job(out / "fidelity").records:
         result = record["result"]
+        if result["method"] == "default":
+            continue
         [row] = [r for r, key in zip(rows, keys, strict=True) if _named(result["method"], key)]
         assert result["kv_bytes"] / result["kv_bytes_full"] <= row["part"] + 1e-9
     # All is there already.
@@ -146,6 +166,35 @@ def test_an_unknown_criterion_is_refused(
     assert "unknown criterion 'duo'; give razor, onthefly, kvzip, reach, fidelity, or paths" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lengths", "401"], "documents of 401 tokens, but budgets are of 400"),
+        (["--lengths", "200"], "windows of up to 222 hold shorter ones whole"),
+    ],
+)
+def test_what_would_test_nothing_is_refused_before_the_work(
+    letters: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    options = [*_options(letters, tmp_path), *options, "--window-ratio", "5"]
+    assert cli.main(["eval", "maps", "fidelity", *options]) == 2
+    error = capsys.readouterr().err
+    assert "short windows have 80 tokens by window_ratio 5, not the 40 of window_min" in error
+    assert said in error and not (tmp_path / "alone").exists()
+
+
+def test_a_map_of_another_model_is_refused_before_the_work(
+    letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(shipped_head_map("smollm2"))
+    assert cli.main(["eval", "maps", "fidelity", path, *_options(letters, tmp_path)]) == 2
+    assert "smollm2" in capsys.readouterr().err and not (tmp_path / "alone").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(

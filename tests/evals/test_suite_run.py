@@ -181,6 +181,11 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
     assert "| a | 62.5 (25-100) | 62.5 |" in page and "| b | - | - |" in page
     [full, razor] = Scores(about, results).as_json()
     assert (full["lost"], razor["lost"], razor["gained"], razor["samples"]) == (0, 1, 1, 3)
+    assert (full["compared"], razor["compared"]) == (4, 3)
+    # All tasks' samples together say what no cell alone can.
+    more = [one | {"task": "b"} for one in results if one["number"] < 2]
+    page = report("Test", about, [*results, *more], {}, {})
+    assert "| razor | b | 1 | 0 | -50.0 " in page and "| razor | **all** | 2 | 1 | -20.0 " in page
     assert razor["score"] == 50 and full["interval"] == pytest.approx((24.85, 100), abs=0.01)
 
 

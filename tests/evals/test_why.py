@@ -58,7 +58,7 @@ def test_mass_is_of_transformers_attention(letters: Path) -> None:
 def test_variants_change_one_thing() -> None:
     own = Method("m", STREAMING.settings | {"attention": "razor"}, ((True, False),))
     others = Method("m", own.settings, ((False, True),))
-    found = variants(own, others)
+    found = variants(own, others, 80)
     assert list(found) == [
         "as it is",
         "longer windows",
@@ -68,11 +68,11 @@ def test_variants_change_one_thing() -> None:
     ]
     wider = found["longer windows"].settings
     changed = {name: wider[name] for name in wider if wider[name] != own.settings[name]}
-    assert changed == {"window_min": 32, "window_ratio": 2}
+    assert changed == {"window_min": 40, "window_ratio": None}  # twice a quarter of 80
     assert found["exact prefill"].settings == own.settings | {"prefill": "exact"}
     assert found["other heads, exact prefill"].retrieval == ((False, True),)
     exact = Method("m", own.settings | {"prefill": "exact"}, None)
-    assert list(variants(exact, None)) == ["as it is", "longer windows"]
+    assert list(variants(exact, None, 80)) == ["as it is", "longer windows"]
 
 
 def test_other_heads_are_as_many_and_lose_most() -> None:
