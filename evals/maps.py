@@ -154,7 +154,7 @@ class Study:
             "windows": [list(row) for row in plan.windows],
             "part": plan.bytes / (plan.budget.heads * plan.budget.tokens),
             "footprint": plan.budget.footprint(plan.windows),
-            "mass": plan.mass(self.masses) if name != STREAMING else None,
+            "mass": plan.mass(self.masses) if name not in (STREAMING, DEFAULT) else None,
             **{text: one["kl"] for text, one in own.items()},
             "groups": [part["kl"] for one in results for part in one["ranges"]],
             "mean": fmean(kl),

@@ -52,7 +52,7 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
     model = ModelSource(common)
     # Refused before the work.
     given = _given(config, [name for name in names if name.endswith(".json")])
-    for percent in config.budgets:
+    for percent in sorted(config.budgets):
         budget = budget_of(config, model.shape, percent, config.middle_share)
     check_lengths(config, budget)
     if budget.short != config.window_min:
@@ -71,7 +71,9 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
             maps[name], seconds[name] = upper_bound(config, out / "alone")
         elif name in _FOUND_HERE:
             maps[name], seconds[name] = _found(name, _common(config, out, name), finding)
-    maps |= given
+        else:
+            own, found = given[name]
+            maps[own] = found
     if read is not None:
         seen: Masses = {int(window): tuple(map(tuple, rows)) for window, rows in read.items()}
     else:
@@ -84,17 +86,17 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
     return write_page(out / "report.md", study.page(rows, seconds))
 
 
-def _given(config: MapsConfig, paths: Sequence[str]) -> dict[str, HeadMap]:
-    """Load head maps by their methods; refuse those of other models, without ranks, or alike."""
-    maps: dict[str, HeadMap] = {}
+def _given(config: MapsConfig, paths: Sequence[str]) -> dict[str, tuple[str, HeadMap]]:
+    """Load head maps by path, each with its name; refuse those that cannot be compared."""
+    maps: dict[str, tuple[str, HeadMap]] = {}
     for path in paths:
         found = HeadMap.load(path)
         shape = shape_of(config, found)
         choose(found, shape.layers * shape.kv_heads)
         name = Path(path).stem if found.method in (*_FOUND_HERE, UPPER_BOUND) else found.method
-        if name in (*maps, *_FOUND_HERE, UPPER_BOUND):
+        if name in (*(own for own, _ in maps.values()), *_FOUND_HERE, UPPER_BOUND):
             raise ConfigError(f"{path}: another head map is named {name} here; give one of them")
-        maps[name] = found
+        maps[path] = name, found
     return maps
 
 

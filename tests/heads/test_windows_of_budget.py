@@ -97,6 +97,21 @@ def test_retrieval_heads_are_the_first_of_the_order(
         assert tuple(kept) == order[: len(kept)]
 
 
+@given(drawn(), st.integers(468, FULL), st.sampled_from([0.25, 0.5, 0.75]))
+def test_the_middle_class_has_its_share_to_a_head(
+    tables: tuple[Pairs, Masses], tokens: int, share: float
+) -> None:
+    order, seen = tables
+    budget = _budget(tokens, share, middle=64)
+    counts = plan(order, budget, seen).counts
+    # Tokens beyond short windows; a head that was raised from the middle class is of it no more.
+    middle, kept = (
+        counts.get(window, 0) * (budget.cost(window) - budget.cost(SHORT)) for window in (64, None)
+    )
+    assert middle * (1 - share) <= kept * share + budget.cost(64)
+    assert middle * (1 - share) >= kept * share - TOKENS or SHORT not in counts
+
+
 def test_bytes_and_footprint_by_hand() -> None:
     budget = _budget(600, 0)
     # Window of 16 to 23 tokens, 4 sinks, the compensation token.
