@@ -27,6 +27,8 @@ class Format(ABC):
     """Makes the answers to a request an endpoint's JSON: whole, or in chunks of a stream."""
 
     prefix: ClassVar[str]  # of the answers' ids
+    # A stream's opening waits for its first event: clients take it for the first token.
+    opens_late: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -192,6 +194,7 @@ class ChoicesFormat(Format):
 
 class ChatFormat(ChoicesFormat):
     prefix = "chatcmpl"
+    opens_late = True
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -240,6 +243,7 @@ class ChatFormat(ChoicesFormat):
         finish = pieces[-1].finish_reason
         if finish and (parser := self._parser()):
             said, calls, finish = parser.read(pieces, finish)
+            message["content"] = said
             if calls:
                 message |= {"content": said or None, "tool_calls": calls}
         if self._request.titles is not None:

@@ -56,7 +56,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
             "title": "razor_dist",
             "version": version("razor-dist"),
             "description": "OpenAI's API, with fields of vLLM and llama.cpp. Unknown fields are "
-            "refused by name.",
+            "refused by name, unless they are null.",
         },
         "paths": paths,
         "components": {
@@ -71,6 +71,7 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     """Return a body's schema and those that it refers to, by name."""
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = schema.pop("$defs", {})
+    schema["additionalProperties"] = {"type": "null"}
     properties: Json = schema["properties"]
     properties |= {
         field: {"enum": [None, *values], "description": "Not supported; these ask for nothing."}

@@ -26,7 +26,7 @@ from razor_dist.api.tools import knows_tools
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
-from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
+from razor_dist.frontend.prompts import Checked, Pool, PromptEncoder, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingParams
 
 BODIES: dict[Endpoint, type[Strict]] = {
@@ -42,6 +42,8 @@ BODIES: dict[Endpoint, type[Strict]] = {
 _MOST_VALUES = 1 << 18
 # Fields of token ids, whose check ends with the first that is none.
 _TOKENS = ("prompt", "tokens")
+# Most tokens kept for an answer without a limit, of a prompt that is truncated to what fits.
+_ANSWER = 1024
 
 
 def parse_request(
@@ -178,11 +180,12 @@ def _prompts(
         limits.vocab_size,
         has_tokenizer=encoder.tokenizer is not None,
         default_max_tokens=limits.default_max_tokens,
+        pool=None if limits.pool is None else Pool(*limits.pool),
     )
     last = body.truncate_prompt_tokens
     if last == -1:  # as many as fit beside the answer
-        usual = min(limits.default_max_tokens or 1, limits.max_model_len // 2)
-        last = limits.max_model_len - (params.max_tokens or max(usual, params.min_tokens))
+        usual = min(_ANSWER, limits.max_model_len // 4, limits.default_max_tokens or _ANSWER)
+        last = limits.max_model_len - (params.max_tokens or max(1, usual, params.min_tokens))
         last = max(1, last)
     prompts = [
         bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)

@@ -372,7 +372,7 @@ class ChatBody(GenerateBody):
             raise RequestError(f"top_logprobs {problem}", param="top_logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The sampling settings; without a limit, as many tokens as the context holds."""
+        """The sampling settings; without a limit, ``max_tokens`` is None."""
         limit = self.max_completion_tokens
         if limit is not None and limit < 1:
             raise RequestError(

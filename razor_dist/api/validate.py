@@ -23,6 +23,7 @@ _GUIDED = {
 def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -> Body:
     """Validate a parsed request body; `RequestError` names the first field at fault.
 
+    An unsupported field that is null asks for nothing.
     With a list ``ignored``, unsupported fields are left out and their names put there.
     """
     if not isinstance(data, dict):
@@ -33,9 +34,7 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
             ignored.append(name)
         elif name in cls.model_fields:
             fields[name] = value
-        elif _is_neutral(value, cls.neutral.get(name, ())) or (
-            value is None and (name in cls.neutral or ignored is not None)
-        ):
+        elif value is None or _is_neutral(value, cls.neutral.get(name, ())):
             continue
         elif ignored is not None:
             ignored.append(name)

@@ -25,7 +25,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.rope_scaling import RopeScaling
 from razor_dist.config.sizes import Size
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.config.validation import Names, SettingError, Share, explain, is_key, split
+from razor_dist.config.validation import Hosts, Keys, Origins, SettingError, Share, explain
 
 # Settings of all commands that name a file or a folder, perhaps in the home (~).
 _PATHS = [
@@ -197,7 +197,7 @@ class EngineConfig(BaseModel):
         "otherwise; auto: those of the embedded model.",
     )
     default_max_tokens: Size | None = _model(
-        None,
+        32768,
         "Tokens of an answer if the request names no limit; none: as many as the context holds.",
         ge=1,
     )
@@ -311,7 +311,7 @@ class ServerConfig(EngineConfig):
     shutdown_timeout: float = _server(
         30.0, "Seconds that requests get to end at SIGTERM; a second one ends them at once.", ge=0
     )
-    api_key: Names = _access(
+    api_key: Keys = _access(
         (), "Keys, separated by commas; other processes see a flag, so rather a file."
     )
     api_key_file: str | None = _access(
@@ -334,23 +334,12 @@ class ServerConfig(EngineConfig):
         "keeps nothing.",
         ge=0,
     )
-    allowed_hosts: Names = _access(
+    allowed_hosts: Hosts = _access(
         (), "Names by which clients may call a server on loopback, localhost excepted; * is any."
     )
-    allowed_origins: Names = _access(
+    allowed_origins: Origins = _access(
         (), "Origins whose pages may use the server from a browser (CORS); * is any."
     )
-
-    @field_validator("api_key", mode="before")
-    @classmethod
-    def _check_keys(cls, value: Any) -> Any:
-        keys = split(value)
-        # Never with the value in the sentence, as pydantic's would be.
-        if not isinstance(keys, list | tuple) or not all(map(is_key, keys)):
-            raise SettingError(
-                "api_key must be a list of keys, each of printable ASCII without spaces", "api_key"
-            )
-        return keys
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)

@@ -11,7 +11,13 @@ from fractions import Fraction
 from functools import wraps
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BeforeValidator, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    StringConstraints,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
@@ -147,6 +153,51 @@ def _names(value: Any) -> Any:
 
 _Name = Annotated[str, StringConstraints(min_length=1)]
 Names = Annotated[tuple[_Name, ...], BeforeValidator(_names)]
+# Names of a server, as in a ``Host`` header without its port; and origins of pages, as browsers
+# send them in lower case, without the scheme's own port.
+_HOST = re.compile(r"\*|[\w.-]+|\[?[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*\]?", re.ASCII | re.IGNORECASE)
+_ORIGIN = re.compile(
+    r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?",
+    re.ASCII,
+)
+
+
+def _hosts(names: Sequence[str]) -> tuple[str, ...]:
+    wanted = "* or names without scheme and port, such as books.example"
+    return _matching(names, _HOST, "allowed_hosts", wanted)
+
+
+def _origins(names: Sequence[str]) -> tuple[str, ...]:
+    wanted = "* or origins without a path, such as https://books.example or http://10.0.0.5:3000"
+    return _matching([name.lower() for name in names], _ORIGIN, "allowed_origins", wanted)
+
+
+def _matching(
+    names: Sequence[str], pattern: re.Pattern[str], setting: str, wanted: str
+) -> tuple[str, ...]:
+    for name in names:
+        if not pattern.fullmatch(name):
+            raise SettingError(
+                f"{setting} must be {wanted}, separated by commas; got {name!r:.80}", setting
+            )
+    return tuple(names)
+
+
+Hosts = Annotated[Names, AfterValidator(_hosts)]
+Origins = Annotated[Names, AfterValidator(_origins)]
+
+
+def _keys(value: Any) -> Any:
+    keys = split(value)
+    # Never with the value in the sentence, as pydantic's would be.
+    if not isinstance(keys, list | tuple) or not all(map(is_key, keys)):
+        raise SettingError(
+            "api_key must be a list of keys, each of printable ASCII without spaces", "api_key"
+        )
+    return keys
+
+
+Keys = Annotated[tuple[_Name, ...], BeforeValidator(_keys)]
 
 
 def is_key(value: object) -> bool:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from asyncio.subprocess import Process
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -59,6 +61,8 @@ _LARGEST = 1 << 29
 _STACK = 8 << 20
 # Constraints whose results are kept, and those of one key that may wait to be compiled.
 _KEPT, MOST_WAITING = 32, 16
+# Seconds for which a time-out is kept: the machine may have been busy.
+_TIME_OUT_KEPT = 60.0
 _SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and repetitions"
 
 
@@ -75,15 +79,16 @@ class GrammarProcess(ChildProcess):
         *,
         seconds: float = 3.0,
         memory: int = 1 << 30,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("razor_dist.frontend.grammar_process", str(memory), largest=_LARGEST)
-        self.seconds = seconds
+        self.seconds, self._clock = seconds, clock
         self._tokenizer, self._info = tokenizer, info
         # What `load` made of the tokenizer; the refusal if structured outputs cannot be had.
         self._serialized: SerializedTokenizer | None = None
         self._refusal: RequestError | None = None
-        # By the digest of the constraint: llguidance's text, or the refusal.
-        self._results: OrderedDict[bytes, Fields] = OrderedDict()
+        # By the digest of the constraint: llguidance's text, or the refusal; and when it expires.
+        self._results: OrderedDict[bytes, tuple[Fields, float]] = OrderedDict()
         # Digests of each key's constraints that wait, or are being compiled.
         self._waiting: dict[Hashable, Counter[bytes]] = {}
 
@@ -121,18 +126,24 @@ class GrammarProcess(ChildProcess):
         """Return a constraint as llguidance's text, once it has been compiled; else as above."""
         question = await asyncio.to_thread(_question, structured)
         digest = hashlib.sha256(question).digest()
-        if digest in self._results:
-            self._results.move_to_end(digest)
-            result = self._results[digest]
-        else:
+        result = self._known(digest)
+        if result is None:
             with self._place(digest, key):
                 result = await self.in_turn(lambda: self._compile(digest, question), key)
         raise_failure(result)
         return GrammarText(**result)
 
+    def _known(self, digest: bytes) -> Fields | None:
+        result, end = self._results.pop(digest, (None, 0.0))
+        if result is None or self._clock() >= end:
+            return None
+        self._results[digest] = result, end  # behind the others
+        return result
+
     async def _compile(self, digest: bytes, question: bytes) -> Fields:
-        if digest in self._results:  # since it waited
-            return self._results[digest]
+        if (known := self._known(digest)) is not None:  # since it waited
+            return known
+        end = math.inf
         if self._serialized is None and self._refusal is None:
             await asyncio.to_thread(self.load)
         if self._refusal is not None:
@@ -141,6 +152,7 @@ class GrammarProcess(ChildProcess):
             result = await self._ask_twice(question)
         except TimeoutError:
             result = _failure(f"compiling it took longer than {self.seconds:g} s; {_SIMPLER}")
+            end = self._clock() + _TIME_OUT_KEPT
         except ProcessDiedError as death:
             if self._ended:
                 raise ProcessKilledError(CLOSED) from None
@@ -153,7 +165,7 @@ class GrammarProcess(ChildProcess):
         except RequestError as error:
             self._refusal = error  # of the vocabulary: the next process would refuse it as well
             return failure(error)
-        self._results[digest] = result
+        self._results[digest] = result, end
         if len(self._results) > _KEPT:
             self._results.popitem(last=False)
         return result

@@ -75,7 +75,8 @@ class SamplingParams:
     """Sampling settings of one request, with the names vLLM's users know.
 
     ``n``                   answers to generate; the prompt is read once for all of them
-    ``max_tokens``          tokens to generate at most; None means as many as the context holds
+    ``max_tokens``          tokens to generate at most; None means the setting
+                            ``default_max_tokens``, or what fits
     ``min_tokens``          no stop string, stop token or end of sequence ends the answer before;
                             a stop string may begin before and end after
     ``temperature``         0 is greedy, and so is what lies below 1e-5
@@ -88,7 +89,8 @@ class SamplingParams:
                             multiplied
     ``logit_bias``          numbers in [-100, 100] to add to logits, by token id
     ``structured_outputs``  what the answers must match, a `StructuredOutputsParams` or a mapping
-    ``seed``                makes the request's draws repeatable; the i-th answer draws by seed + i
+    ``seed``                makes the request's draws repeatable; the i-th answer draws by seed + i;
+                            -1 is None: another seed for each answer
     ``skip_special_tokens``  leave special tokens out of the text
     ``stop``                strings that end the text; they are not part of it
     ``stop_token_ids``      tokens that end the request, besides the model's end-of-sequence tokens
@@ -138,6 +140,8 @@ class SamplingParams:
         repetition = RepetitionDetectionParams.of(self.repetition_detection)
         object.__setattr__(self, "repetition_detection", repetition)
         self._check_types()
+        if self.seed == -1:  # as in vLLM and llama-server
+            object.__setattr__(self, "seed", None)
         for name, range_ in RANGES.items():
             value = getattr(self, name)
             if value is not None and value not in range_:
@@ -175,7 +179,8 @@ class SamplingParams:
         """Return the parameters of one of the ``n`` answers, which draws by a seed of its own."""
         if self.seed is None:
             return replace(self, n=1)
-        return replace(self, n=1, seed=(self.seed + index + _INT64) % (2 * _INT64) - _INT64)
+        seed = (self.seed + index + _INT64) % (2 * _INT64) - _INT64
+        return replace(self, n=1, seed=seed + (self.seed < -1 <= seed))  # -1 would be none
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields by name, for a message."""

@@ -82,8 +82,8 @@ class KeyHolder:
         if tokens > self.max_tokens:
             raise RequestError(
                 f"this request asks for {tokens} tokens, prompt and max_tokens together; one key "
-                f"may have {self.max_tokens} (--max-tokens-per-key): lower max_tokens or shorten "
-                "the prompt",
+                f"may have {self.max_tokens} (--max-tokens-per-key): give max_tokens, or a lower "
+                "one, or shorten the prompt",
                 param="max_tokens",
             )
         if self.tokens + tokens > self.max_tokens:

@@ -31,6 +31,7 @@ async def stream(
 ) -> AsyncIterator[str]:
     """Stream the text of server-sent events, with a heartbeat for each event that is ``None``.
 
+    The opening comes at once, or if it `opens_late` with the first event.
     There is one too after ``heartbeat`` seconds of tokens that show nothing, as those of a tool's
     call. With ``include_usage`` the last chunk has the token counts, and the others
     ``"usage": null``, or the counts so far with ``continuous_usage``.
@@ -52,15 +53,18 @@ async def stream(
         return [line(chunk) for chunk in chunks]
 
     try:
-        for chunk in form.opening():
-            yield line(chunk)
+        opening = map(line, form.opening())
+        if not form.opens_late:
+            for text in opening:
+                yield text
         last = clock()
         async for event in events:
             lines: list[str] = []
             if event is not None:
                 current_record().begun = True
+                lines = list(opening)
                 sent += isinstance(event.what, TextPiece)
-                lines = await asyncio.to_thread(framed, event) if form.is_slow else framed(event)
+                lines += await asyncio.to_thread(framed, event) if form.is_slow else framed(event)
             if event is None or (not lines and clock() - last >= heartbeat):
                 lines = [form.heartbeat]
             for text in lines:
