@@ -54,13 +54,13 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
     given = _given(config, [name for name in names if name.endswith(".json")])
     for percent in sorted(config.budgets):
         budget = budget_of(config, model.shape, percent, config.middle_share)
-    check_lengths(config, budget)
     if budget.short != config.window_min:
         why = f"window_ratio {config.window_ratio:g}" if config.window_ratio else "window_max"
         said = f"short windows have {budget.short} tokens by {why}, not the {config.window_min}"
         typer.echo(f"warning: {said} of window_min", err=True)
     if haystack_paragraphs(config.haystack)[0] == "reference":
         typer.echo("warning: the maps are found on this haystack too; better --haystack", err=True)
+    check_lengths(config, budget)
     reading = reading_of(model, budget, config.tokens)
     finding, measuring = _deciding(config, model)
     cached = out / "maps" / "masses.json"

@@ -170,7 +170,7 @@ def test_an_unknown_criterion_is_refused(
     ("options", "said"),
     [
         (["--lengths", "401"], "documents of 401 tokens, but budgets are of 400"),
-        (["--lengths", "200"], "windows of up to 222 hold shorter ones whole"),
+        (["--lengths", "200"], "windows of up to 228 hold shorter ones whole"),
     ],
 )
 def test_what_would_test_nothing_is_refused_before_the_work(
