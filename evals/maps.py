@@ -72,10 +72,10 @@ _NOTE = (
     "mean of the table, with the 95 % interval of resampling runs of {group} tokens, both maps' "
     "together; one text of each kind, so it says nothing of other texts. Needles: {places} "
     "documents of {lengths} tokens of {haystack}, {prefill} prefill, found with full attention "
-    "{found}; lost are those of them that the map does not find. Heads: those that keep everything "
-    "+ those of the middle window, with its length, the others have the short one of {short}. Of "
-    "full: bytes, by the plan; a head that cannot be paid is not bought, so that maps differ by up "
-    "to a head's."
+    "{found}; lost are those among them that the map does not find. Heads: those that keep "
+    "everything + those of the middle window, with its length, the others have the short one of "
+    "{short}. Of full: bytes, by the plan; a head that cannot be paid is not bought, so that maps "
+    "differ by up to a head's."
 )
 _DEFAULT_NOTE = (
     "`{name}` is the model's own map with its own window of {window} tokens, and has its own bytes."

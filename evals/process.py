@@ -44,7 +44,7 @@ class Child:
             env=env,
         )
         theirs.close()
-        # One that has ended before it read this is told of by `recv`.
+        # If it has ended before it read this, `recv` says so.
         with suppress(OSError):
             self.connection.send((function, arguments))
 

@@ -213,7 +213,7 @@ def _layer_forward(kind: Any, self: Any, hidden_states: Tensor | Sum, **given: A
 
 
 def _fused(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return a module's class with another ``forward``, which is told the first."""
+    """Return a module's class with another ``forward``, which is passed the first."""
     if kind.__name__.startswith("Fused"):
         return kind
 

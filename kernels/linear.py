@@ -281,7 +281,7 @@ class Joined:
         left = len(self._sizes) - index
         assert given is x and len(self._waiting) == left, "layers of one input, in their order"
         if left == 1:
-            self._waiting = []  # activations that nobody else may need
+            self._waiting = []  # activations that no other layer needs
         return out
 
 

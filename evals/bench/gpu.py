@@ -32,7 +32,7 @@ from razor_dist.files import make_folder
 
 log = logging.getLogger(__name__)
 
-# A part is told to end this much before its process is, with what it has.
+# Before its process is ended a part is asked to end, with what it has, this much earlier.
 _GRACE_SECONDS = 5.0
 # Until a new process has imported what it needs.
 _START_SECONDS = 20.0

@@ -217,7 +217,7 @@ class Hints(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    include_reasoning: bool | None = None  # vLLM's; reasoning is not told apart from the answer
+    include_reasoning: bool | None = None  # vLLM's; reasoning is not separated from the answer
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"const": False})] | None = (
         None

@@ -9,8 +9,8 @@ chosen of its shard. Keys and values stay where they are.
   the slower halves of all keys, in 8 bits, and what the queries have chosen. Tables of what all
   queries of a long text choose are large: KV heads are taken a few at a time.
 * Tokens that all ranks compute (`attend_together`) are few, so that what the ranks find in their
-  shards is sent: the largest score of each block. A layer takes three all-gathers, however many
-  sequences there are.
+  shards is sent: the largest score of each block. A layer takes three all-gathers for any
+  number of sequences.
 
 The result is the same for any number of ranks and any cut of a prompt but for rounding. Letters are
 those of `razor_dist.kernels.chosen`.

@@ -1,4 +1,4 @@
-"""A step as data: prepared once, read by attention, changed by nobody.
+"""A step as data: prepared once, read by attention, never changed.
 
 `razor_dist.engine.prepare` writes a `Step` from the sequences, the model and its attention read it,
 and `razor_dist.engine.commit` alone changes the sequences, after the pass.

@@ -213,7 +213,7 @@ class PrefillPolicy:
         Estimates far from what was seen are wrong where other kernels begin to serve a context.
         ``seconds`` are those of the whole step, answers included, as the recent ones are. At least
         half of a step's time is taken to be in proportion to its tokens; after a much longer step,
-        such as one that nobody waited for, half of the tokens that are in proportion are left.
+        such as one for which no request waited, half of the tokens that are in proportion are left.
         """
         parts = ((n, seconds / s) for n, s in self._recent)
         return max((n * max(2 * part - 1, part / 2) for n, part in parts), default=math.inf)

@@ -105,7 +105,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def is_compact(model: PreTrainedModel) -> bool:
-    """Tell if a model's attention takes as many heads as it is given, so that the others are left.
+    """Return whether a model's attention takes any number of heads, so that others can be left out.
 
     Others read their queries, keys and values from fixed places of one product, norm all heads
     together, or have weights of each head (Command R+'s norms).
@@ -262,7 +262,7 @@ class TensorParallel:
 
         def shared(states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             left = others[index]
-            # An index beyond the last expert is transformers' own word for none, if it is told so.
+            # An index beyond the last expert is transformers' own mark for none, by the next flag.
             index, weights = index.masked_fill(left, count), weights.masked_fill(left, 0.0)
             experts._is_expert_parallel = True  # type: ignore[assignment]
             try:

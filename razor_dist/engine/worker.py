@@ -141,7 +141,7 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
     ``idle_seconds`` is the time that the ranks may go without hearing from each other.
 
     Raises `FrontendUnreachableError` if the frontend goes without saying ``shutdown``. The other
-    ranks are not told to stop: they must fail as this one does, so that torchrun on every node
+    ranks are not asked to stop: they must fail as this one does, so that torchrun on every node
     starts all of them again.
     """
     core = engine.core
@@ -235,7 +235,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
 
     Raises `FrontendUnreachableError` if rank 0 cannot reach the frontend or loses it: only the
     caller can tell the user. Any other `RazorError` says why the engine cannot be built on some
-    rank: every rank raises the same, and the frontend has been told and tells the user.
+    rank: every rank raises the same, and the frontend, which has the message, reports it.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

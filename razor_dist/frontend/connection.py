@@ -30,7 +30,7 @@ class RankConnection:
 
     The newest connection counts. ``opened`` is called when rank 0 connects, ``handle`` with each of
     its messages, and ``lost``, with the reason, when the connection ends by itself or a message
-    cannot be handled. After `shutdown` rank 0 is told to end whenever it connects.
+    cannot be handled. After `shutdown` rank 0 is asked to end when it connects.
     """
 
     def __init__(

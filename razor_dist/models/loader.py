@@ -266,7 +266,7 @@ def weights_fingerprint(model: PreTrainedModel, samples: int = _SAMPLES) -> str:
     """Hash of samples from all weights, and of their names and shapes: of another model, another.
 
     Reading all of a model's weights would take longer than much that is to be saved by it. What
-    turns keys is in it as well, whichever release of transformers has computed it: the rotary
+    turns keys is in it as well, by any release of transformers: the rotary
     frequencies, to three digits, since processors round otherwise; and so is code that comes with
     the weights.
     """

@@ -357,7 +357,7 @@ class SharedMemory(Communicator):
             if self._inbox not in ready and not self._inbox_only.poll(_LAST_PLAN_MS):
                 raise RuntimeError(f"rank {self._ranks[ready.pop()]} has ended")
             count = os.readv(self._inbox, [data])
-            if not count:  # nobody can write any more
+            if not count:  # no process can write any more
                 raise RuntimeError("rank 0 has ended")
             data = data[count:]
 

@@ -38,7 +38,7 @@ from razor_dist.plan.devices import Device
 from razor_dist.plan.one_rank import chunk_reader
 from razor_dist.protocol.step_plan import Op, StepPlan
 
-# Contexts beyond so many times what the model was made for are not asked about: the plan of windows
+# Contexts beyond this multiple of what the model was made for are not tried: the plan of windows
 # that grow with millions of tokens alone takes a minute.
 _FAR = 16
 _PARTS = 32  # the longest context is found to such a part of it, or exactly

@@ -96,8 +96,8 @@ class PrefixStore:
     def acquire(self) -> bool:
         """Become the writer, unless another process is; remove what nothing reads any more.
 
-        That is what a dead writer has left, and nodes of an older format. `OSError` if nobody can
-        write: the directory may only be read, or was removed.
+        That is what a dead writer has left, and nodes of an older format. `OSError` if it cannot be
+        written: the directory may only be read, or was removed.
         """
         if self.lock.held:
             return True
