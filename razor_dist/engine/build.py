@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import math
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, ModelError
@@ -44,12 +47,13 @@ from razor_dist.models.loader import (
     layer_classes,
     load_model,
     model_fingerprint,
+    read_config,
     settings_of,
     stored_dtype,
     weights_fingerprint,
 )
 from razor_dist.models.registry import resolve_model
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.shape import ModelShape, experts_of
 from razor_dist.models.slower_half import slower_half
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
@@ -79,8 +83,24 @@ class Loaded:
     shares: ShardedWeights | None
 
 
+@contextmanager
+def _in_turn(model: PretrainedConfig) -> Iterator[None]:
+    """Let one rank of a host at a time load a mixture of experts, whose experts it copies.
+
+    Ranks of one host have met in a file (`init_distributed`); those of torchrun have none, and load
+    at once. A rank that dies lets go of the lock.
+    """
+    met = os.environ.get("RAZOR_RENDEZVOUS", "")
+    if not experts_of(model) or not met.startswith("file://"):
+        yield
+        return
+    with open(f"{met.removeprefix('file://')}.loading", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Loaded:
-    """Load the model on one rank; no rank waits for another.
+    """Load the model on one rank; no rank waits for another, except `_in_turn`.
 
     Raises `ConfigError`, `ModelError` or `HeadMapError` where these do not fit together.
     """
@@ -89,31 +109,33 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     head_map = check_settings(config, path, device)
     if config.weights != "replicated":  # found to be broken now, not after minutes of loading
         import_deepspeed(device, use=f"weights: {config.weights} needs", extra="zero3")
+        join_ranks(device, config.collective_timeout)
     if comm.rank == 0 and config.attention == "razor" and config.head_map is None:
         chosen = default_head_map(config.model)
         if chosen.parent == path:
             log.info("the head map is the model folder's own, %s", chosen)
     shares, fingerprint, cpu = None, "", torch.device("cpu")
     whole = config.weights == "replicated"
-    # Else as views of the mapped files, of which a rank then reads its share.
+    # Else on the CPU, as views of the mapped files where they can be, of which a rank then reads
+    # its share.
     where, kind = (device, dtype) if whole else (cpu, stored_dtype(path))
-    model = load_model(path, device=where, dtype=kind, **config.model_options)
-    sources = source_heads(config, head_map, model.config)
-    roles = HeadRoles(head_map.retrieval, head_map.windows, sources)
-    about = {} if comm.size == 1 else _about_rank(model, roles, dtype)
-    if not whole:
-        if config.keeps_prefixes:
-            fingerprint = weights_fingerprint(model)
-        join_ranks(device, config.collective_timeout)
-        shares = ShardedWeights(
-            model,
-            device,
-            dtype=dtype,
-            offload=config.weights == "zero3-offload",
-            group=comm.group,
-            together=layer_classes(model),
-        )
-    elif config.weight_dtype == "int8":
+    with nullcontext() if whole else _in_turn(read_config(path, **config.model_options)):
+        model = load_model(path, device=where, dtype=kind, **config.model_options)
+        sources = source_heads(config, head_map, model.config)
+        roles = HeadRoles(head_map.retrieval, head_map.windows, sources)
+        about = {} if comm.size == 1 else _about_rank(model, roles, dtype)
+        if not whole:
+            if config.keeps_prefixes:
+                fingerprint = weights_fingerprint(model)
+            shares = ShardedWeights(
+                model,
+                device,
+                dtype=dtype,
+                offload=config.weights == "zero3-offload",
+                group=comm.group,
+                together=layer_classes(model),
+            )
+    if config.weight_dtype == "int8":
         packed = use_int8_linear(model) / model.num_parameters()
         if comm.rank == 0 and packed < 0.5:  # or most of it is what it was
             log.warning(

@@ -93,7 +93,8 @@ def load_model(
 
     All safetensors files are mapped. On CPU, where ``dtype`` is the stored one, the
     parameters are views of them: the ranks of one host share those pages, and loading reads nothing
-    until it is used. To another device or dtype each weight goes by itself.
+    until it is used. Not so the experts of a mixture, which transformers reads and stacks: every
+    rank has a copy of its own. To another device or dtype each weight goes by itself.
 
     ``dtype`` is float32, bfloat16 or float16; ``trust_remote_code`` runs Python code that comes
     with the weights. The model is in eval mode, without gradients and without transformers' own

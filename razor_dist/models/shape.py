@@ -52,6 +52,12 @@ class ModelShape:
         )
 
 
+def experts_of(config: PretrainedConfig) -> int:
+    """The experts of a layer of a mixture; 0 of another model."""
+    c: Any = config
+    return getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None) or 0
+
+
 def max_positions(config: PretrainedConfig) -> int:
     """The longest context, in tokens, that a model was made for.
 

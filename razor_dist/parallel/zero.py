@@ -116,10 +116,11 @@ class ShardedWeights:
     work again.
 
     The weights of ``body`` lie on the CPU, the same on every rank; at best they are views of mapped
-    files. They are gathered on ``device``, where this rank's shares and all that is not a weight go
-    too; ``offload`` keeps the shares in CPU memory instead. Shares are of ``dtype``, by default the
-    weights'. The ranks of ``group``, by default all, share the weights out. Modules of a type in
-    ``together``, the decoder layers, are gathered as one, not part by part.
+    files, which experts of a mixture are not (`load_model`). They are gathered on ``device``, where
+    this rank's shares and all that is not a weight go too; ``offload`` keeps the shares in CPU
+    memory instead. Shares are of ``dtype``, by default the weights'. The ranks of ``group``, by
+    default all, share the weights out. Modules of a type in ``together``, the decoder layers, are
+    gathered as one, not part by part.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import gc
 import logging
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,39 @@ def test_a_rank_holds_its_share_and_one_layer(ranks: Ranks, tmp_path: Path) -> N
         assert found["loading"] <= 2 * whole / world + slack
         assert found["idle"] == pytest.approx(whole / world, rel=0.02)
         assert found["running"] == pytest.approx(whole / world + layer, rel=0.02)
+
+
+def when_loaded(comm: Communicator, path: str, met: str) -> list[float]:
+    """Load a rank's share where ranks have met in a file; return when it began and ended."""
+    times, load, cut = [], build.load_model, build.ShardedWeights
+
+    def began(*given: Any, **named: Any) -> Any:
+        times.append(time.monotonic())
+        return load(*given, **named)
+
+    def ended(*given: Any, **named: Any) -> Any:
+        shares = cut(*given, **named)
+        times.append(time.monotonic())
+        return shares
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAZOR_RENDEZVOUS", f"file://{met}")
+        patch.setattr(build, "load_model", began)
+        patch.setattr(build, "ShardedWeights", ended)
+        settings = {"model": path, "attention": "full", "weights": "zero3"}
+        build.load(EngineConfig(**settings, world_size=comm.size), comm, CPU)
+    return times
+
+
+def test_ranks_of_a_host_load_a_mixture_one_after_the_other(
+    ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Its experts are copies of each rank's own until they are cut."""
+    met = tmp_path / "met"
+    ranks(2).run(when_loaded, str(tiny("llama")), str(met))
+    assert not list(tmp_path.iterdir()), "views of files take no turns"
+    first, second = sorted(ranks(2).run(when_loaded, str(tiny("qwen3_moe")), str(met)))
+    assert first[1] <= second[0]
 
 
 def test_one_rank_can_keep_its_weights_in_cpu_memory(tmp_path: Path) -> None:
