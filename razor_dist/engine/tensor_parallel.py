@@ -12,11 +12,13 @@ without one, or whose plan does not name what is looked for, is not shared (`why
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +122,26 @@ def is_compact(model: PreTrainedModel) -> bool:
     )
 
 
+@cache
+def expected_most(experts: tuple[int, ...], routed: int) -> float:
+    """Return how many of a token's ``routed`` experts the rank with most of them computes.
+
+    It is the mean over all choices of experts, of which ranks have ``experts`` each:
+    the sum over m of P(some rank has more than m of them), counted by the products of
+    ``sum_{j <= m} C(n, j) x^j`` over the ranks.
+    """
+    every, found = math.comb(sum(experts), routed), 0.0
+    for most in range(routed):
+        ways = [1] + [0] * routed  # of choosing 0, 1, ... experts of the ranks so far
+        for n in experts:
+            own = [math.comb(n, j) for j in range(most + 1)]
+            ways = [
+                sum(c * ways[t - j] for j, c in enumerate(own[: t + 1])) for t in range(routed + 1)
+            ]
+        found += 1 - ways[routed] / every
+    return found
+
+
 def part_of(n: int, rank: int, size: int) -> tuple[int, int]:
     """The range of n features that a rank computes: whole units, as even as they go."""
     units = -(-n // _UNIT)
@@ -149,7 +171,7 @@ class TensorParallel:
         self._active = False
         self._changed: list[tuple[nn.Module, Forward]] = []
         # Parameters that one token is multiplied by: of this rank, by layer, then of the head; and
-        # of the same matrices as a whole.
+        # of the same matrices as a whole. Of experts, those of the busiest rank: `expected_most`.
         self.parameters: list[int] = []
         self.whole_parameters = 0
         for layer, heads in zip(layers, layout.short, strict=True):
@@ -271,8 +293,9 @@ class TensorParallel:
                 experts._is_expert_parallel = False  # type: ignore[assignment]
             return self._sum(found)
 
-        # The busiest rank has one of a token's experts at least.
-        self._change(experts, shared, -(-routed // self._part.size) * each, routed * each)
+        counts = Counter(expert * self._part.size // count for expert in range(count))
+        busiest = expected_most(tuple(counts.values()), routed)
+        self._change(experts, shared, round(busiest * each), routed * each)
 
     def _change_columns(self, module: nn.Linear, runs: Sequence[tuple[int, int]]) -> None:
         """Multiply by columns, in their order, and add up what all ranks get so."""

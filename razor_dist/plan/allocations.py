@@ -27,6 +27,8 @@ _POINTWISE = _COMPARISONS | {
     _aten.where.ScalarOther,
 }
 _IN_PLACE = _aten.addcmul_.default
+# Of a mixture's experts; on the meta device it refuses all dtypes but bfloat16.
+_GROUPED = _aten._grouped_mm.default
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -79,6 +81,8 @@ class Allocations(TorchDispatchMode):
             self._known.setdefault(tensor.untyped_storage(), -1)
         if func is _IN_PLACE and args[0].is_meta:
             result = args[0]
+        elif func is _GROUPED and args[0].is_meta:
+            result = args[0].new_empty(len(args[0]), args[1].shape[-1])
         elif func in _POINTWISE and inputs[0].is_meta:
             result = _like_pointwise(func, inputs)
         else:

@@ -34,7 +34,7 @@ from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.kernels.quantized import row_bytes
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.shape import ModelShape, experts_of
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import Chunk, chunks
 from razor_dist.plan.allocations import Allocations
@@ -100,7 +100,9 @@ class Weights:
 
     parameters: int  # each counted once, also where it serves twice (tied embeddings)
     nbytes: int  # of parameters and buffers, in the dtype of the deployment, and 8-bit copies
-    mapped: int  # of these, what may be pages of files: the parameters
+    # Of these, what may be pages of files: the parameters but for stacked experts, which
+    # transformers copies while it loads them.
+    mapped: int
     # Parameters that multiply every token: all matrices but the embedding and the output head; of
     # experts, those that a token is sent to.
     matmul: int
@@ -120,25 +122,26 @@ class Weights:
         embedding: nn.Module = model.get_input_embeddings()
         table, head = embedding.weight, model.get_output_embeddings().weight
         assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
-        config = model.config
-        routed = getattr(config, "num_experts_per_tok", None)
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        experts = experts_of(model.config)
+        routed = getattr(model.config, "num_experts_per_tok", None)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         linear = [m.weight for m in model.modules() if int8 and isinstance(m, nn.Linear)]
         copied = {id(weight): weight.numel() for weight in linear}
-        matmul, step, chunk = 0.0, float(buffers), buffers
+        matmul, step, chunk, private = 0.0, float(buffers), buffers, 0
         for name, parameter in model.named_parameters():
-            share = routed / experts if routed and experts and ".experts." in name else 1.0
+            of_experts = experts > 0 and ".experts." in name
+            share = routed / experts if routed and of_experts else 1.0
+            private += parameter.nbytes if of_experts and parameter.dim() > 2 else 0
             if parameter is not table or table is head:
                 read = copied.get(id(parameter), parameter.nbytes)
                 step, chunk = step + read * share, chunk + read
             if parameter.dim() >= 2 and parameter is not table and parameter is not head:
                 matmul += parameter.numel() * share
-        mapped = sum(p.nbytes for p in model.parameters())
+        held = sum(p.nbytes for p in model.parameters())
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
-            nbytes=buffers + mapped + 2 * sum(copied.values()),
-            mapped=mapped,
+            nbytes=buffers + held + 2 * sum(copied.values()),
+            mapped=held - private,
             matmul=round(matmul),
             head=head.numel(),
             step_bytes=round(step),

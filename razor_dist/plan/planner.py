@@ -61,6 +61,12 @@ class Plan:
         return self.decode_times[self.decode]
 
     @property
+    def decode_is_known(self) -> bool:
+        """False if a token comes after the first chunk of dual chunk attention."""
+        chunk = self.deployment.shape.dual_chunk
+        return chunk is None or self.context < chunk
+
+    @property
     def budget(self) -> float:
         return self.device.memory(self.deployment.world_size)
 
@@ -172,6 +178,11 @@ class Plan:
                     "with retrieval_share, decode steps are not replayed from CUDA graphs, and "
                     "the time of a token here is that of a replay"
                 )
+        if d.shape.dual_chunk is not None and not self.decode_is_known:
+            said.append(
+                f"answers beyond {tokens(d.shape.dual_chunk)} tokens are not recorded, and their "
+                "time is not estimated"
+            )
         if d.exact:
             said.append(
                 "prefill is exact: every head rides the ring and keeps everything until the prompt "
@@ -182,6 +193,8 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         d = self.deployment
         memory = dataclasses.asdict(self.memory)
+        known = self.decode_times if self.decode_is_known else {}
+        times = {mode: dataclasses.asdict(time) for mode, time in known.items()}
         return {
             "model": d.config.model,
             "device": self.device.name,
@@ -206,10 +219,8 @@ class Plan:
             "work": dataclasses.asdict(self.work) | {"total": self.work.total},
             "prefill_time": dataclasses.asdict(self.prefill_time),
             "decode": self.decode,
-            "decode_time": dataclasses.asdict(self.decode_time),
-            "decode_times": {
-                mode: dataclasses.asdict(time) for mode, time in self.decode_times.items()
-            },
+            "decode_time": times.get(self.decode),
+            "decode_times": times,
             "not_shared": self.not_shared,
             "links": self.links,
             "warnings": self.warnings,

@@ -22,7 +22,7 @@ _ACTIVATIONS = {
 
 def tables(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_setting(plan), _memory(plan), _work(plan), _times(plan)]
-    if len(plan.decode_times) > 1:
+    if len(plan.decode_times) > 1 and plan.decode_is_known:
         parts.append(_decode(plan))
     if plan.deployment.world_size > 1:
         parts.append(_links(plan))
@@ -56,6 +56,8 @@ def _setting(plan: Plan) -> str:
 def _why(plan: Plan) -> str:
     if plan.not_shared is not None:
         return "" if plan.deployment.world_size == 1 else f" ({plan.not_shared})"
+    if not plan.decode_is_known:
+        return ""
     seconds = {mode: time.seconds for mode, time in plan.decode_times.items()}
     best = min(seconds, key=lambda mode: seconds[mode])
     ratio = max(seconds.values()) / seconds[best]
@@ -101,24 +103,26 @@ def _work(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    table = _table("time", "", "prefill, s", "expected", "decode, ms/token", "expected")
-    first, then = plan.prefill_time, plan.decode_time
+    estimates, headings = [(plan.prefill_time, 1.0)], ["prefill, s", "expected"]
+    if plan.decode_is_known:
+        estimates.append((plan.decode_time, 1e3))
+        headings += ["decode, ms/token", "expected"]
+    table = _table("time", "", *headings)
 
     def row(name: str, *times: float) -> None:
         table.add_row(name, *(f"{time:,.2f}" for time in times))
 
-    for t in then.expected:
-        if then.expected[t] and (t != "links" or plan.deployment.world_size > 1):
-            row(t, first.floor[t], first.expected[t], then.floor[t] * 1e3, then.expected[t] * 1e3)
+    last = estimates[-1][0]
+    for t in last.expected:
+        if last.expected[t] and (t != "links" or plan.deployment.world_size > 1):
+            row(t, *(k * of[t] for one, k in estimates for of in (one.floor, one.expected)))
     table.add_section()
-    row("all", first.seconds_at_peak, first.seconds, then.seconds_at_peak * 1e3, then.seconds * 1e3)
+    row("all", *(k * at for one, k in estimates for at in (one.seconds_at_peak, one.seconds)))
     if plan.device.ranges:
-        best_to_worst = (
-            f"{one.seconds_best * factor:,.2f} to {one.seconds_worst * factor:,.2f}"
-            for one, factor in ((first, 1.0), (then, 1e3))
-        )
-        table.add_row("best to worst", "", next(best_to_worst), "", next(best_to_worst))
-    table.add_row("limited by", "", first.limit, "", then.limit)
+        ends = ((k * one.seconds_best, k * one.seconds_worst) for one, k in estimates)
+        cells = (f"{best:,.2f} to {worst:,.2f}" for best, worst in ends)
+        table.add_row("best to worst", *(text for cell in cells for text in ("", cell)))
+    table.add_row("limited by", *(text for one, _ in estimates for text in ("", one.limit)))
     return table
 
 

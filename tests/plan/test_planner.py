@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from torch import nn
 
 from razor_dist import cli
@@ -21,6 +26,8 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.config.sources import load_config
+from razor_dist.engine import tensor_parallel
+from razor_dist.engine.tensor_parallel import expected_most
 from razor_dist.plan.advice import remedies
 from razor_dist.plan.compute import (
     KERNELS_OF_STEP,
@@ -37,6 +44,7 @@ from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
 from razor_dist.plan.planner import Plan, _deploy, plan
+from razor_dist.plan.tables import tables
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -488,6 +496,56 @@ def test_ranks_of_a_host_share_weights_that_are_stored_as_they_compute(
     linear = [m.weight for m in d.meta_model().modules() if isinstance(m, nn.Linear)]
     copies = 2 * sum(weight.numel() for weight in linear) if weight_dtype == "int8" else 0
     assert d.weights.nbytes == parameters + copies + sum(b.nbytes for b in d.meta_model().buffers())
+
+
+def test_every_rank_of_a_host_holds_all_experts(tiny: Callable[[str], Path]) -> None:
+    """Files have a tensor for each, which transformers stacks: no rank maps them."""
+    config = settings(model=str(tiny("qwen3_moe")), dtype="fp32", world_size=4)
+    d = Deployment.of(config, "cpu", 0.5)
+    experts = 4 * 2 * 8 * (3 * 64 * 32)  # of two layers, each with eight
+    shared = 4 * d.weights.parameters - experts
+    found = MemoryPlanner(d, load_device("cpu")).at(1000, 1000).weights
+    assert found == d.weights.nbytes - shared * 3 // 4
+
+
+@pytest.mark.parametrize(("experts", "ranks", "routed"), [(128, 8, 8), (8, 4, 3), (4, 8, 2)])
+def test_the_busiest_rank_has_more_experts_than_the_fewest(
+    experts: int, ranks: int, routed: int
+) -> None:
+    draw, owners = random.Random(0), [expert * ranks // experts for expert in range(experts)]
+    drawn = (Counter(draw.sample(owners, routed)).values() for _ in range(20_000))
+    mean = fmean(map(max, drawn))
+    assert expected_most(tuple(Counter(owners).values()), routed) == pytest.approx(mean, abs=0.02)
+
+
+def test_a_token_waits_for_the_rank_with_most_of_its_experts(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(model=str(tiny("qwen3_moe")), decode="tensor", world_size=4)
+    spared = Deployment.of(config, "cpu", 0.5).spared_parameters
+    monkeypatch.setattr(tensor_parallel, "expected_most", lambda *_: 1.0)  # the fewest
+    most = Deployment.of(config, "cpu", 0.5).spared_parameters
+    mean = expected_most((2, 2, 2, 2), 3)
+    assert 1.4 < mean < 1.5 and most - spared == 2 * round((mean - 1) * 3 * 64 * 32)
+
+
+@pytest.mark.usefixtures("any_context")
+@pytest.mark.parametrize(("context", "known"), [(3967, True), (3968, False)])
+def test_no_time_is_given_for_answers_beyond_a_chunk(
+    context: int, known: bool, tiny: Callable[[str], Path]
+) -> None:
+    """Of 4096 - 128 tokens. They are not recorded, and decode by plain operations."""
+    config = settings(model=str(tiny("qwen2_1m")), decode="auto", world_size=2)
+    found = plan(config, load_device("cpu"), context=context, retrieval=0.5)
+    console = Console(width=200, file=io.StringIO())
+    console.print(tables(found))
+    shown = console.file.getvalue()
+    assert ("decode, ms/token" in shown) is ("a token, ms" in shown) is known
+    assert "prefill, s" in shown and "limited by" in shown
+    said = "answers beyond 3,968 tokens are not recorded, and their time is not estimated"
+    assert (said in found.warnings) is not known
+    data = found.as_json()
+    assert (data["decode_time"] is not None) is bool(data["decode_times"]) is known
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 40, 333])
