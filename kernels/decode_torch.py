@@ -128,8 +128,6 @@ def _see(
     elif query.slopes is not None:
         assert places is not None
         where = Distance.of((places - position).float(), query.q.dtype)
-    if isinstance(k, Tensor) and isinstance(v, Tensor):
-        k, v = k.float(), v.float()
     return query.attend(k, v, where=where)
 
 

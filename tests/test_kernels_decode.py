@@ -21,14 +21,64 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from razor_dist.kernels import decode, decode_torch, fused
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Rotation, Turned, Windows
+from razor_dist.kernels.dual_chunk import DualChunk
 from razor_dist.kernels.partial import Partial, merge
 from razor_dist.kernels.quantized import INT4, INT8, Codes, code_width
 from tests.test_kernels import threads
 from tests.triton_processes import Resources, resources
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest float32 tensor that is made within."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor) and x.dtype == torch.float32:
+                self.numbers = max(self.numbers, x.numel())
+        return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "alibi", "dual chunk"])
+def test_keys_are_converted_in_blocks(kind: str) -> None:
+    """A long shard of bfloat16 is never in memory in float32 as well."""
+    count, page, dim = 5, 4096, 32
+    n = count * page - 100
+    k, v, q = torch.randn(3, 2, count * page, dim, generator=torch.manual_seed(0))
+    slopes = torch.rand(2, 4) if kind == "alibi" else None
+    dual = DualChunk(n // 3, n // 2, 0, torch.rand(dim // 2)) if kind == "dual chunk" else None
+
+    def attended(dtype: torch.dtype) -> Tensor:
+        numbers = torch.tensor([[n], [n - 1]])
+        pages = Pages(
+            k.bfloat16().to(dtype),
+            v.bfloat16().to(dtype),
+            page,
+            torch.arange(count)[None].int(),
+            numbers[0],
+            numbers[1],
+            numbers[1],
+            torch.arange(count * page),
+        )
+        queries, out = q[:, :4, None].bfloat16(), torch.zeros(1, 8, dim)
+        given = queries, torch.arange(2), pages, None, out
+        decode_torch.attend(*given, scale=0.2, slopes=slopes, dual=dual)
+        return out
+
+    want = attended(torch.float32)
+    with Largest() as seen:
+        found = attended(torch.bfloat16)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+    assert seen.numbers <= 2 * 4096 * dim
+
 
 compiled = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
