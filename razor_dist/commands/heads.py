@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import build_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,12 +49,21 @@ def import_(
         float | None,
         typer.Option(help="Instead: keep the KV heads that score at least this, 0 to 1."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run Python code that comes with the model.")
+    ] = False,
+    rope_scaling: Annotated[
+        str | None, typer.Option(help="YaRN, as serve has it: a map is for its frequencies.")
+    ] = None,
 ) -> None:
     """Make a head map from published scores: DuoAttention's pattern, or KVzip's files."""
     # Imported here, like below, so that --help does not wait.
     from razor_dist.heads.compare import HeadMapSummary
     from razor_dist.identify.duo import pattern as duo_pattern
 
+    how = build_config(
+        EngineConfig, model=model, trust_remote_code=trust_remote_code, rope_scaling=rope_scaling
+    ).model_options
     files = all(path.suffix == ".pt" for path in paths)
     if not files and len(paths) > 1:
         raise ConfigError("give one folder of a pattern, or .pt files of KVzip's scores")
@@ -62,7 +73,7 @@ def import_(
     from razor_dist.models.loader import read_config
     from razor_dist.models.registry import config_folder, display_name
 
-    config, name = read_config(config_folder(model)), display_name(model)
+    config, name = read_config(config_folder(model), **how), display_name(model)
     rule = {"sparsity": sparsity, "threshold": threshold}
     if pattern is None:
         found = kvzip.imported_map(paths, name, config, **rule)

@@ -31,7 +31,8 @@ from razor_dist.identify.settings import (
     ScopeSettings,
 )
 
-_NO_VALUE = ("--verify", "--trust-remote-code", "--no-trust-remote-code")
+_TRUST = ("--trust-remote-code", "--no-trust-remote-code")
+_NO_VALUE = ("--verify", *_TRUST)
 # Flags that are not named like their settings.
 _FLAGS = {
     "induction_percent": "--induction",
@@ -109,7 +110,9 @@ def method_first(args: Sequence[str]) -> list[str]:
     from razor_dist.models.loader import read_config
     from razor_dist.models.registry import config_folder
 
-    return ["alibi" if is_alibi(read_config(config_folder(model))) else "razor", *rest]
+    trust = [flag for flag in rest if flag in _TRUST][-1:] == [_TRUST[0]]
+    config = read_config(config_folder(model), trust_remote_code=trust)
+    return ["alibi" if is_alibi(config) else "razor", *rest]
 
 
 identify = typer.Typer(

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from razor_dist import cli
+from razor_dist.config.schema import EngineConfig
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
-from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.loader import model_fingerprint, read_config
 from tests.heads.test_criteria import SCORES, save_scores
 from tests.heads.test_duo_pattern import GATES, write
 
@@ -51,6 +52,20 @@ def test_import_and_export(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert HeadMap.load(again).retrieval == found.retrieval
     assert run("export", SMOLLM2, tmp_path / "flags") == 0
     assert "1 for every KV head" in capsys.readouterr().out
+
+
+def test_a_map_is_for_the_frequencies_that_serve_will_have(tmp_path: Path) -> None:
+    folder, out = write(tmp_path / "pattern", GATES), tmp_path / "a.json"
+    Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2).save_pretrained(
+        tmp_path / "qwen"
+    )
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    given = "import", folder, "--model", tmp_path / "qwen", "--out", out
+    for flags, scaling in (((), None), (("--rope-scaling", json.dumps(yarn)), yarn)):
+        assert run(*given, *flags) == 0
+        options = EngineConfig(model=str(tmp_path / "qwen"), rope_scaling=scaling).model_options
+        config = read_config(tmp_path / "qwen", **options)
+        assert HeadMap.load(out).fingerprint == model_fingerprint(config)
 
 
 def test_import_of_kvzip_files(

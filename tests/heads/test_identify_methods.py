@@ -202,6 +202,23 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
             _run(method, bare, tmp_path / "map.json")
 
 
+@pytest.mark.parametrize(
+    ("flags", "trusted"),
+    [
+        ([], False),
+        (["--trust-remote-code"], True),
+        (["--trust-remote-code", "--no-trust-remote-code"], False),
+    ],
+)
+def test_a_method_is_chosen_by_remote_code_if_it_is_trusted(
+    flags: list[str], trusted: bool, letters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = mock.Mock(wraps=read_config)
+    monkeypatch.setattr("razor_dist.models.loader.read_config", read)
+    assert method_first([str(letters), *flags]) == ["razor", str(letters), *flags]
+    assert read.call_args.kwargs["trust_remote_code"] is trusted
+
+
 def test_the_older_form_is_understood(letters: Path, tmp_path: Path) -> None:
     assert method_first(["m", "--method", "duo", "--l1", "1"]) == ["duo", "m", "--l1", "1"]
     assert method_first(["--out", "x", "--method=razor", "m"]) == ["razor", "--out", "x", "m"]
