@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import random
 import re
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import psutil
 import torch
 
+import razor_dist
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
@@ -26,6 +29,8 @@ from razor_dist.jobs.results import read_job
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the first to the right
@@ -51,8 +56,33 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
+def commit_of(package: Path) -> str | None:
+    """Return the commit of a package's checkout, with ``-dirty`` if it was changed.
+
+    None if the package is not tracked by Git, say where it is installed.
+    """
+    tracked = ["ls-files", "--error-unmatch", "__init__.py"]
+    named = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    found = ""
+    for command in (tracked, named):
+        try:
+            found = subprocess.run(
+                ["git", "--no-optional-locks", "-C", str(package), *command],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return found.strip()
+
+
 def note_run(folder: Path, config: JobConfig) -> None:
-    """Add the settings and the machine of a run to a folder; earlier runs stay listed."""
+    """Add settings, machine and commit of a run to a folder; earlier runs stay listed.
+
+    Warn if an earlier run was of another commit.
+    """
     path = folder / ENVIRONMENT
     try:
         runs = json.loads(path.read_text())["runs"] if path.exists() else []
@@ -60,6 +90,15 @@ def note_run(folder: Path, config: JobConfig) -> None:
         raise ConfigError(f"{path} is damaged; remove it, it is written anew") from None
     here = {"began": datetime.now(UTC).isoformat(timespec="seconds"), **machine()}
     here["razor_dist"] = version("razor-dist")
+    here["commit"] = commit = commit_of(Path(razor_dist.__file__).resolve().parent)
+    others = {run["commit"] for run in runs if run.get("commit") not in (None, commit)}
+    if commit is not None and others:
+        log.warning(
+            "results in %s are of several commits: %s earlier, %s now",
+            folder,
+            ", ".join(sorted(others)),
+            commit,
+        )
     with suppress(PackageNotFoundError):
         here["kvpress"] = version("kvpress")
     write_json(folder / CONFIG, config.model_dump(mode="json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -144,6 +145,41 @@ def test_the_report_can_be_rebuilt_and_compared(
     assert [set(entry) >= {"cpu", "torch", "began"} for entry in environment["runs"]] == [True]
     with pytest.raises(ConfigError, match="the same name"):
         compare([folders[0], folders[0]], out)
+
+
+def test_a_run_of_another_commit_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package, folder = tmp_path / "checkout" / "package", tmp_path / "results"
+    package.mkdir(parents=True)
+    folder.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr("razor_dist.__file__", str(package / "__init__.py"))
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(package), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def noted() -> str | None:
+        note_run(folder, NeedleConfig(**SMALL))
+        runs = json.loads((folder / "environment.json").read_text())["runs"]
+        commit: str | None = runs[-1]["commit"]
+        return commit
+
+    assert noted() is None
+    git("init")
+    assert noted() is None, "in a checkout, but no part of it"
+    git("add", ".")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    first = git("rev-parse", "HEAD")
+    assert noted() == first
+    assert not caplog.records
+    (package / "__init__.py").write_text("x = 1\n")
+    assert noted() == f"{first}-dirty"
+    [record] = caplog.records
+    assert f"of several commits: {first} earlier, {first}-dirty now" in record.getMessage()
 
 
 def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> None:
