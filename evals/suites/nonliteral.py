@@ -38,13 +38,15 @@ _NAMES = (
 )
 _ABOUT = "The text below mentions several people. There will be a question about each."
 _PEOPLE = 4
-_WORD = re.compile(r"[a-z]{4,}")
+_WORD = re.compile(r"[a-z]{3,}")
 
 
-# Words of four letters and more that lead to no fact.
+# Words of three letters and more that lead to no fact.
 _COMMON = set(
     _WORD.findall(
-        "after among around back been before behind between both could each every from great have "
+        "and are been can day for from got had has her his how its new not now off one our out put "
+        "saw set the two was who you down should sort then three took twice used where "
+        "after among around back before behind between both could each every from great have "
         "home into know knows last like likes long must need needs never once ones other people "
         "single take takes than that their them these they this those until very well what with "
         "within would works good days"
@@ -52,9 +54,13 @@ _COMMON = set(
 )
 
 
-def _words_of(fact: Fact) -> set[str]:
-    """Return what prose around a fact may not say, so that nothing else leads to it."""
-    return set(_WORD.findall(" ".join(fact).lower())) - _COMMON
+def _stems_of(fact: Fact) -> set[str]:
+    """Return beginnings of words that prose around a fact may not have: nothing else leads to it.
+
+    ``lawyer`` has ``law``, and ``lived`` ``live``.
+    """
+    words = set(_WORD.findall(" ".join(fact).lower())) - _COMMON
+    return {word.removesuffix("s")[:5] for word in words}
 
 
 def _literal(fact: Fact) -> tuple[str, str]:
@@ -83,8 +89,9 @@ def _task(ask: Callable[[Fact], tuple[str, str]]) -> Task:
             question, cue = ask(fact)
             question = f"{question} Answer with the name alone."
             asked.append(Asked(question, cue, [name], {name: said}))
-            unsaid |= _words_of(fact)
-        essay = [s for s in making.material.essay if not unsaid & set(_WORD.findall(s.lower()))]
+            unsaid |= _stems_of(fact)
+        leads = re.compile(rf"\b(?:{'|'.join(sorted(unsaid))})", re.IGNORECASE)
+        essay = [sentence for sentence in making.material.essay if not leads.search(sentence)]
         if not essay:
             raise ConfigError("every sentence of the prose has a word of a needle's")
         return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
@@ -101,5 +108,5 @@ NONLITERAL = Suite(
         "far": _task(lambda fact: _follows(fact.far)),
     },
     several_questions=True,
-    version=2,  # 2: several questions
+    version=3,  # 2: several questions; 3: prose without inflections of a needle's words
 )
