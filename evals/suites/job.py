@@ -74,6 +74,27 @@ class SuiteTask:
             **({"counts": fewer} if (fewer := self._fewer) else {}),
         }
 
+    def extends(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+        """Tell if a job ``here`` has all that one ``there`` has, and more of it.
+
+        That is samples, tasks, lengths and methods; with lengths, engines' ``max_model_len`` grows.
+        """
+        (old, old_engines), (new, new_engines) = (
+            (dict(job["task"]), job["engines"]) for job in (there, here)
+        )
+        if old.get("kind") != new["kind"]:
+            return False
+        more = old.pop("samples", 0) <= new.pop("samples")
+        for name in ("tasks", "lengths", "methods"):
+            more &= set(old.pop(name, ())) <= set(new.pop(name))
+        more &= old.pop("data", {}).items() <= new.pop("data").items()
+        for name, own in old_engines.items():
+            served, longest = new_engines.get(name, {}), max(here["task"]["lengths"])
+            more &= {**own, "max_model_len": longest} == {**served, "max_model_len": longest}
+        old.pop("counts", None)
+        new.pop("counts", None)
+        return more and old == new
+
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
         return {method: self.config.engine(method) for method in self.config.method_settings}

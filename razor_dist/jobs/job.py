@@ -83,15 +83,18 @@ def run_task(
     """Compute the results of a task that its folder does not hold yet, on any engines.
 
     When nothing is missing any more, the results are put into the order of the task's items.
-    ``pool`` is entered only if anything is missing. ``on_open`` is called before any work with the
-    folder, which may be another than the one asked for; what it writes there stays however the run
-    ends. ``on_done`` is called at the end, while no other process may write to the folder. Raises
-    `ConfigError` if the folder or the items do not fit (`ResultStore.open`), and another
-    `RazorError` if no engine can be opened any more; the results so far are kept.
+    A task may have a method ``extends``, as `ResultStore.open` takes it. ``pool`` is entered only
+    if anything is missing. ``on_open`` is called before any work with the folder, which may be
+    another than the one asked for; what it writes there stays however the run ends. ``on_done`` is
+    called at the end, while no other process may write to the folder. Raises `ConfigError` if the
+    folder or the items do not fit (`ResultStore.open`), and another `RazorError` if no engine can
+    be opened any more; the results so far are kept.
     """
     config = config or JobConfig()
     items = _checked(task)
-    with ResultStore.open(folder, job_settings(task), new_folder=config.new_folder) as store:
+    extends = getattr(task, "extends", lambda there, here: False)
+    own = job_settings(task)
+    with ResultStore.open(folder, own, new_folder=config.new_folder, extends=extends) as store:
         if on_open is not None:
             on_open(store.folder)
         if dropped := store.drop_failed(retryable=not config.retry_failed):

@@ -2,7 +2,9 @@
 
 A folder holds
 
-- ``job.json``: the settings that decide the results, with their hash, written once;
+- ``job.json``: the settings that decide the results, with their hash, written once, or again with
+  those of more results of the same kind (``extends`` of `ResultStore.open`); the hashes of before
+  are ``earlier``;
 - ``results.jsonl``: one line for each finished item, synced before the next is written. A last
   line that was torn by a crash is dropped when the file is opened again, and its item is missing
   like any other;
@@ -19,7 +21,7 @@ A line of the results is a JSON object with
                 again
 ``error``       ``{"type", "message"}`` if it failed, and ``"retryable": true`` if the next run
                 tries it again; null otherwise
-``settings``    the hash in ``job.json``
+``settings``    a hash in ``job.json``
 ``run``         this run's ``seconds``, ``attempts``, ``engine`` (a number) and
                 ``finished`` (UTC, ISO 8601), which no other run need repeat
 ==============  =====================================================================
@@ -31,9 +33,9 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from filelock import FileLock, Timeout
 
@@ -45,6 +47,8 @@ HEADER, RESULTS, PARTS, LOCK = "job.json", "results.jsonl", "parts.jsonl", "lock
 _FORMAT = 1
 
 Record = dict[str, Any]
+# Settings of a folder and a job's: whether the job has all of the folder's results, and more.
+Extends: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
 
 
 class Job(NamedTuple):
@@ -58,16 +62,16 @@ def read_job(folder: str | Path) -> Job:
     header = _read_header(folder)
     if header is None:
         raise ConfigError(f"{folder} holds no results of a job: {HEADER} is missing")
-    records, _ = _read_records(folder / RESULTS, header["hash"])
+    records, _ = _read_records(folder / RESULTS, _hashes(header))
     return Job(header["settings"], list(records.values()))
 
 
 class _RecordFile:
     """A file of records, the last of which is whole whenever the process or the machine ends."""
 
-    def __init__(self, path: Path, settings_hash: str) -> None:
-        self.path, self._hash = path, settings_hash
-        self.records, length = _read_records(path, settings_hash)
+    def __init__(self, path: Path, hashes: Sequence[str]) -> None:
+        self.path, self._hash = path, hashes[-1]
+        self.records, length = _read_records(path, hashes)
         if path.exists():
             os.truncate(path, length)  # a torn last line
 
@@ -106,20 +110,27 @@ class _RecordFile:
 class ResultStore(contextlib.ExitStack):
     """The results of one job, open for writing; a context manager. Build it with `open`."""
 
-    def __init__(self, folder: Path, settings_hash: str, lock: FileLock) -> None:
+    def __init__(self, folder: Path, hashes: Sequence[str], lock: FileLock) -> None:
         super().__init__()
         self.callback(lock.release)
-        self.folder, self.settings_hash = folder, settings_hash
-        self._results = _RecordFile(folder / RESULTS, settings_hash)
-        self._parts = _RecordFile(folder / PARTS, settings_hash)
+        self.folder, self.settings_hash = folder, hashes[-1]
+        self._results = _RecordFile(folder / RESULTS, hashes)
+        self._parts = _RecordFile(folder / PARTS, hashes)
         self._results.path.touch()
 
     @classmethod
     def open(
-        cls, folder: str | Path, settings: Mapping[str, Any], *, new_folder: bool = False
+        cls,
+        folder: str | Path,
+        settings: Mapping[str, Any],
+        *,
+        new_folder: bool = False,
+        extends: Extends = lambda there, here: False,
     ) -> Self:
         """Open a folder to continue the job of such settings in it, or to begin one.
 
+        A folder of other settings is continued if ``extends`` says that the job with the settings
+        has all of that job's results and more; the folder is then of these settings.
         If it holds results of other settings and a ``new_folder`` is asked for, take ``FOLDER-2``,
         or the first of ``FOLDER-3``, ... that does not.
 
@@ -131,8 +142,8 @@ class ResultStore(contextlib.ExitStack):
             header = _read_header(candidate)
             there = settings if header is None else header["settings"]
             own = as_begun(settings, there)
-            if not (found := differences(there, own)):
-                return cls._take(candidate, own)
+            if not (found := differences(there, own)) or extends(there, own):
+                return cls._take(candidate, own, there)
             if not new_folder:
                 break
             place = Path(os.path.abspath(folder))  # "." has no name
@@ -143,21 +154,23 @@ class ResultStore(contextlib.ExitStack):
         )
 
     @classmethod
-    def _take(cls, folder: Path, settings: Mapping[str, Any]) -> Self:
+    def _take(cls, folder: Path, settings: Mapping[str, Any], there: Mapping[str, Any]) -> Self:
         lock = FileLock(folder / LOCK)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
             # Looked at again, now that this process alone may write.
             name, header = settings_hash(settings), _read_header(folder)
-            if header is None:
+            if header is not None and header["hash"] not in (name, settings_hash(there)):
+                raise ConfigError(f"another process has begun another job in {folder}")
+            if header is None or header["hash"] != name:
+                earlier = [] if header is None else _hashes(header)
                 header = {"format": _FORMAT, "hash": name, "settings": settings}
+                header |= {"earlier": earlier} if earlier else {}
                 text = json.dumps(header, indent=2, ensure_ascii=False) + "\n"
                 with replacing(folder / HEADER) as draft:
                     draft.write_text(text, encoding="utf-8")
-            elif header["hash"] != name:
-                raise ConfigError(f"another process has begun another job in {folder}")
-            return cls(folder, name, lock)
+            return cls(folder, _hashes(header), lock)
         except BaseException as error:
             lock.release()
             if isinstance(error, Timeout):
@@ -254,7 +267,12 @@ def _read_header(folder: Path) -> dict[str, Any] | None:
     return header
 
 
-def _read_records(path: Path, settings_hash: str) -> tuple[dict[Any, Record], int]:
+def _hashes(header: Mapping[str, Any]) -> list[str]:
+    """Return the hashes that a folder's records may have, the settings' own last."""
+    return [*header.get("earlier", ()), header["hash"]]
+
+
+def _read_records(path: Path, hashes: Sequence[str]) -> tuple[dict[Any, Record], int]:
     """Return the records by `_key`, and the length of the file without a torn last line."""
     try:
         data = path.read_bytes()
@@ -270,7 +288,7 @@ def _read_records(path: Path, settings_hash: str) -> tuple[dict[Any, Record], in
             key, settings = _key(record), record["settings"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"line {number} of {path} is not a record of a result") from None
-        if settings != settings_hash:
+        if settings not in hashes:
             raise ConfigError(f"line {number} of {path} is of other settings than {HEADER}")
         if key in records:
             raise ConfigError(f"line {number} of {path} is a second result of {record['id']!r}")

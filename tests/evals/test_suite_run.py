@@ -26,7 +26,9 @@ from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.report import Scores, report
 from razor_dist.evals.suites.sample import Question, Sample
 from razor_dist.evals.texts import Prompter
+from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import job_settings
 from razor_dist.models.tokenizer import load_tokenizer
 from tests.tokenizer import smollm2_tokenizer
 
@@ -109,6 +111,51 @@ def test_a_run_goes_on_where_it_ended(
     assert (out / "results.jsonl").read_bytes().startswith(b"".join(lines[:2]))
     assert (out / "scores.svg").read_text().startswith("<?xml")
     assert evaluate(suite.name, f"{flags} --seed 1") == 2, "other settings need another folder"
+
+
+@pytest.mark.long
+def test_a_folder_is_extended(evaluate: Callable[..., int], tmp_path: Path) -> None:
+    first = "--tasks children --lengths 1200 --samples 1 --methods streaming"
+    assert evaluate("graph", first) == 0
+    more = "--tasks children,parents --lengths 1200,1500 --samples 2 --methods full,streaming"
+    before = results_of(tmp_path / "out")
+    assert evaluate("graph", more) == 0
+    results = results_of(tmp_path / "out")
+    assert len(results) == 16 and before[0] in results, "nothing is asked again"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [cell["samples"] for cell in summary["cells"]] == [2] * 8
+    fresh = tmp_path / "fresh"
+    assert evaluate("graph", more, fresh) == 0
+    assert untimed(results_of(fresh)) == untimed(results)
+
+
+@pytest.mark.parametrize(
+    ("changed", "grows"),
+    [
+        ({}, True),
+        ({"samples": 3, "lengths": (1200, 9000), "tasks": "all", "window_max": None}, True),
+        ({"methods": ("full", "streaming", "razor")}, True),
+        ({"samples": 1}, False),
+        ({"lengths": (1500,)}, False),
+        ({"tasks": "parents"}, False),
+        ({"methods": ("full",)}, False),
+        ({"methods": {"full": {"attention": "full", "kv_dtype": "int8"}, "streaming": {}}}, False),
+        ({"seed": 1}, False),
+        ({"window_min": 5000}, False),
+    ],
+)
+def test_a_folder_grows_by_more_of_its_kind(
+    changed: dict[str, Any], grows: bool, letters: Path
+) -> None:
+    def settings(**given: Any) -> dict[str, Any]:
+        config = GraphConfig(model=str(letters), head_map=shipped_map, **given)
+        return job_settings(SuiteTask(config, ("essays", ""), {}))
+
+    shipped_map = str(shipped_head_map("smollm2"))
+    own = {"samples": 2, "lengths": (1200,), "tasks": "children", "methods": ("full", "streaming")}
+    task = SuiteTask(GraphConfig(model=str(letters)), ("essays", ""), {})
+    assert task.extends(settings(**own), settings(**own | changed)) is grows
+    assert not task.extends({"task": {"kind": "needle"}, "engines": {}}, settings(**own))
 
 
 @pytest.mark.parametrize("ask", ["turns", "requests"])

@@ -143,6 +143,28 @@ def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
     assert "--new-folder" in said
 
 
+def test_a_folder_goes_on_with_more_of_its_kind(tmp_path: Path) -> None:
+    more: dict[str, Any] = {**SETTINGS, "task": {"lengths": [1, 2, 3]}}
+
+    def extends(there: Any, here: Any) -> bool:
+        return bool(there["task"]["lengths"] == here["task"]["lengths"][:2])
+
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        store.append(record("a"))
+        store.append_part("b", "1", {})
+    with ResultStore.open(tmp_path, more, extends=extends) as store:
+        assert set(store.records) == set("a") and store.parts() == {"b": {"1": {}}}
+        store.append(record("b"))
+        store.finish("ba")
+    assert ids(tmp_path) == ["b", "a"]
+    assert read_job(tmp_path).settings == more
+    ResultStore.open(tmp_path, more).close()
+    with pytest.raises(ConfigError, match="holds results of other settings"):
+        ResultStore.open(tmp_path, SETTINGS, extends=extends)
+    with ResultStore.open(tmp_path, SETTINGS, new_folder=True, extends=extends) as store:
+        assert store.folder != tmp_path
+
+
 def test_a_new_folder_when_asked(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ResultStore.open(folder, SETTINGS, new_folder=True).close()
