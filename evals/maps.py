@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
@@ -33,6 +32,7 @@ from razor_dist.evals.methods import FULL_METHOD, Method, shape_of
 from razor_dist.evals.needle.config import GridConfig, MapsConfig
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import run_here
+from razor_dist.evals.one_rank import StreamingPolicy
 from razor_dist.evals.report import interval, join, table
 from razor_dist.evals.settings import WINDOW, streaming_settings
 from razor_dist.evals.texts import Prompter, repeat_passages

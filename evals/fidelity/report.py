@@ -103,7 +103,7 @@ def write_report(folder: Path) -> str:
     )
 
 
-def _named_apart(results: Sequence[Result]) -> list[Result]:
+def _named_apart(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Add a digest to the name of a text or method where a folder has another of that name."""
     found = [dict(result) for result in results]
     for name, content in (("text", "digest"), ("method", "fingerprint")):
