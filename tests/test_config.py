@@ -56,6 +56,8 @@ def test_the_shipped_defaults_are_the_models_alone() -> None:
 
 
 def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
+    assert EngineConfig().default_max_tokens == 32768
+    assert load_config(EngineConfig, {"default_max_tokens": "none"}).default_max_tokens is None
     file = tmp_path / "settings.yaml"
     file.write_text("window_ratio: null\n")
     assert load_config(EngineConfig, yaml_path=file).window_ratio is None

@@ -16,16 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, capacity
+from razor_dist.engine.cache_need import CacheNeed
 from razor_dist.engine.capacity import cache_config, chunk_length, free_memory
+from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.worker import check_loaded
+from razor_dist.frontend.prompts import Pool, PromptLimits
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import PromptLogprobs, Token
+from razor_dist.protocol.messages import EngineInfo, PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.engine.test_core import run
 from tests.ranks import RankPool
@@ -253,6 +257,25 @@ def test_the_longest_chunk_of_a_wide_model_is_shorter(heads: int, per_rank: int)
     config = EngineConfig(window_max=8192)
     got = chunk_length(config, shape, (None,), 2**20, 8, torch.device("cuda"))
     assert got == 8 * per_rank
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("answers", [1, 4])
+@pytest.mark.parametrize("length", [30, 1000, 2499])
+def test_answers_without_a_limit_fit_kv_tokens(ranks: int, answers: int, length: int) -> None:
+    shape = ModelShape(2, 8, 2, 16, 100, 8192)
+    layout = HeadLayout.from_decision([[True] * 2] * 2, CPU, [(None, None)] * 2)
+    config = EngineConfig(attention="full", kv_tokens=4096, max_num_seqs=4, page_size=64)
+    cache = cache_config(config, shape, layout, 8192, ranks, torch.float32)
+    info = EngineInfo(8192, 100, world_size=ranks, page_size=64)
+    limits = PromptLimits(8192, 100, pool=Pool.of(config.kv_tokens, info))
+    tokens, params, _ = limits.checked([5] * length, SamplingParams(n=answers, max_tokens=None))
+    assert params.max_tokens is not None
+    request = Request("a", 0, tokens, params, params.max_tokens, 512)
+    request.answers = [Answer(f"a{i}", i, request, params) for i in range(answers)]
+    CacheNeed(cache, CacheAccounts(cache, ranks), ranks).check(request, [])
+    if answers == 1:
+        assert params.max_tokens == 4096 - length
 
 
 def differences(comm: Communicator, models: list[str], maps: list[str]) -> str:

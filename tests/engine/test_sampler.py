@@ -136,6 +136,14 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         assert abs(counts[token] - 20_000 * p) <= 5 * (20_000 * p * (1 - p)) ** 0.5
 
 
+def test_the_seed_minus_one_is_none_and_no_answer_gets_it() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert [SamplingParams(seed=-1, n=3).for_answer(i).seed for i in range(3)] == [None] * 3
+    assert [SamplingParams(seed=-3, n=4).for_answer(i).seed for i in range(4)] == [-3, -2, 0, 1]
+    last = SamplingParams(seed=2**63 - 1, n=2)
+    assert [last.for_answer(i).seed for i in range(2)] == [2**63 - 1, -(2**63)]
+
+
 def test_places_and_seeds_draw_independently() -> None:
     """64 seeds × 64 places, of 50 equal tokens: all are drawn alike, and neighbours by chance."""
     size, kinds = 64, 50

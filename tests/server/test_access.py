@@ -142,6 +142,7 @@ def test_a_key_has_its_own_limits(guarded: ServerProcess) -> None:
     many = ask(ADA, prompt=[5, 6], max_tokens=99)
     assert many.status_code == 400 and many.json()["error"]["param"] == "max_tokens"
     assert "asks for 101 tokens" in many.json()["error"]["message"]
+    assert "give max_tokens" in many.json()["error"]["message"]
     hang = {**TEXT, "prompt": [fake_engine.HANG], "max_tokens": 40, "stream": True}
     with httpx.stream("POST", url, json=hang, headers=with_key(ADA), timeout=20):
         assert "41 tokens in flight" in ask(ADA, prompt=[5], max_tokens=99).text
@@ -210,12 +211,31 @@ def test_a_body_must_say_that_it_is_json(url: str) -> None:
         ({"api_key": ["sk-1", ""]}, "api_key must be a list of keys"),
         ({"ssl_certfile": "a.pem"}, "ssl_certfile is given without ssl_keyfile"),
         ({"max_requests_per_key": 2}, "max_requests_per_key is a limit for each key"),
+        *(
+            ({"allowed_origins": origin}, r"allowed_origins must be \* or origins without a path")
+            for origin in (
+                *('["*"]', "http://app/", "app.example", "https://*.example", "https://a:443"),
+                *("http://a:80", "http://b\N{LATIN SMALL LETTER U WITH DIAERESIS}cher", "http://"),
+            )
+        ),
+        *(
+            ({"allowed_hosts": ["good", host]}, r"allowed_hosts must be \* or names without scheme")
+            for host in ("http://name", '["*"]', "name:8000", "*.example", "name/", "cafe:80")
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
         ServerConfig(**settings)
     assert "with space" not in str(error.value)
+
+
+def test_hosts_and_origins_that_clients_send_are_taken() -> None:
+    hosts = "*,app.example,my_app,10.0.0.7,::1,Books.example."
+    assert ServerConfig(allowed_hosts=hosts).allowed_hosts == tuple(hosts.split(","))
+    origins = "*,null,http://[::1]:3000,https://a.b:8443,chrome-extension://abc,http://a:443"
+    found = ServerConfig(allowed_origins=f"{origins},HTTPS://Books.example").allowed_origins
+    assert found == (*origins.split(","), "https://books.example")
 
 
 def test_a_file_of_keys_that_cannot_be_used_is_told(

@@ -104,19 +104,24 @@ def test_truncated_prompts(route: str) -> None:
     whole = prompt(route)
     assert prompt(route, truncate_prompt_tokens=2) == whole[-2:]
     assert prompt(route, truncate_prompt_tokens=1000) == whole
-    words = "word " * 600
-    given = {"chat": {"messages": [{"role": "user", "content": words}]}}
-    given |= {"completions": {"prompt": words}, "responses": {"input": words}}
+
+    def of(words: str) -> dict[str, Any]:
+        given: dict[str, Any] = {"chat": {"messages": [{"role": "user", "content": words}]}}
+        return (given | {"completions": {"prompt": words}, "responses": {"input": words}})[route]
+
     limit = "max_output_tokens" if route == "responses" else "max_tokens"
-    fields = {**given[route], limit: 12, "truncate_prompt_tokens": -1}
+    fields = {**of("word " * 600), limit: 12, "truncate_prompt_tokens": -1}
     checked = parsed(route, **fields).prompts[0]
     assert len(checked.tokens) == 500 and checked.params.max_tokens == 12
-    unlimited = {**given[route], **({"n_predict": -1} if route == "completions" else {})}
-    for default, least, room in ((100, 0, 100), (100, 150, 150), (10_000, 0, 256), (None, 0, 1)):
-        limits = LIMITS._replace(default_max_tokens=default)
-        asked = unlimited | {"truncate_prompt_tokens": -1, "min_tokens": least}
-        checked = parsed(route, limits, **asked).prompts[0]
-        assert (len(checked.tokens), checked.params.max_tokens) == (512 - room, room)
+    unlimited = {"n_predict": -1} if route == "completions" else {}
+    for length, default, least, room in (
+        *((512, 100, 0, 100), (512, 100, 150, 150), (512, 10_000, 0, 128), (512, None, 0, 128)),
+        (8192, 32768, 0, 1024),
+    ):
+        limits = LIMITS._replace(max_model_len=length, default_max_tokens=default)
+        asked = of("word " * 9000) | {"truncate_prompt_tokens": -1, "min_tokens": least}
+        checked = parsed(route, limits, **asked, **unlimited).prompts[0]
+        assert (len(checked.tokens), checked.params.max_tokens) == (length - room, room)
     with pytest.raises(RequestError, match="truncate_prompt_tokens must be -1"):
         params(route, truncate_prompt_tokens=0)
     if route != "responses":
@@ -215,6 +220,13 @@ def test_limits_of_those_who_name_none(route: str) -> None:
         assert params(route, limits, min_tokens=30).max_tokens == 30
         many = LIMITS._replace(default_max_tokens=10_000)
         assert params(route, many).max_tokens == room
+        prompt_tokens = 512 - room
+        small = LIMITS._replace(default_max_tokens=300, pool=(prompt_tokens + 100, 8))
+        assert params(route, small).max_tokens == 100
+        assert params(route, small, min_tokens=120).max_tokens == 120
+        assert params(route, small._replace(pool=(prompt_tokens, 8))).max_tokens == 1
+        if route == "chat":
+            assert params(route, small, n=2).max_tokens == 50 - 8
     assert params(route, limits, **{limit: 40}).max_tokens == 40
 
 
