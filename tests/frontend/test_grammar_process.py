@@ -155,6 +155,23 @@ async def test_a_time_out_is_kept() -> None:
     await grammars.aclose()
 
 
+async def test_a_time_out_is_kept_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = 1000.0, 0
+    grammars = process(clock=lambda: now)
+
+    async def ask(*_: Any) -> Fields:
+        nonlocal asked
+        asked += 1
+        raise TimeoutError
+
+    monkeypatch.setattr(grammars, "ask", ask)
+    for later, times in ((0.0, 1), (59.0, 1), (61.0, 2), (120.0, 2)):
+        now = 1000.0 + later
+        with pytest.raises(RequestError, match="took longer than 3 s"):
+            await grammars.compile(good("a"))
+        assert asked == times
+
+
 class Counted(Killed):
     """One that counts the processes that it has started."""
 

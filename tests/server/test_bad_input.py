@@ -191,7 +191,7 @@ def test_a_prompt_that_cannot_be_read_is_refused(url: str, prompt: object, messa
 
 def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
     nothing = {name: values[0] for name, values in ChatBody.neutral.items() if values}
-    nulls = dict.fromkeys(ChatBody.neutral)
+    nulls = dict.fromkeys([*ChatBody.neutral, "extra", "guided_json"])
     hints = {
         "metadata": {"a": "b"},
         "prompt_cache_key": "a",

@@ -201,6 +201,23 @@ def test_a_marker_that_is_in_the_text_is_there_once(special: bool) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
 
 
+def test_a_call_that_cannot_be_read_is_the_same_text_whole_and_streamed() -> None:
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    ids = tokenizer.encode("Sure. [TOOL_CALLS]no JSON", add_special_tokens=False)
+    assembler = Assembler(tokenizer, SamplingParams())
+    pieces = [assembler.push(Token("a", token)) for token in ids]
+    pieces.append(assembler.push(Token("a", 2, finish="stop")))
+    checked = Checked(np.array([1]), SamplingParams())
+    request = ParsedRequest([checked], tools=ToolUse("mistral", NAMES))
+    form = ChatFormat(request, "m", [Choice(np.array([1]), 0, pieces)], tokenizer)
+    chunks = [chunk["choices"][0] for piece in pieces for chunk in form.piece(0, piece)]
+    streamed = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    [choice] = form.whole()["choices"]
+    assert choice["message"]["content"] == streamed == "Sure. [TOOL_CALLS]no JSON"
+    assert "tool_calls" not in choice["message"]
+
+
 @pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case[0]}-{case[1][:12]!r}")
 def test_a_stream_cites_what_the_whole_answer_does(case: Any) -> None:
     form, answer, text, _ = case

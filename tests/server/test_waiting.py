@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
 from razor_dist.api.parsing import parse_value
-from razor_dist.api.request import Limits
+from razor_dist.api.request import Limits, ParsedRequest
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.answers import Choice, ChoiceEvent
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.messages import EngineInfo, Ready, encode
+from razor_dist.protocol.messages import EngineInfo, Progress, Ready, encode
+from razor_dist.server import sse
 from razor_dist.server.app import build_app
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import Service
@@ -65,6 +71,33 @@ def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
     body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
         assert next(line for line in response.iter_lines()) == ": heartbeat"
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("has_progress", [False, True])
+def test_a_chats_stream_opens_with_its_first_event(endpoint: Any, has_progress: bool) -> None:
+    """Others open at once, as OpenAI's and Anthropic's do."""
+    choice = Choice(np.array([1, 2]), 0, [TextPiece(5, "Hi"), TextPiece(5, "", None, "stop")])
+    form = FORMATS[endpoint](ParsedRequest([], described={}), "m", [choice], None)
+
+    async def events() -> AsyncIterator[ChoiceEvent | None]:
+        yield None
+        yield None
+        if has_progress:
+            yield ChoiceEvent(0, Progress("a", 0, 2, 0, 0, 0.0))
+        for piece in choice.pieces:
+            yield ChoiceEvent(0, piece)
+
+    async def streamed() -> list[str]:
+        return [line async for line in sse.stream(events(), form, include_usage=False)]
+
+    lines = asyncio.run(streamed())
+    assert lines.count(form.heartbeat) == 2
+    assert (lines[:2] == [form.heartbeat] * 2) is (endpoint == "chat")
+    if endpoint == "chat":
+        role = {"role": "assistant", "content": ""}
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[2:-1]]
+        assert deltas == [role, *[{}] * has_progress, {"content": "Hi"}, {}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
