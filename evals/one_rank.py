@@ -12,6 +12,7 @@ local prefill every method has to read a document by itself.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -253,6 +254,7 @@ class ReplayModel(InProcess):
             if method.is_full:
                 return self._read[1]
             given = self.replay.giving(kept_layers(self._read[1].runner))
+        gc.collect()  # an engine's parts know each other, and some hold caches
         engine = self.engine(method, tokens)
         if method.selection is not None:
             slow = slower_half(self.replay.model, self.shape.head_dim)

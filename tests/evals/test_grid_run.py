@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -97,6 +98,21 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     )
     assert own.runner.kv_bytes == replayed.runner.kv_bytes
     assert _decode(replayed.core, question) == _decode(own.core, question)
+
+
+def test_engines_of_earlier_methods_leave_no_tensors(model: ReplayModel) -> None:
+    method = Method("razor", {"window_min": 64, "window_ratio": None, "prefill": "local"}, HEADS)
+    held = []
+    gc.disable()
+    try:
+        for _ in range(4):
+            engine = model.read(method, 200, list(range(4, 90)))
+            held.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))
+            _decode(engine.core, [5, 6])
+            del engine
+    finally:
+        gc.enable()
+    assert held[2] == held[3] == held[1]
 
 
 @pytest.mark.parametrize("kind", [ReplayModel, TracedModel])
