@@ -346,7 +346,7 @@ def test_a_prefix_has_the_salt_of_its_prompt(llm: LLM, monkeypatch: pytest.Monke
     salts = []
 
     def submit(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
-        salts.append(kwargs["cache_salt"])
+        salts.append(kwargs["scope"].salt)
         return original(self, *args, **kwargs)
 
     original = EngineClient.submit
