@@ -239,6 +239,7 @@ class ReplayModel(InProcess):
             roles = HeadRoles(method.retrieval, method.windows)
         model, ring = cast("PreTrainedModel", self.replay), self.replay.ring
         comm = Communicator(None)
+        gc.collect()  # of engines of before: their parts refer to each other, and some hold caches
         return make_engine(model, config, roles, comm, eos_token_ids=self._eos, ring=ring)
 
     def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
@@ -254,7 +255,6 @@ class ReplayModel(InProcess):
             if method.is_full:
                 return self._read[1]
             given = self.replay.giving(kept_layers(self._read[1].runner))
-        gc.collect()  # an engine's parts know each other, and some hold caches
         engine = self.engine(method, tokens)
         if method.selection is not None:
             slow = slower_half(self.replay.model, self.shape.head_dim)

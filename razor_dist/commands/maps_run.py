@@ -23,7 +23,15 @@ from razor_dist.commands.identify_run import ModelSource, measured_masses, readi
 from razor_dist.commands.identify_run import run as identify
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import haystack_paragraphs
-from razor_dist.evals.maps import UPPER_BOUND, Study, budget_of, check_lengths, upper_bound
+from razor_dist.evals.maps import (
+    DEFAULT,
+    STREAMING,
+    UPPER_BOUND,
+    Study,
+    budget_of,
+    check_lengths,
+    upper_bound,
+)
 from razor_dist.evals.methods import shape_of
 from razor_dist.evals.needle.config import MapsConfig
 from razor_dist.evals.report import write_json, write_page
@@ -93,8 +101,9 @@ def _given(config: MapsConfig, paths: Sequence[str]) -> dict[str, tuple[str, Hea
         found = HeadMap.load(path)
         shape = shape_of(config, found)
         choose(found, shape.layers * shape.kv_heads)
-        name = Path(path).stem if found.method in (*_FOUND_HERE, UPPER_BOUND) else found.method
-        if name in (*(own for own, _ in maps.values()), *_FOUND_HERE, UPPER_BOUND):
+        taken = (*_FOUND_HERE, UPPER_BOUND, STREAMING, DEFAULT)
+        name = Path(path).stem if found.method in taken else found.method
+        if name in (*(own for own, _ in maps.values()), *taken):
             raise ConfigError(f"{path}: another head map is named {name} here; give one of them")
         maps[path] = name, found
     return maps

@@ -42,7 +42,7 @@ _ONCE = {
 _YOUNGER = {
     "weight_dtype": "auto",
     "repetition_detection": "auto",
-    "default_max_tokens": 32768,  # none at first: the same but for longer answers
+    "default_max_tokens": None,
     "retrieval_share": 0.0,
 }
 CONTENT = "model_content"  # among an engine's settings: what its model's folder holds

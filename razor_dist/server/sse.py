@@ -31,10 +31,10 @@ async def stream(
 ) -> AsyncIterator[str]:
     """Stream the text of server-sent events, with a heartbeat for each event that is ``None``.
 
-    The opening comes at once, or if it `opens_late` with the first event.
     There is one too after ``heartbeat`` seconds of tokens that show nothing, as those of a tool's
-    call. With ``include_usage`` the last chunk has the token counts, and the others
-    ``"usage": null``, or the counts so far with ``continuous_usage``.
+    call. The opening comes at once, or with the first event if the format `opens_late`. With
+    ``include_usage`` the last chunk has the token counts, and the others ``"usage": null``, or the
+    counts so far with ``continuous_usage``.
     """
 
     sent = 0  # tokens of the answers

@@ -45,6 +45,11 @@ def test_maps_at_equal_bytes(
         kv_scores={"score": table},
     )
     own.save(tmp_path / "mine.json")
+    # By its file a map of a method that is found here; not by a name that rows have.
+    replace(own, method="razor").save(tmp_path / "default.json")
+    clash = ["eval", "maps", str(tmp_path / "default.json"), *_options(letters, tmp_path / "run")]
+    assert cli.main(clash) == 2
+    assert "another head map is named default here" in capsys.readouterr().err
     model = tmp_path / "model"
     shutil.copytree(letters, model)
     last = replace(own, method="given", retrieval=((False, False),) * 3 + ((True, False),))
