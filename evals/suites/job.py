@@ -75,7 +75,7 @@ class SuiteTask:
         }
 
     def extends(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-        """Tell if a job ``here`` has all that one ``there`` has, and more of it.
+        """Return whether a job ``here`` has all that one ``there`` has, and more of it.
 
         That is samples, tasks, lengths and methods; with lengths, engines' ``max_model_len`` grows.
         """

@@ -82,7 +82,7 @@ class BudgetOptions:
         int | None,
         Doc(
             "Window of heads that give most attention to what the short one drops. [default: 2, "
-            "4 or 8 times the short one, whichever drops least; at most half of --mass-tokens]"
+            "4 or 8 times the short one: the one that drops least, at most half of --mass-tokens]"
         ),
     ] = None
     middle_share: Annotated[

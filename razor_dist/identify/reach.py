@@ -107,7 +107,8 @@ def _rotary_function(model: PreTrainedModel) -> Rotate:
                 return rotate
     raise ModelError(
         f"models of type {model.config.model_type!r} have no rotary embeddings of transformers' "
-        "form, so their queries and keys cannot be told from where they stand; use another method"
+        "form, so their queries and keys cannot be separated from their positions; use another "
+        "method"
     )
 
 

@@ -35,7 +35,7 @@ class _Message(msgspec.Struct, tag_field="t", omit_defaults=True):
 
 
 class CacheScope(NamedTuple):
-    """Which other requests may use a request's caches."""
+    """The requests that may share a request's caches."""
 
     salt: str | None = None  # those of another salt may not
     shared: bool = True  # False: none may, and the caches end with it

@@ -534,7 +534,7 @@ def test_a_token_waits_for_the_rank_with_most_of_its_experts(
 def test_no_time_is_given_for_answers_beyond_a_chunk(
     context: int, known: bool, tiny: Callable[[str], Path]
 ) -> None:
-    """Of 4096 - 128 tokens. They are not recorded, and decode by plain operations."""
+    """A chunk has 4,096 - 128 tokens; answers beyond it are not recorded, and slower."""
     config = settings(model=str(tiny("qwen2_1m")), decode="auto", world_size=2)
     found = plan(config, load_device("cpu"), context=context, retrieval=0.5)
     console = Console(width=200, file=io.StringIO())
