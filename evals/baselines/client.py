@@ -70,21 +70,19 @@ class PressLLM:
     ) -> list[RequestOutput]:
         """Answer prompts that continue what was read, ``{"prompt_token_ids": [...]}`` each.
 
-        Without the ``prefix`` that `prefill` yielded, answer one that is a whole, a list of ids, of
-        which all but the last token is read and compressed.
+        Without the ``prefix`` that `prefill` yielded, answer prompts that are wholes, a list of ids
+        each, of which all but the last token is read and compressed.
         """
-        most = sampling_params.max_tokens
+        most, stop = sampling_params.max_tokens, sampling_params.stop
         assert most is not None
-        assert sampling_params == SamplingParams(temperature=0, max_tokens=most), sampling_params
+        served = SamplingParams(temperature=0, max_tokens=most, stop=stop)
+        assert sampling_params == served, sampling_params
         if prefix is not None:
             return [self._answer(list(prompt["prompt_token_ids"]), most) for prompt in prompts]
-        *text, last = prompts
-        began = time.perf_counter()
-        with self.prefill(text):
-            output = self._answer([last], most)
-        output.prompt_token_ids = [*text, last]
-        output.metrics.total_seconds = time.perf_counter() - began
-        return [output]
+        outputs = [self._whole(ids, most) for ids in prompts]
+        for [answer], text in itertools.product((output.outputs for output in outputs), stop):
+            answer.text = answer.text.partition(text)[0]
+        return outputs
 
     @property
     def failed(self) -> bool:
@@ -94,6 +92,15 @@ class PressLLM:
     def close(self) -> None:
         """End the process; also from another thread, in the midst of a call."""
         self._child.end()
+
+    def _whole(self, ids: Sequence[int], max_tokens: int) -> RequestOutput:
+        *text, last = ids
+        began = time.perf_counter()
+        with self.prefill(text):
+            output = self._answer([last], max_tokens)
+        output.prompt_token_ids = [*text, last]
+        output.metrics.total_seconds = time.perf_counter() - began
+        return output
 
     def _answer(self, ids: list[int], max_tokens: int) -> RequestOutput:
         began = time.perf_counter()

@@ -111,7 +111,7 @@ def _task(walk: Callable[[random.Random, Iterator[str]], Walk]) -> Task:
         others = _further(walks, draw, names)
         return HiddenText(_ABOUT, hidden, others, [own.asked for own in walks]).units
 
-    return Task(units, 64, _f1)
+    return Task(units, 64, _f1, stop=("]",))
 
 
 GRAPH = Suite(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -125,7 +126,7 @@ class SuiteTask:
             text = question.text if earlier else sample.message(question)
             found.append(Conversation(text, question.cue, tuple(earlier)))
             if self.config.in_turns:
-                earlier.append((text, f"{question.cue} {', '.join(question.answers)}"))
+                earlier.append((text, question.answered))
         return found
 
     def prompts(self, prompter: Prompter, sample: Sample) -> list[list[int]]:
@@ -144,31 +145,36 @@ class SuiteTask:
         )
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
-        """Make a sample, ask its questions in order, score the answers."""
+        """Make a sample, ask its questions together, score the answers.
+
+        The longest prompt is the first in the batch: the others wait until it is read and take what
+        they share with it from the prefix cache. In turns that is nearly all of each.
+        """
         prompter = Prompter(llm.get_tokenizer())
         sample = self.sample(prompter, **item.data)
         task = self.config.suite.tasks[item.data["task"]]
-        params = SamplingParams(temperature=0, max_tokens=task.answer_tokens)
-        answers, scores, seconds, cached = [], list[float](), 0.0, 0
-        for question, ids in zip(sample.questions, self.prompts(prompter, sample), strict=True):
-            [output] = llm.generate(ids, params)
-            [answer] = output.outputs
-            seconds += output.metrics.total_seconds or 0.0
-            cached += output.num_cached_tokens or 0
-            scores.append(task.score(answer.text, question.answers))
-            answers.append(
-                {
-                    "prompt_tokens": len(ids),
-                    "answer": answer.text,
-                    "wanted": list(question.answers),
-                    "score": scores[-1],
-                }
-            )
+        params = SamplingParams(temperature=0, max_tokens=task.answer_tokens, stop=task.stop)
+        prompts = self.prompts(prompter, sample)
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        began = time.perf_counter()
+        outputs = llm.generate([prompts[index] for index in order], params)
+        seconds = time.perf_counter() - began
+        said = {index: output.outputs[0].text for index, output in zip(order, outputs, strict=True)}
+        answers: list[dict[str, Any]] = [
+            {
+                "prompt_tokens": len(ids),
+                "answer": said[index],
+                "wanted": list(question.answers),
+                "score": task.score(said[index], question.answers),
+            }
+            for index, (question, ids) in enumerate(zip(sample.questions, prompts, strict=True))
+        ]
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
         return {
             **item.data,
             "method": item.engine,
             "answers": answers,
-            "score": fmean(scores),
+            "score": fmean(answer["score"] for answer in answers),
             "timing": {"seconds": seconds, "cached_tokens": cached},
         }
 

@@ -8,6 +8,7 @@ not given.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def write_report(folder: Path, kind: str, title: str) -> str:
     """Read a folder's results and write all that follows from them; returns the Markdown."""
     run = Run(folder, kind, title)
     scores = Scores(run.settings, run.results)
-    write_json(folder / SUMMARY, {"settings": run.settings, "cells": scores.as_json()})
+    write_json(folder / SUMMARY, {"settings": run.settings} | scores.as_json())
     picture = ""
     if run.results:
         scores.draw(folder / PICTURE)
@@ -73,27 +74,33 @@ class Scores:
         own = self._cells[method, task, length]
         return [score - full[number] for number, score in own.items() if number in full]
 
-    def beside_full(self, method: str, tasks: Sequence[str], length: int) -> list[str]:
-        """Return samples lost and gained, and the mean change; nothing if none has both."""
+    def beside_full(self, method: str, tasks: Sequence[str], length: int) -> dict[str, Any]:
+        """Return what a method changes of the tasks' scores; nothing if full attention has none.
+
+        That is how many samples both answered (``compared``), how many are ``lost`` and ``gained``,
+        their `sign_test` (``p``), and the mean ``change`` with its interval, in percentage points.
+        """
         changes = [change for task in tasks for change in self.changes(method, task, length)]
         if not changes:
-            return []
-        low, high = interval(changes, -100, 100)
-        counts = map(str, lost_and_gained(changes))
-        return [*counts, f"{fmean(changes):+.1f} ({low:+.1f} to {high:+.1f})"]
+            return {}
+        lost, gained = lost_and_gained(changes)
+        found: dict[str, Any] = {"compared": len(changes), "lost": lost, "gained": gained}
+        found |= {"p": sign_test(lost, gained), "change": fmean(changes)}
+        return found | {"change_interval": interval(changes, -100, 100)}
 
-    def as_json(self) -> list[dict[str, Any]]:
-        cells = []
-        for at in itertools.product(self.methods, self.tasks, self.lengths):
-            if scores := self.of(*at):
-                cell = dict(zip(("method", "task", "length"), at, strict=True))
-                cell |= {"samples": len(scores), "score": fmean(scores)}
-                cell["interval"] = interval(scores, 0, 100)
-                changes = self.changes(*at)
-                cell["compared"] = len(changes)
-                cell["lost"], cell["gained"] = lost_and_gained(changes)
-                cells.append(cell)
-        return cells
+    def as_json(self) -> dict[str, list[dict[str, Any]]]:
+        """Return a cell for each method, task and length, and each length's ``all`` tasks."""
+        cells, every = [], []
+        for method, length in itertools.product(self.methods, self.lengths):
+            for task in self.tasks:
+                if scores := self.of(method, task, length):
+                    cell = {"method": method, "task": task, "length": length}
+                    cell |= {"samples": len(scores), "score": fmean(scores)}
+                    cell |= {"interval": interval(scores, 0, 100)}
+                    cells.append(cell | self.beside_full(method, [task], length))
+            if method != FULL and (found := self.beside_full(method, self.tasks, length)):
+                every.append({"method": method, "length": length} | found)
+        return {"cells": cells, "all": every}
 
     def draw(self, path: Path) -> None:
         """Draw means with their intervals, a panel for each length."""
@@ -126,6 +133,17 @@ class Scores:
 def lost_and_gained(changes: Sequence[float]) -> tuple[int, int]:
     """Count the samples that score below full attention, and above it."""
     return sum(change < 0 for change in changes), sum(change > 0 for change in changes)
+
+
+def sign_test(lost: int, gained: int) -> float:
+    """Return the exact two-sided p-value of so uneven a split, if losses were as likely as gains.
+
+    ``min(1, 2 P(X <= min(lost, gained)))`` for X binomial with ``lost + gained`` tries at 1/2; it
+    assumes nothing of the scores' range, so that it shows a loss where few samples score at all.
+    """
+    both = lost + gained
+    tail = sum(math.comb(both, k) for k in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**both)
 
 
 def report(
@@ -184,17 +202,25 @@ def _beside_full(scores: Scores) -> str:
     for method, (name, tasks) in itertools.product(scores.methods, (each | every).items()):
         cells = [scores.beside_full(method, tasks, length) for length in scores.lengths]
         if method != FULL and any(cells):
-            rows.append(
-                [method, name, *(text for cell in cells for text in cell or ["-"] * len(_BESIDE))]
-            )
+            rows.append([method, name, *(text for cell in cells for text in _change(cell))])
     note = (
         "Of samples that both answered: how many score below full attention (lost) and above it "
-        "(gained), and the mean change of the score with its interval, in percentage points."
+        "(gained), the probability of a split at least as uneven if both were as likely (p, sign "
+        "test), and the mean change of the score with its interval, in percentage points."
     )
     return section("## Beside full attention, sample by sample", rows, note)
 
 
-_BESIDE = ("lost", "gained", "change")
+_BESIDE = ("lost", "gained", "p", "change")
+
+
+def _change(cell: Mapping[str, Any]) -> list[str]:
+    """Return a cell's texts under `_BESIDE`."""
+    if not cell:
+        return ["-"] * len(_BESIDE)
+    low, high = cell["change_interval"]
+    change = f"{cell['change']:+.1f} ({low:+.1f} to {high:+.1f})"
+    return [str(cell["lost"]), str(cell["gained"]), f"{cell['p']:.2g}", change]
 
 
 def _cached(results: Sequence[Result]) -> str:

@@ -31,6 +31,12 @@ class Question:
     # Characters of the document where each answer is stated; none where it is stated nowhere.
     places: tuple[Span, ...] = ()
 
+    @property
+    def answered(self) -> str:
+        """The right answer from its beginning on, as it stands before a later question."""
+        answers = ", ".join(self.answers)
+        return f'{self.cue}{answers}"' if self.cue.endswith('"') else f"{self.cue} {answers}"
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -172,5 +172,5 @@ SHARED = Suite(
         WORDS: Task(_words, 8, words_from_start),
     },
     several_questions=True,
-    version=2,  # 2: a count may be a word
+    version=3,  # 2: a count may be a word; 3: earlier answers close their quotation
 )

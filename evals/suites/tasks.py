@@ -111,6 +111,7 @@ class Task:
     units: Callable[[Making], Units] | None  # None: those of the task's file of questions
     answer_tokens: int  # generated for each answer; they count as part of a sample's length
     score: Score = all_of
+    stop: tuple[str, ...] = ()  # texts after which the score reads nothing
 
 
 @dataclass(frozen=True)
