@@ -47,7 +47,7 @@ def operations() -> Any:
         _load(_library())
     except Exception as error:  # whatever it is, it is computed without
         reason = getattr(error, "stderr", None) or error.__cause__ or error
-        log.warning("answers and prompts take longer: no kernels for this CPU: %s", reason)
+        log.warning("what this CPU computes takes longer: no kernels for it: %s", reason)
         return None
     return torch.ops.razor_dist_cpu
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.torch_cuda import CUDNN_ON
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +29,13 @@ def _installed() -> bool:
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
+    """16-bit CUDA tensors without a bias; not where torch has cuDNN, which is faster."""
     return (
         bias is None
         and q.device.type == "cuda"
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] <= 256
+        and torch.cuda.get_device_capability(q.device) != CUDNN_ON
         and _installed()
     )
 

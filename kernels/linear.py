@@ -136,10 +136,10 @@ def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
 def _served(x: Tensor, weight: Tensor) -> bool:
     """Tell if the other ways than torch's default compute it; they have no gradients."""
     return (
-        (_AVAILABLE or operations() is not None)
-        and x.device.type == "cpu"
+        x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() > 0
+        and (_AVAILABLE or operations() is not None)  # which may compile
         and weight.is_contiguous()
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )

@@ -36,7 +36,7 @@ _DIM = 8
 _QUERIES, _KEYS, _SPLITS = 4096, 32768, 4
 # By others' measurements it is half as fast again on Hopper; newer ones have given wrong results
 # (pytorch/pytorch#193893).
-_CUDNN_ON = (9, 0)
+CUDNN_ON = (9, 0)
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
@@ -76,7 +76,7 @@ def attend(
 
 def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
     """Tell if cuDNN is there and computes this on this GPU."""
-    if torch.cuda.get_device_capability(q.device) != _CUDNN_ON:
+    if torch.cuda.get_device_capability(q.device) != CUDNN_ON:
         return False
     rows, keys = q[None, :, 0], k[None, :, :_KEYS]
     params = torch.backends.cuda.SDPAParams(rows, keys, keys, None, 0.0, False, True)

@@ -157,7 +157,9 @@ class WindowPart:
     slot: StreamingSlot
     plan: WindowPlan | None  # None: with exact prefill, before the last chunk
     shared: SharedWindow | None  # tensor-parallel decode: the window of all ranks' heads
-    earlier: dict[int, list[KVPiece]]  # by layer: this rank's part of the window, since last chunk
+    # By layer: this rank's part of the window, since the last chunk. A layer that has run lets its
+    # own go (`razor_dist.attention.streaming_prefill`).
+    earlier: dict[int, list[KVPiece]]
     replicated: Interval  # positions that are read from the slot
     new: Interval  # positions that go to the slot's ring
     new_at: Tensor  # int64: their places in the slot

@@ -13,7 +13,7 @@ its position and ``s`` alone (`razor_dist.kernels.decode`), and no other place i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -141,15 +141,17 @@ class StreamingCache:
         """Return a slot with room for ``total`` tokens that has seen the first ``length``.
 
         The tail has what left the window after them (`Arena.least_cut`). With ``instead``, it takes
-        the place of ``slot``, which is released: all of it is copied out first.
+        the place of ``slot``, which is released: all of it is copied out first, to host memory,
+        since on a device beside full caches there may be no room for it.
         """
+        states: Iterable[tuple[slice, Mapping[str, Tensor]]]
         states = ((rows, self.state(slot, rows, length)) for rows in self.batches(length))
-        copied = list(states) if instead else states
         if instead:
+            states = [(rows, _on(torch.device("cpu"), state)) for rows, state in states]
             self.release(slot)
         copy = self.allocate(total)
-        for rows, state in copied:
-            self.restore(copy, rows, state)
+        for rows, state in states:
+            self.restore(copy, rows, _on(self.k.device, state))
         return copy
 
     def batches(self, length: int, most: int = _TOGETHER) -> list[slice]:
@@ -284,3 +286,7 @@ class StreamingCache:
         mean = self.sums[:, rows, slot.index].unsqueeze(2) / count
         for store, new in zip(self.view(rows, slot, 1), mean, strict=True):
             store.copy_(new)
+
+
+def _on(device: torch.device, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in state.items()}

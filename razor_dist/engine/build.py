@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import capacity
 from razor_dist.engine.advice import about_settings
@@ -244,7 +244,9 @@ def make_engine(
     free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
     working = capacity.working_bytes(config, shape, layout, length, chunk, comm.size, dtype)
     room = capacity.cache_room(free, working)
-    cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
+    # On CPU what is allocated takes no memory until it is written.
+    most = free - working if device.type == "cuda" else math.inf
+    cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room, most)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:
         runner = ModelRunner(model, mode, cache, comm, ring, recorder, roles.sources)
@@ -252,10 +254,7 @@ def make_engine(
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise ConfigError(
-            f"the KV caches do not fit into memory with max_model_len {length} "
-            f"and kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
-        ) from error
+        raise capacity.does_not_fit(config, length, error) from error
     if config.retrieval_share:
         slow = slower_half(model, shape.head_dim).to(device)
         runner.caches.choice = Choice(config.retrieval_share, slow)

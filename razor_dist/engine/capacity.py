@@ -99,11 +99,13 @@ def cache_config(
     world_size: int,
     dtype: torch.dtype,
     room: float = math.inf,
+    most: float = math.inf,
 ) -> CacheConfig:
     """A rank's caches, in ``room`` bytes, for queries of ``dtype``.
 
     They hold ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as there is room
     for, but at least one; more, if these are shorter. ``kv_tokens`` sets the size of the page pool.
+    `ConfigError` if those of one sequence take more than ``most`` bytes.
     """
     longest = shard_sizes(0, max_model_len, max_model_len, world_size)
     # How a sequence splits into prompt and answer moves a few tokens between ranks.
@@ -147,8 +149,19 @@ def cache_config(
         ).reserved_bytes
         for n in (1, 2)
     )
+    if one > most:
+        raise does_not_fit(
+            config, max_model_len, f"they take {one / 1e9:.1f} GB, and {most / 1e9:.1f} are free"
+        )
     more = max(0.0, room - one) / max(1, two - one)
     return room_for(min(config.max_num_seqs, 1 + more))
+
+
+def does_not_fit(config: EngineConfig, max_model_len: int, reason: object) -> ConfigError:
+    return ConfigError(
+        f"the KV caches do not fit into memory with max_model_len {max_model_len} and kv_tokens "
+        f"{config.kv_tokens}; lower these, or use more ranks ({reason})"
+    )
 
 
 def streaming_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -168,6 +181,8 @@ def free_memory(comm: Communicator, device: torch.device) -> float:
         # A rank may see its own GPU alone, so what tells GPUs apart is their identity.
         own = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
         ranks = int((comm.host.all_gather(torch.tensor([own]), "control") == own).sum())
+        if comm.host is not comm:  # the first transfer makes NCCL's buffers, of 1 to 2 GB
+            comm.all_reduce(torch.zeros(1, device=device), "control").wait()
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = free_bytes()
@@ -194,9 +209,19 @@ def working_bytes(
     world_size: int,
     dtype: torch.dtype,
 ) -> float:
-    """Bytes of a chunk's activations at the end of a text of ``length`` tokens: the most there."""
+    """Bytes that a chunk takes beside the caches at the end of a text of ``length`` tokens.
+
+    It is the most there: activations, and the windows that a prompt in work holds between chunks.
+    """
     hidden = shape.query_heads * shape.head_dim * dtype.itemsize
     working = _ACTIVATIONS * chunked_prefill_size / world_size * hidden
+    if config.prefill == "local" and length > chunked_prefill_size:
+        kept = streaming_dtype(torch_kv_dtype(config, dtype), dtype)
+        policy, tail = StreamingPolicy.of(config), cached_tail(config)
+        for window, rows in zip(layout.windows, layout.most_rows, strict=True):
+            own = policy.with_window(window, alibi=shape.alibi).window(length - 1)
+            tokens = min(length, own + tail) / world_size
+            working += rows * tokens * 2 * row_bytes(shape.head_dim, kept)
     if config.retrieval_share and chooses(length):
         last = Chunk(max(0, length - chunked_prefill_size), length, world_size)
         rows = max(len(heads.retrieval) for heads in layout.layers)

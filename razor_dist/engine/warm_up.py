@@ -13,6 +13,7 @@ import torch
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.kernels import attend
+from razor_dist.kernels.chosen import BLOCK, RECENT
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 # Sequences of the decode steps that are recorded.
@@ -24,6 +25,8 @@ _STEPS = 3
 _COMPILING = 2
 # Keys of a block that cuDNN is given (`razor_dist.kernels.torch_cuda`), and queries of a KV head.
 _LONG = 32768
+# Tokens of a prompt of which retrieval heads choose blocks, where they do.
+_CHOOSING = RECENT + 4 * BLOCK
 
 
 @torch.inference_mode()
@@ -34,11 +37,13 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     that is counted or learned knows of it, as it goes past the scheduler.
     """
     sent = runner.comm.bytes_sent.copy()
-    prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
-    steps = _STEPS
+    steps, length = _STEPS, 2 * runner.comm.size
     if runner.graphs is None:
         batches, steps = batches[:_COMPILING], 1
-    total = len(prompt) + steps * len(batches)
+    answers = steps * len(batches)
+    if runner.caches.choice is not None and _CHOOSING + answers <= runner.config.max_tokens:
+        length = max(length, _CHOOSING)
+    prompt, total = torch.zeros(length, dtype=torch.int64), length + answers
     most = _most_sequences(runner.config, total)
     opened: list[int] = []
     for count in (count for count in batches if count <= most):

@@ -77,6 +77,7 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
 def _nccl_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """A group of all ranks whose transfers do not wait behind queued attention blocks."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group sets it too, and warns of another one here
     return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
 
 

@@ -204,24 +204,22 @@ def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:
 
 
 def window_tokens_between_chunks(d: Deployment, policy: StreamingPolicy, prompt: int) -> int:
-    """Tokens of window that the fullest rank holds in the midst of a chunk.
+    """Tokens of window that the fullest rank holds of each head between two chunks.
 
-    Between two chunks each rank keeps its own part of the window (`ChunkedPrefill.windows`). While
-    a chunk runs, layer after layer gets its new part beside the old one, so both count.
+    That is its own part of the window (`ChunkedPrefill.windows`). While a chunk runs, layer after
+    layer gets its new part and then lets go of the old one: both are held of one layer alone.
     """
     if d.exact:
         return 0
     chunks, most = d.chunks(prompt), 0
-    before = [0] * d.world_size
-    # Windows never shrink, so that of many chunks the last ones hold the most.
-    for index in range(max(0, len(chunks) - _LAST_CHUNKS), len(chunks)):
-        chunk, after = chunks[index], [0] * d.world_size
-        if index + 1 < len(chunks):
-            keep = max(0, max(policy.sinks, policy.start(chunk.end)) - d.tail)
-            for held, rank in holdings(chunks[: index + 1], Interval(keep, chunk.end)):
-                after[rank] += len(held)
-        most = max(most, *(a + b for a, b in zip(before, after, strict=True)))
-        before = after
+    # Windows never shrink, so that of many chunks the last ones hold the most; nothing stays after
+    # the last.
+    for index in range(max(0, len(chunks) - _LAST_CHUNKS), len(chunks) - 1):
+        chunk, ranks = chunks[index], [0] * d.world_size
+        keep = max(0, max(policy.sinks, policy.start(chunk.end)) - d.tail)
+        for held, rank in holdings(chunks[: index + 1], Interval(keep, chunk.end)):
+            ranks[rank] += len(held)
+        most = max(most, *ranks)
     return most
 
 
@@ -295,7 +293,8 @@ class MemoryPlanner:
 
     def _window(self, context: int) -> int:
         return self._d.streaming_kv_bytes * sum(
-            heads.rows * window_tokens_between_chunks(self._d, heads.policy, context)
+            (heads.rows + max(heads.per_layer))
+            * window_tokens_between_chunks(self._d, heads.policy, context)
             for heads in self._d.streaming
         )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from razor_dist.attention import chosen
 from razor_dist.engine.warm_up import warm_up
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
@@ -63,6 +64,24 @@ def test_only_batches_that_fit_are_recorded(
     """An engine of one sequence starts as well, and so does one of the shortest contexts."""
     case = dataclasses.replace(case_of(tiny("llama")), prompt=(0,) * prompt, forced=(0,) * 3)
     assert ranks(1).run(batches, case, sequences)[0] == recorded
+
+
+@pytest.mark.parametrize(
+    ("world", "prompt", "chooses"), [(1, 1100, True), (2, 1100, True), (1, 70, False)]
+)
+def test_heads_that_choose_blocks_have_chosen(
+    world: int, prompt: int, chooses: bool, ranks: Ranks, tiny: Tiny
+) -> None:
+    case = dataclasses.replace(case_of(tiny("llama"), share=0.01), prompt=(0,) * prompt)
+    assert ranks(world).run(choices, case) == [(chooses, 0)] * world
+
+
+def choices(comm: Communicator, case: Case) -> tuple[bool, int]:
+    """Whether warming up chooses blocks, and the bytes that it leaves in use."""
+    runner = make_runner(comm, case, 2, CountingTape(comm))
+    with mock.patch.object(chosen, "choose", wraps=chosen.choose) as choose:
+        warm_up(runner, (1, 2))
+    return choose.called, runner.kv_bytes
 
 
 def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:
