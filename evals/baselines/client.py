@@ -71,17 +71,20 @@ class PressLLM:
         """Answer prompts that continue what was read, ``{"prompt_token_ids": [...]}`` each.
 
         Without the ``prefix`` that `prefill` yielded, answer prompts that are wholes, a list of ids
-        each, of which all but the last token is read and compressed.
+        each, of which all but the last token is read and compressed. Their texts end before the
+        first of ``stop``; the tokens are those of the whole answers.
         """
         most, stop = sampling_params.max_tokens, sampling_params.stop
         assert most is not None
         served = SamplingParams(temperature=0, max_tokens=most, stop=stop)
         assert sampling_params == served, sampling_params
         if prefix is not None:
+            assert not stop
             return [self._answer(list(prompt["prompt_token_ids"]), most) for prompt in prompts]
         outputs = [self._whole(ids, most) for ids in prompts]
         for [answer], text in itertools.product((output.outputs for output in outputs), stop):
-            answer.text = answer.text.partition(text)[0]
+            if text in answer.text:
+                answer.text, answer.finish_reason = answer.text.partition(text)[0], "stop"
         return outputs
 
     @property

@@ -75,16 +75,17 @@ class Scores:
         return [score - full[number] for number, score in own.items() if number in full]
 
     def beside_full(self, method: str, tasks: Sequence[str], length: int) -> dict[str, Any]:
-        """Return what a method changes of the tasks' scores; nothing if full attention has none.
+        """Return what a method changes of the tasks' scores.
 
-        That is how many samples both answered (``compared``), how many are ``lost`` and ``gained``,
-        their `sign_test` (``p``), and the mean ``change`` with its interval, in percentage points.
+        That is how many samples both answered (``compared``), how many are ``lost`` and ``gained``
+        and, if there are any, their `sign_test` (``p``) and the mean ``change`` with its interval,
+        in percentage points.
         """
         changes = [change for task in tasks for change in self.changes(method, task, length)]
-        if not changes:
-            return {}
         lost, gained = lost_and_gained(changes)
         found: dict[str, Any] = {"compared": len(changes), "lost": lost, "gained": gained}
+        if not changes:
+            return found
         found |= {"p": sign_test(lost, gained), "change": fmean(changes)}
         return found | {"change_interval": interval(changes, -100, 100)}
 
@@ -97,8 +98,10 @@ class Scores:
                     cell = {"method": method, "task": task, "length": length}
                     cell |= {"samples": len(scores), "score": fmean(scores)}
                     cell |= {"interval": interval(scores, 0, 100)}
-                    cells.append(cell | self.beside_full(method, [task], length))
-            if method != FULL and (found := self.beside_full(method, self.tasks, length)):
+                    beside = {} if method == FULL else self.beside_full(method, [task], length)
+                    cells.append(cell | beside)
+            if method != FULL:
+                found = self.beside_full(method, self.tasks, length)
                 every.append({"method": method, "length": length} | found)
         return {"cells": cells, "all": every}
 
@@ -201,7 +204,7 @@ def _beside_full(scores: Scores) -> str:
     every = {"**all**": scores.tasks} if len(scores.tasks) > 1 else {}
     for method, (name, tasks) in itertools.product(scores.methods, (each | every).items()):
         cells = [scores.beside_full(method, tasks, length) for length in scores.lengths]
-        if method != FULL and any(cells):
+        if method != FULL and any(cell["compared"] for cell in cells):
             rows.append([method, name, *(text for cell in cells for text in _change(cell))])
     note = (
         "Of samples that both answered: how many score below full attention (lost) and above it "
@@ -216,7 +219,7 @@ _BESIDE = ("lost", "gained", "p", "change")
 
 def _change(cell: Mapping[str, Any]) -> list[str]:
     """Return a cell's texts under `_BESIDE`."""
-    if not cell:
+    if not cell["compared"]:
         return ["-"] * len(_BESIDE)
     low, high = cell["change_interval"]
     change = f"{cell['change']:+.1f} ({low:+.1f} to {high:+.1f})"

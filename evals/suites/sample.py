@@ -15,7 +15,7 @@ from razor_dist.config.errors import ConfigError
 # Guesses by interpolation at a sample's length, before the search only halves.
 _INTERPOLATIONS = 8
 
-# Questions about one document, at most: the prefix cache has it from the second on.
+# Questions about one document, at most: with the prefix cache it is read for one of them.
 QUESTIONS = 5
 
 Span = tuple[int, int]

@@ -1,7 +1,8 @@
 """Several questions on one document: SCBench's idea (Li et al., arXiv 2412.10319), made anew.
 
 Five questions on each: values of keys, strings by prefix and suffix, variables over three hops,
-counts, and a mixture. A follow-up question finds document and earlier turns in the prefix cache.
+counts, and a mixture. The last turn is read, and the others find document and turns in the prefix
+cache.
 """
 
 from __future__ import annotations

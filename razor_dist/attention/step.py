@@ -1,7 +1,8 @@
-"""A step as data: prepared once, read by attention, never changed.
+"""A step as data: prepared once, read by attention.
 
 `razor_dist.engine.prepare` writes a `Step` from the sequences, the model and its attention read it,
-and `razor_dist.engine.commit` alone changes the sequences, after the pass.
+and `razor_dist.engine.commit` changes the sequences, after the pass. Only windows of earlier chunks
+are let go of in the pass itself (`WindowPart.earlier`), so that a step is run once.
 
 A step is one `Pass` of the model, or two in tensor-parallel decode, where chunks need the weights
 whole. The tokens of a pass come in three kinds, in this order::

@@ -122,8 +122,8 @@ class StreamingChunk:
             parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
             # Clones: a view would keep the whole chunk's keys and values alive.
             self.kept[layer] = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
-        # The one place that lets go of what a step holds: at a million tokens on one rank, the old
-        # windows of all layers beside the new ones took gigabytes.
+        # Here alone attention changes a sequence: it lets go of this layer's window of the last
+        # chunk. At a million tokens on one rank, those of all layers take gigabytes.
         self._part.earlier.pop(layer, None)
         return out
 

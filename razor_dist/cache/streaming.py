@@ -147,11 +147,12 @@ class StreamingCache:
         states: Iterable[tuple[slice, Mapping[str, Tensor]]]
         states = ((rows, self.state(slot, rows, length)) for rows in self.batches(length))
         if instead:
-            states = [(rows, _on(torch.device("cpu"), state)) for rows, state in states]
+            kept = [(rows, _on(torch.device("cpu"), state)) for rows, state in states]
+            states = ((rows, _on(self.k.device, state)) for rows, state in kept)
             self.release(slot)
         copy = self.allocate(total)
         for rows, state in states:
-            self.restore(copy, rows, _on(self.k.device, state))
+            self.restore(copy, rows, state)
         return copy
 
     def batches(self, length: int, most: int = _TOGETHER) -> list[slice]:

@@ -24,7 +24,7 @@ from razor_dist.kernels.quantized import has_scale, row_bytes
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
-from razor_dist.parallel.zigzag import Chunk, whole_shards
+from razor_dist.parallel.zigzag import Chunk, Interval, chunks, holdings, whole_shards
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ _UNEVEN = 4
 _SHARE = 0.7
 # Finished sequences that stay cached, for each one that may run.
 _CACHED = 4
+# Chunks of a long prompt of which `window_tokens` takes the most.
+_LAST_CHUNKS = 8
 # Activations of a chunk, in multiples of its hidden states (`razor-dist plan` counts them).
 _ACTIVATIONS = 16
 
@@ -151,7 +153,7 @@ def cache_config(
     )
     if one > most:
         raise does_not_fit(
-            config, max_model_len, f"they take {one / 1e9:.1f} GB, and {most / 1e9:.1f} are free"
+            config, max_model_len, f"they take {one / 1e9:.1f} GB of {max(0, most) / 1e9:.1f}"
         )
     more = max(0.0, room - one) / max(1, two - one)
     return room_for(min(config.max_num_seqs, 1 + more))
@@ -181,13 +183,22 @@ def free_memory(comm: Communicator, device: torch.device) -> float:
         # A rank may see its own GPU alone, so what tells GPUs apart is their identity.
         own = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
         ranks = int((comm.host.all_gather(torch.tensor([own]), "control") == own).sum())
-        if comm.host is not comm:  # the first transfer makes NCCL's buffers, of 1 to 2 GB
-            comm.all_reduce(torch.zeros(1, device=device), "control").wait()
+        if comm.group is not comm.host.group:
+            _meet(comm, device)
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = free_bytes()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this host
     return comm.host.all_gather(torch.tensor([free // ranks]), "control").min().item()
+
+
+def _meet(comm: Communicator, device: torch.device) -> None:
+    """Make transfers of each kind, with which NCCL takes the memory for its buffers."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    sent = torch.zeros(1, device=device)
+    arriving = [(rank, torch.empty_like(sent)) for rank in others]
+    comm.exchange([(rank, sent) for rank in others], arriving, "control").wait()
+    comm.all_reduce(sent, "control").wait()
 
 
 def prefix_bytes(config: EngineConfig, device: str) -> int:
@@ -211,19 +222,62 @@ def working_bytes(
 ) -> float:
     """Bytes that a chunk takes beside the caches at the end of a text of ``length`` tokens.
 
-    It is the most there: activations, and the windows that a prompt in work holds between chunks.
+    It is the most there: activations and `window_bytes`.
     """
     hidden = shape.query_heads * shape.head_dim * dtype.itemsize
     working = _ACTIVATIONS * chunked_prefill_size / world_size * hidden
-    if config.prefill == "local" and length > chunked_prefill_size:
-        kept = streaming_dtype(torch_kv_dtype(config, dtype), dtype)
-        policy, tail = StreamingPolicy.of(config), cached_tail(config)
-        for window, rows in zip(layout.windows, layout.most_rows, strict=True):
-            own = policy.with_window(window, alibi=shape.alibi).window(length - 1)
-            tokens = min(length, own + tail) / world_size
-            working += rows * tokens * 2 * row_bytes(shape.head_dim, kept)
+    working += window_bytes(config, shape, layout, length, chunked_prefill_size, world_size, dtype)
     if config.retrieval_share and chooses(length):
         last = Chunk(max(0, length - chunked_prefill_size), length, world_size)
         rows = max(len(heads.retrieval) for heads in layout.layers)
         working += activation_bytes(last, rows, shape.group, shape.head_dim, dtype)
     return working
+
+
+def window_bytes(
+    config: EngineConfig,
+    shape: ModelShape,
+    layout: HeadLayout,
+    length: int,
+    chunked_prefill_size: int,
+    world_size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of windows that the fullest rank holds of a prompt in work (`window_tokens`).
+
+    While a chunk runs, a layer gets its new part and then lets go of the old one, so that of one
+    layer both are there.
+    """
+    policy, tokens = StreamingPolicy.of(config), 0
+    for index, window in enumerate(layout.windows):
+        rows = layout.streaming_in_layers(index)
+        own = policy.with_window(window, alibi=shape.alibi)
+        held = window_tokens(config, own, length, chunked_prefill_size, world_size)
+        tokens += (sum(rows) + max(rows)) * held
+    kept = streaming_dtype(torch_kv_dtype(config, dtype), dtype)
+    return 2 * row_bytes(shape.head_dim, kept) * tokens
+
+
+def window_tokens(
+    config: EngineConfig,
+    policy: StreamingPolicy,
+    prompt: int,
+    chunked_prefill_size: int,
+    world_size: int,
+) -> int:
+    """Tokens of window that the fullest rank holds of each head between two chunks.
+
+    Each rank keeps its own part of the window (`ChunkedPrefill.windows`). The last shard of a chunk
+    is rank 0's, so that it may hold all of a window that is shorter. Nothing stays after the last.
+    """
+    if config.prefill == "exact":
+        return 0
+    done, most = chunks(0, prompt, chunked_prefill_size, world_size), 0
+    # Windows never shrink, so that of many chunks the last ones hold the most.
+    for index in range(max(0, len(done) - _LAST_CHUNKS), len(done) - 1):
+        end, ranks = done[index].end, [0] * world_size
+        keep = max(0, max(policy.sinks, policy.start(end)) - cached_tail(config))
+        for held, rank in holdings(done[: index + 1], Interval(keep, end)):
+            ranks[rank] += len(held)
+        most = max(most, *ranks)
+    return most

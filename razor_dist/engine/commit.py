@@ -1,4 +1,4 @@
-"""After a pass: the one place where a step changes sequences."""
+"""After a pass: where a step changes sequences (`WindowPart.earlier` is let go of before)."""
 
 from __future__ import annotations
 

@@ -37,13 +37,11 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     that is counted or learned knows of it, as it goes past the scheduler.
     """
     sent = runner.comm.bytes_sent.copy()
-    steps, length = _STEPS, 2 * runner.comm.size
+    prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
+    steps = _STEPS
     if runner.graphs is None:
         batches, steps = batches[:_COMPILING], 1
-    answers = steps * len(batches)
-    if runner.caches.choice is not None and _CHOOSING + answers <= runner.config.max_tokens:
-        length = max(length, _CHOOSING)
-    prompt, total = torch.zeros(length, dtype=torch.int64), length + answers
+    total = len(prompt) + steps * len(batches)
     most = _most_sequences(runner.config, total)
     opened: list[int] = []
     for count in (count for count in batches if count <= most):
@@ -56,6 +54,12 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
             runner.execute(StepPlan.step([BatchEntry(key, prompt[:1]) for key in opened]))
     for key in opened:
         runner.execute(StepPlan(Op.CLOSE, key))
+    if runner.caches.choice is not None and _fits(runner, _CHOOSING + 1):
+        prompt = torch.zeros(_CHOOSING, dtype=torch.int64)
+        runner.execute(StepPlan(Op.OPEN, 0, end=_CHOOSING, total=_CHOOSING + 1))
+        runner.execute(StepPlan.step([BatchEntry(0, prompt, sharded=True)]))
+        runner.execute(StepPlan.step([BatchEntry(0, prompt[:1])]))
+        runner.execute(StepPlan(Op.CLOSE, 0))
     if runner.device.type == "cuda":
         _attend_to_long_keys(runner)
     runner.synchronize()
@@ -71,6 +75,13 @@ def _most_sequences(cache: CacheConfig, total: int) -> int:
     places = [arena.places // arena.width(total) for arena in cache.arenas]
     pages = cache.num_pages // -(-total // cache.page_size)
     return min([cache.max_sequences, pages, *places])
+
+
+def _fits(runner: ModelRunner, total: int) -> bool:
+    """Tell if one sequence of ``total`` tokens has room; a rank has a page more than its part."""
+    cache = runner.config
+    pages = -(-total // (runner.comm.size * cache.page_size)) + 1
+    return total <= cache.max_tokens and pages <= cache.num_pages
 
 
 def _attend_to_long_keys(runner: ModelRunner) -> None:

@@ -110,6 +110,13 @@ class HeadLayout:
     def streaming_rows(self) -> int:
         return self.layers[-1].streaming_rows.stop
 
+    def streaming_in_layers(self, index: int) -> tuple[int, ...]:
+        """Return the streaming heads of a window in each layer; ``index`` is that of `windows`."""
+        return tuple(
+            sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
+            for heads in self.layers
+        )
+
     @property
     def rows(self) -> tuple[int, ...]:
         """The rows of this rank's streaming caches, by window."""

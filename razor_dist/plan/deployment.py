@@ -310,13 +310,8 @@ class Deployment:
         """The streaming heads, by window, in the order of `HeadLayout.windows`."""
         policy, found = StreamingPolicy.of(self.config), []
         for index, window in enumerate(self.layout.windows):
-            per_layer = tuple(
-                sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
-                for heads in self.layout.layers
-            )
-            found.append(
-                StreamingHeads(policy.with_window(window, alibi=self.shape.alibi), per_layer)
-            )
+            own = policy.with_window(window, alibi=self.shape.alibi)
+            found.append(StreamingHeads(own, self.layout.streaming_in_layers(index)))
         return tuple(found)
 
     def meta_model(self, layers: int | None = None) -> PreTrainedModel:

@@ -22,14 +22,14 @@ from razor_dist.attention.chosen import activation_bytes
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
-from razor_dist.engine.capacity import prefix_bytes
+from razor_dist.engine.capacity import prefix_bytes, window_bytes
 from razor_dist.engine.decode_mode import DecodeMode
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.parallel.comm import Pending, Purpose
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.silent import SilentCommunicator
-from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+from razor_dist.parallel.zigzag import Chunk
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.chosen import chosen_from
 from razor_dist.plan.compute import pass_q
@@ -43,7 +43,6 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 _FAR = 16
 _PARTS = 32  # the longest context is found to such a part of it, or exactly
 _MOST_RUNS = 16
-_LAST_CHUNKS = 8
 
 
 class _Labelling(SilentCommunicator):
@@ -203,26 +202,6 @@ def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:
     return [0, *kinds.values()]
 
 
-def window_tokens_between_chunks(d: Deployment, policy: StreamingPolicy, prompt: int) -> int:
-    """Tokens of window that the fullest rank holds of each head between two chunks.
-
-    That is its own part of the window (`ChunkedPrefill.windows`). While a chunk runs, layer after
-    layer gets its new part and then lets go of the old one: both are held of one layer alone.
-    """
-    if d.exact:
-        return 0
-    chunks, most = d.chunks(prompt), 0
-    # Windows never shrink, so that of many chunks the last ones hold the most; nothing stays after
-    # the last.
-    for index in range(max(0, len(chunks) - _LAST_CHUNKS), len(chunks) - 1):
-        chunk, ranks = chunks[index], [0] * d.world_size
-        keep = max(0, max(policy.sinks, policy.start(chunk.end)) - d.tail)
-        for held, rank in holdings(chunks[: index + 1], Interval(keep, chunk.end)):
-            ranks[rank] += len(held)
-        most = max(most, *ranks)
-    return most
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank."""
@@ -292,11 +271,9 @@ class MemoryPlanner:
         )
 
     def _window(self, context: int) -> int:
-        return self._d.streaming_kv_bytes * sum(
-            (heads.rows + max(heads.per_layer))
-            * window_tokens_between_chunks(self._d, heads.policy, context)
-            for heads in self._d.streaming
-        )
+        d = self._d
+        sizes = (context, d.chunked_prefill_size, d.world_size)
+        return window_bytes(d.config, d.shape, d.layout, *sizes, d.dtype)
 
     def _working(self, context: int) -> int:
         return max(sum(self._activations(context).values()), self._logits)

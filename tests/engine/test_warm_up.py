@@ -66,6 +66,7 @@ def test_only_batches_that_fit_are_recorded(
     assert ranks(1).run(batches, case, sequences)[0] == recorded
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("world", "prompt", "chooses"), [(1, 1100, True), (2, 1100, True), (1, 70, False)]
 )
@@ -73,15 +74,16 @@ def test_heads_that_choose_blocks_have_chosen(
     world: int, prompt: int, chooses: bool, ranks: Ranks, tiny: Tiny
 ) -> None:
     case = dataclasses.replace(case_of(tiny("llama"), share=0.01), prompt=(0,) * prompt)
-    assert ranks(world).run(choices, case) == [(chooses, 0)] * world
+    assert ranks(world).run(choices, case) == [(chooses, [1, 2], 0)] * world
 
 
-def choices(comm: Communicator, case: Case) -> tuple[bool, int]:
-    """Whether warming up chooses blocks, and the bytes that it leaves in use."""
+def choices(comm: Communicator, case: Case) -> tuple[bool, list[int], int]:
+    """Whether warming up chooses blocks, the batches that it records, and bytes left in use."""
     runner = make_runner(comm, case, 2, CountingTape(comm))
     with mock.patch.object(chosen, "choose", wraps=chosen.choose) as choose:
         warm_up(runner, (1, 2))
-    return choose.called, runner.kv_bytes
+    assert runner.graphs is not None
+    return choose.called, [key.sequences for key in runner.graphs._recordings], runner.kv_bytes
 
 
 def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:

@@ -229,8 +229,10 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
     found = Scores(about, results).as_json()
     [full, razor], [every] = found["cells"], found["all"]
     assert (every["lost"], every["gained"], every["change"], every["p"]) == (1, 1, 0, 1)
-    assert (full["lost"], razor["lost"], razor["gained"], razor["samples"]) == (0, 1, 1, 3)
-    assert (full["compared"], razor["compared"]) == (4, 3)
+    assert (razor["lost"], razor["gained"], razor["samples"], razor["compared"]) == (1, 1, 3, 3)
+    assert "lost" not in full and full["samples"] == 4
+    alone = about | {"methods": ["razor"]}
+    assert Scores(alone, results[4:]).as_json()["cells"][0]["compared"] == 0
     # All tasks' samples together say what no cell alone can.
     more = [one | {"task": "b"} for one in results if one["number"] < 2]
     page = report("Test", about, [*results, *more], {}, {})

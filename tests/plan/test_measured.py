@@ -16,6 +16,7 @@ from razor_dist.attention import chosen
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.build import make_engine
+from razor_dist.engine.capacity import window_bytes, working_bytes
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.decision import HeadRoles
@@ -26,7 +27,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import traffic
 from razor_dist.plan.deployment import Deployment
-from razor_dist.plan.memory import DryRun, window_tokens_between_chunks
+from razor_dist.plan.memory import DryRun
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import answer, model_and_shape, one_chunk
 from tests.ranks import Ranks
@@ -89,9 +90,11 @@ def measure(
     used, activations = runner.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
-        allocations = Allocations()
+        allocations, before = Allocations(), runner.sequences[0].prefill
+        windows = [] if before is None else before.windows  # of chunks so far
         with allocations:
             step(one_chunk(0, tokens[chunk.begin : chunk.end], last=chunk.end == prompt))
+        assert not any(windows), "a layer's window of the last chunk stays beside the new one"
         activations.append(sum(allocations.transient().values()))
     prefill = dict(comm.bytes_sent)
     for _ in range(STEPS):
@@ -168,15 +171,13 @@ def test_the_engine_does_what_was_planned(
     page += 8 * config.page_size * d.shape.alibi  # positions
     if prefill == "local":
         assert abs(max(measured.used for measured in found) - used) <= page
-        between = sum(
-            heads.rows
-            * d.streaming_kv_bytes
-            * window_tokens_between_chunks(d, heads.policy, PROMPT)
-            for heads in d.streaming
-        )
-        # The engine counts after each chunk.
+        of = (config, d.shape, d.layout, PROMPT, d.chunked_prefill_size, size, d.dtype)
+        layers = [d.layout.streaming_in_layers(i) for i in range(len(d.layout.windows))]
+        [rows] = layers
+        # The engine counts after each chunk, when no layer has both windows.
         most = max(measured.peak - measured.used for measured in found)
-        assert most == between
+        assert window_bytes(*of) * sum(rows) == most * (sum(rows) + max(rows))
+        assert working_bytes(*of) > window_bytes(*of)
 
     # Where rotary embeddings and merges are one operation each, for which the planner does not ask,
     # less is needed than is said, above all by a first chunk, which has no keys before it; what

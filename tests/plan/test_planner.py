@@ -456,7 +456,7 @@ def test_a_head_map_that_is_yet_to_be_made_is_assumed(
 def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", GLM, "--device", "4090", "--context", "1M", "--retrieval", "0.3"]) == 1
     shown = capsys.readouterr()
-    assert shown.out.startswith("does not fit: 82.0 GB per rank of 22.5; ")
+    assert shown.out.startswith("does not fit: 70.4 GB per rank of 22.5; ")
 
 
 def test_nothing_is_said_of_good_settings(million: Plan) -> None:

@@ -85,7 +85,8 @@ def test_a_process_that_ends_is_an_engine_that_failed(settings: dict[str, Any]) 
     text = whole.outputs[0].text
     stopping = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, stop=(text[-1],))
     for output in llm.generate([[*TEXT, MORE[0]]] * 2, stopping):
-        assert output.outputs[0].text == text.partition(text[-1])[0]
+        [answer] = output.outputs
+        assert (answer.text, answer.finish_reason) == (text.partition(text[-1])[0], "stop")
     with llm.prefill(TEXT) as prefix:
         [again] = llm.generate([{"prompt_token_ids": MORE[:1]}], params, prefix=prefix)
         assert again.outputs[0].token_ids == whole.outputs[0].token_ids
