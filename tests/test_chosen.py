@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PhiConfig
 
@@ -24,12 +22,10 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.checks import check_settings
 from razor_dist.engine.tape import Tape
 from razor_dist.evals.selection import SELECTORS, attend_selected
-from razor_dist.kernels import chosen, merge
-from razor_dist.kernels.partial import Partial
-from razor_dist.kernels.quantized import KeysOrValues, quantize
+from razor_dist.kernels import chosen
 from razor_dist.models.slower_half import slower_half
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.zigzag import Chunk, chunks
+from razor_dist.parallel.zigzag import chunks
 from razor_dist.plan.allocations import Allocations
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.cases import (
@@ -288,89 +284,6 @@ def test_where_keys_stand_is_found_once_for_an_answer(ranks: Ranks, tiny: Tiny) 
     path, tokens = tiny("llama"), tokens_of(N + K)
     case = Case(str(path), all_full(path), POLICY, tokens[:N], tokens[N:], share=1 / 300)
     assert ranks(2).run(shards_made, case) == [1, 1]
-
-
-def _shards(n: int, ways: int) -> list[list[range]]:
-    """A text of n tokens over so many ranks: a chunk, and answers dealt by position."""
-    chunk = Chunk(0, max(1, n * 3 // 4), ways)
-    return [
-        [*chunk.ranges(rank), range(chunk.end + (rank - chunk.end) % ways, n, ways)]
-        for rank in range(ways)
-    ]
-
-
-def _attention(
-    q: Tensor, k: KeysOrValues, v: KeysOrValues, share: float, slow: Tensor, ways: int, cut: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by the kernels of keys that are cut; estimates and choice with it."""
-    n = k.shape[1]
-    at = torch.arange(n - q.shape[2], n)
-    held = []
-    for runs in _shards(n, ways):
-        shard = chosen.Shard.of(runs, n, torch.device("cpu"))
-        held += [
-            (
-                k[:, shard.places[i : i + cut]],
-                v[:, shard.places[i : i + cut]],
-                shard.cut(i, i + cut),
-            )
-            for i in range(0, len(shard.places), cut)
-        ]
-    slower = q[..., slow]
-    estimate = torch.stack([chosen.largest(slower, k, slow, s, at) for k, _, s in held]).amax(0)
-
-    def attend(read: Tensor) -> Partial:
-        return merge([chosen.attend_chosen(q, k, v, read, s, at, scale=1.0) for k, v, s in held])
-
-    fixed = chosen.fixed(at, chosen.blocks_of(n)).expand(len(q), -1, -1)
-    first = attend(fixed)
-    found = chosen.choose(share, estimate, first.lse)
-    assert not (found & fixed).any()
-    return merge([first, attend(found)]).out, estimate, found | fixed
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    group=st.integers(1, 3), dim=st.sampled_from([16, 32, 64]), n=st.integers(1, 1500),
-    queries=st.integers(1, 200), share=st.sampled_from([1 / 8, 1 / 64, 1e-30, 0.99]),
-    ways=st.sampled_from([1, 2, 3]), cut=st.sampled_from([2000, 333]),
-    sharpness=st.sampled_from([0.3, 1.0]), kind=st.sampled_from(["fp32", "bf16", "int8"]),
-    seed=st.integers(0, 2**16),
-)  # fmt: skip
-def test_kernels_compute_the_definition(
-    group: int, dim: int, n: int, queries: int, share: float, ways: int, cut: int,
-    sharpness: float, kind: str, seed: int,
-) -> None:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    queries = min(queries, n)
-    q, k, v = (
-        torch.randn(shape, generator=generator)
-        for shape in ((2, group, queries, dim), (2, n, dim), (2, n, dim))
-    )
-    q, slow = q * sharpness, torch.arange(dim // 2) * 2
-    if kind == "bf16":
-        k, v = k.bfloat16(), v.bfloat16()
-    keys, values = (quantize(k), quantize(v)) if kind == "int8" else (k, v)
-    out, estimate, read = _attention(q, keys, values, share, slow, ways, cut)
-    with mock.patch.object(chosen, "operations", lambda: None):
-        plain, of_torch, read_plain = _attention(q, keys, values, share, slow, 1, n)
-    # Whole numbers are multiplied, so that these are the same bits however keys are dealt.
-    assert torch.equal(estimate, of_torch)
-    if not torch.equal(read, read_plain):  # one is at the border, where masses round
-        return
-    bound = 2e-3 if kind == "int8" else 3e-5
-    torch.testing.assert_close(out, plain, rtol=0, atol=bound)
-    if kind != "int8":
-        seen = torch.arange(read.shape[1]).unsqueeze(-1) * chosen.BLOCK <= torch.arange(
-            n - queries, n
-        )
-        for head in range(2):
-            own_q, own_k, own_v = (x[head].double() for x in (q, k, v))
-            want, blocks = attend_selected(own_q, own_k, own_v, share, SELECTORS["slower"], slow)
-            if torch.equal((read[head] & seen).T, blocks):
-                torch.testing.assert_close(out[head].double(), want, rtol=0, atol=3e-5)
-            else:  # at most a border
-                assert (blocks != (read[head] & seen).T).float().mean() < 1e-3
 
 
 def test_what_is_refused(tiny: Tiny) -> None:

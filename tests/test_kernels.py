@@ -6,8 +6,8 @@ import importlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -31,38 +31,8 @@ from razor_dist.kernels import (
     partial,
 )
 from razor_dist.kernels.partial import attend_folded, over_keys
-from razor_dist.kernels.quantized import (
-    INT4,
-    INT8,
-    has_scale,
-    quantize,
-    row_bytes,
-    unpacked,
-)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Have torch compute by so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def draw(kv_heads: int, group: int, queries: int, keys: int, dim: int = 16, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(kv_heads, group, queries, dim, generator=generator)
-    k = torch.randn(kv_heads, keys, dim, generator=generator)
-    v = torch.randn(kv_heads, keys, dim, generator=generator)
-    return q, k, v
-
-
-def assert_close(got: Partial, want: Partial, *, atol: float, rtol: float) -> None:
-    torch.testing.assert_close(got.out.to(want.out.dtype), want.out, atol=atol, rtol=rtol)
-    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=atol, rtol=rtol)
+from razor_dist.kernels.quantized import INT4, INT8, has_scale, quantize, row_bytes, unpacked
+from tests.partials import _plain_op, assert_close, draw
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 1, 5000), (3, 2, 7, 7), (1, 4, 70, 33)])
@@ -194,155 +164,6 @@ def test_keys_cut_into_any_parts_are_the_whole(
     got = attend_folded(op, q, k, v, bias, parts, align)
     want = attend(q, k, v, scale=0.3, bias=bias, backend="reference")
     assert_close(got, want, atol=2e-6, rtol=1e-5)
-
-
-def _plain_op(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Attention over ``[batch, heads, ...]`` as the fused ops do it: lse is 0 for an empty row."""
-    scores = scale * q.float() @ k.float().transpose(-1, -2)
-    if mask is not None:
-        scores = scores + mask.float()
-    if causal:
-        scores = scores + torch.full(scores.shape[-2:], -math.inf).triu(1)
-    lse = scores.logsumexp(-1)
-    return scores.softmax(-1).nan_to_num(0.0) @ v.float(), lse.masked_fill(lse == -math.inf, 0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 4, 1, 3000), (3, 2, 1, 77), (1, 4, 70, 33), (2, 2, 40, 40)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_cuda_ops_get_what_they_ask_for(
-    dtype: torch.dtype,
-    shape: tuple[int, int, int, int],
-    biased: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`torch_cuda` around stand-ins for its ops that check what the real ones insist on."""
-    calls = []
-
-    def flash(q, k, v, dropout, causal, debug, *, scale):
-        assert q.dtype == torch.bfloat16
-        return efficient(q, k, v, None, True, dropout, causal, scale=scale)
-
-    def efficient(q, k, v, mask, with_lse, dropout, causal, *, scale):
-        calls.append(k.shape)
-        assert with_lse and not dropout
-        assert q.shape[:2] == k.shape[:2] == v.shape[:2]
-        rows, keys = q.shape[2], k.shape[2]
-        for x in (q, k, v):
-            assert x.stride(-1) == 1
-        if mask is not None:
-            assert mask.dtype == q.dtype
-            assert mask.shape == (*q.shape[:2], rows, keys)
-            assert mask.stride(-1) == 1 or keys == 1
-            assert all(
-                s % 8 == 0 for s, n in zip(mask.stride()[:3], mask.shape, strict=False) if n > 1
-            )
-            assert mask.storage_offset() % 8 == 0
-        out, lse = _plain_op(q, k, v, mask, scale, causal)
-        # lse comes with its rows padded.
-        return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -rows % 32)), None, None
-
-    from razor_dist.kernels import torch_cuda
-
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_efficient", efficient)
-    monkeypatch.setattr(torch_cuda, "multiprocessors", lambda device: 5)
-    q, k, v = (x.to(dtype) for x in draw(*shape))
-    heads, _, queries, keys = shape
-    bias = torch.linspace(-1.0, 1.0, keys) if biased else None
-    causal = queries == keys and not biased
-    got = torch_cuda.attend(q, k, v, 0.3, causal, bias)
-    want = attend(q, k, v, scale=0.3, causal=causal, bias=bias, backend="reference")
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert_close(got, want, atol=tolerance, rtol=tolerance)
-    if queries == 1 and keys == 3000 and (biased or dtype == torch.float32):
-        assert calls[0] == (heads, 5, 600, 16)
-
-
-@pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 700), (260, 512), (64, 700)])
-def test_long_queries_are_cudnns_in_few_shapes(
-    there: bool, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from razor_dist.kernels import torch_cuda
-
-    calls = []
-
-    def op(q, k, v, causal, scale):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        out, lse = _plain_op(q, k, v, None, scale, causal)
-        return out.to(q.dtype), lse
-
-    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
-        calls.append("cuDNN")
-        assert q.shape == (2, 3, 64, 16) and k.shape == v.shape == (2, 1, 128, 16)
-        assert mask is None and with_lse and not dropout and not causal and not debug
-        out, lse = op(q, k, v, False, scale)
-        return out, lse.unsqueeze(-1), None, None
-
-    def flash(q, k, v, dropout, causal, debug, *, scale):
-        calls.append("flash")
-        return *op(q, k, v, causal, scale), None
-
-    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: there)
-    monkeypatch.setattr(torch_cuda, "_QUERIES", 3 * 64)
-    monkeypatch.setattr(torch_cuda, "_KEYS", 256)
-    monkeypatch.setattr(torch_cuda, "_SPLITS", 2)
-    q, k, v = (x.bfloat16() for x in draw(2, 3, queries, keys))
-    causal = keys == queries
-    got = torch_cuda.attend(q, k, v, 0.3, causal, None)
-    want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
-    torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-4, rtol=1e-4)
-    # 64 queries a block, of each head; a last block of fewer than 32 is flash attention's.
-    blocks = ["cuDNN"] * (2 * ((queries + 32) // 64) * (keys // 256)) + ["flash"] * (keys % 256 > 0)
-    blocks += ["flash"] * (0 < queries % 64 < 32)
-    assert calls == (blocks if there and not causal else ["flash"])
-
-
-def test_keys_of_eight_bits_are_read_in_cudnns_blocks_on_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from razor_dist import kernels
-    from razor_dist.kernels import torch_cuda
-
-    assert kernels._CONVERTED_KEYS["cuda"] == torch_cuda._KEYS
-    blocks = []
-
-    def op(q, k, v, scale, causal, bias):
-        blocks.append(k.shape[1])
-        return empty_partial(q)
-
-    monkeypatch.setitem(kernels._CONVERTED_KEYS, "meta", torch_cuda._KEYS)
-    monkeypatch.setattr(kernels._backend("meta"), "attend", op)
-    q = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16, device="meta")
-    keys = torch.empty(1, 70_000, 128, dtype=torch.float32, device="meta")
-    attend(q, keys, keys, scale=0.1)
-    assert blocks == [32768, 32768, 70_000 - 2 * 32768]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_head_dimensions_that_the_ops_do_not_take_are_filled_up(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from razor_dist.kernels import torch_cuda
-
-    def flash(q, k, v, dropout, causal, debug, *, scale):
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 104
-        out, lse = _plain_op(q, k, v, None, scale, causal)
-        return out.to(q.dtype), lse, None
-
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    q, k, v = (x.bfloat16() for x in draw(2, 3, 40, 40, dim=100))
-    got = torch_cuda.attend(q, k, v, 0.1, causal, None)
-    want = attend(q, k, v, scale=0.1, causal=causal, backend="reference")
-    assert got.out.shape == q.shape
-    torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-4, rtol=1e-4)
 
 
 def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:

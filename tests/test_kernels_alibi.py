@@ -19,7 +19,7 @@ from razor_dist.kernels.alibi import (
 )
 from razor_dist.kernels.query import Query
 from tests.literal import literal_attention
-from tests.test_kernels import assert_close, draw
+from tests.partials import assert_close, draw
 
 SLOPES = torch.tensor([[0.84, 0.3], [0.1, 0.05], [0.01, 0.004]])
 

@@ -32,7 +32,7 @@ from razor_dist.kernels.linear import (
     use_int8_linear,
     use_joined_linear,
 )
-from tests.test_kernels import threads
+from tests.partials import threads
 
 COMPILER = os.environ.get("CXX", "c++")
 needs_compiler = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")

@@ -15,7 +15,7 @@ from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import INT4, INT8, Codes, has_scale, quantize, unpacked
 from tests.literal import literal_attention
-from tests.test_kernels import assert_close, threads
+from tests.partials import assert_close, threads
 
 pytestmark = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 

@@ -16,7 +16,7 @@ from razor_dist.cache.slots import Arena, StreamingSlot
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.kernels.decode import Windows
 from tests.cache.test_policy import policies
-from tests.test_kernels_decode import slots_of
+from tests.decode_batches import slots_of
 
 ALL = slice(0, 1)
 

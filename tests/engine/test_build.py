@@ -31,7 +31,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import EngineInfo, PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.engine.test_core import run
+from tests.engine.cores import run
 from tests.ranks import RankPool
 from tests.tiny_models import save_head_map
 

@@ -31,11 +31,11 @@ from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
-from tests.engine.test_core import evict_all, prompt
+from tests.engine.cores import evict_all, prompt
 from tests.logits import POLICY, split_of, tokens_of
 from tests.prefix.engines import SETTINGS
 from tests.ranks import Ranks
-from tests.test_histories import same
+from tests.same_answers import same
 from tests.tiny_models import Tiny
 from tests.tokenizer import copy_with_letters
 

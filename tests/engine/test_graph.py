@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
-import math
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,113 +17,27 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
     DecodeGraphs,
     Recorder,
     batch_bucket,
     padded_length,
-    recorder_of,
 )
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tape import Step, Tape
+from razor_dist.engine.tape import Tape
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.cases import Case, answer, make_runner, prefill
-from tests.logits import POLICY, tokens_of
+from tests.cases import Case, answer, prefill
+from tests.engine.recorded import SPLIT, Both, case_of, make_pair, story
+from tests.logits import tokens_of
 from tests.ranks import Ranks
 from tests.tape import CountingTape
 from tests.test_cuda import DEVICES
 from tests.test_kernels_linear import needs_compiler
 from tests.tiny_models import Tiny
-
-PAD = 16
-# The window of 20 to 27 tokens slides in blocks of 8; the ring of 30 grows past PAD, then is full.
-# Layers of one kind only, and mixed ones, for the four layers of two KV heads of the tiny Llama.
-SPLIT = ((False, False), (True, False), (True, True), (False, True))
-ROOM = 60
-
-
-def case_of(path: Path, **changes: Any) -> Case:
-    case = Case(
-        str(path), SPLIT, POLICY, (), forced=(0,) * ROOM, chunked_prefill_size=50, page_size=4
-    )
-    return dataclasses.replace(case, **changes)
-
-
-def make_pair(
-    comm: Communicator, case: Case, recorder: Recorder, sequences: int = 5
-) -> tuple[ModelRunner, ModelRunner]:
-    """An eager runner, and one that records; what no token has filled is NaN in both."""
-    longest = dataclasses.replace(case, prompt=(0,) * 70)
-    eager = make_runner(comm, longest, sequences)
-    graphs = make_runner(comm, longest, sequences, recorder)
-    graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.decode_logits, recorder)
-    for runner in (eager, graphs):
-        for store in (runner.caches.pages, *runner.caches.streaming):
-            for kept in (
-                store.k,
-                store.v,
-                getattr(store, "k_scale", None),
-                getattr(store, "v_scale", None),
-            ):
-                if kept is not None and kept.is_floating_point():
-                    kept.fill_(math.nan)
-    return eager, graphs
-
-
-class Both:
-    """Does the same with both runners, and notes how far their logits are apart."""
-
-    def __init__(self, comm: Communicator, case: Case, pad: int = PAD) -> None:
-        self.comm, self.case, self.tape = comm, case, CountingTape(comm, pad)
-        self.eager, self.graphs = make_pair(comm, case, self.tape)
-        self.errors: list[float] = []
-        self.agree = True
-        self.sent: list[tuple[int, int, int]] = []  # eagerly, by graphs; how often it ran there
-        self.next = dict.fromkeys(range(9), 5)
-
-    def open(self, key: int, length: int) -> None:
-        case = dataclasses.replace(self.case, prompt=tokens_of(length, key))
-        for runner in (self.eager, self.graphs):
-            prefill(runner, key, case)
-
-    def execute(self, plan: StepPlan) -> None:
-        for runner in (self.eager, self.graphs):
-            runner.execute(plan)
-
-    def decode(self, *keys: int) -> None:
-        plan = answer(*((key, self.next[key]) for key in keys))
-        logits, sent = [], []
-        before, replayed, compared = self.tape.recorded, self.tape.replayed, self.compared
-        for runner in (self.eager, self.graphs):
-            already = self.comm.bytes_sent["merge"]
-            logits.append(runner.execute(plan))
-            sent.append(self.comm.bytes_sent["merge"] - already)
-        # What is replayed, or recorded, is of a padded batch.
-        rows = batch_bucket(len(keys)) if self.tape.replayed > replayed else len(keys)
-        # Eagerly to compare; twice and to warm up, where it is recorded; and replayed.
-        times = 1 + (self.compared > compared) + 2 * (self.tape.recorded > before)
-        self.sent.append((sent[0] * rows // len(keys), sent[1], times))
-        if logits[0] is None or logits[1] is None:
-            return
-        want, got = logits
-        self.errors.append(((got - want).abs().max() / want.abs().max()).item())
-        self.agree &= torch.equal(got.argmax(-1), want.argmax(-1))
-
-    @property
-    def compared(self) -> int:
-        assert self.graphs.graphs is not None
-        return sum(each.compared for each in self.graphs.graphs._recordings.values())
-
-    def choose(self, *keys: int) -> None:
-        """Feed other tokens, alike on every rank, which know no logits."""
-        for key in keys:
-            self.next[key] = (self.next[key] * 7 + key) % 180 + 3
 
 
 @needs_compiler
@@ -148,37 +59,6 @@ def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
         both.choose(1)
     assert both.tape.recorded == before
     assert max(both.errors) < 1e-4 and both.agree
-
-
-def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, list]:
-    """Sequences come, grow past every padded length, are forked and go."""
-    both = Both(comm, case)
-    both.open(0, 41)
-    for _ in range(40):  # positions 41..80: three paddings, five blocks
-        both.decode(0)
-        both.choose(0)
-    both.open(1, 9)
-    both.open(2, 70)
-    for _ in range(24):
-        both.decode(1, 0, 2) if both.eager.sequences[0].length < 100 else both.decode(1, 2)
-        both.choose(0, 1, 2)
-    length = both.eager.sequences[2].length
-    both.execute(StepPlan(Op.FORK, 3, begin=length, end=length, total=length + 30, source=2))
-    both.execute(StepPlan(Op.CLOSE, 0))
-    for step in range(20):
-        # Now with its source, now alone: each has a recording.
-        both.decode(2, 3) if step % 3 else both.decode(3)
-        both.choose(2, 3)
-    both.execute(StepPlan(Op.CLOSE, 1))
-    both.open(4, 63)  # into pages and a slot that others have left
-    for _ in range(10):
-        both.decode(4, 3)
-        both.choose(3, 4)
-    for key in (2, 3, 4):
-        both.execute(StepPlan(Op.CLOSE, key))
-    assert both.graphs.graphs is not None and both.graphs.graphs.enabled
-    assert both.graphs.kv_bytes == 0
-    return both.errors, both.agree, both.tape.recorded, both.tape.replayed, both.sent
 
 
 @needs_compiler
@@ -355,199 +235,6 @@ def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
     both.decode(0)
     both.decode(0)
     assert both.tape.recorded == 1 and max(both.errors) <= 1e-5
-
-
-class Broken(CountingTape):
-    """A tape that fails as it records, or whose replays are wrong, NaN or always the same."""
-
-    def __init__(self, comm: Communicator, how: str) -> None:
-        super().__init__(comm)
-        self.how = how
-
-    def record(self, step: Step) -> Step:
-        if self.how == "raises":
-            raise RuntimeError("operation not permitted when stream is capturing")
-        replay = super().record(step)
-        wrong = {"differs": 0.1, "nan": math.nan}.get(self.how, 0.0)
-        found: list[tuple[Tensor, ...]] = []
-
-        def broken() -> tuple[Tensor, ...]:
-            logits, tokens = replay()
-            logits = logits + wrong
-            if self.how == "rounds":  # to the next number
-                logits = logits.nextafter(torch.tensor(math.inf))
-            found.append((logits, tokens + (self.how == "chooses")))
-            return found[0] if self.how == "frozen" else found[-1]
-
-        return broken
-
-
-def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float, bool, str, int]:
-    """Return the logits' largest error, if graphs are still used, the log, and all recordings."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("razor_dist.engine.graph")
-    logger.addHandler(handler)
-    tape = Broken(comm, how[comm.rank])
-    eager, graphs = make_pair(comm, case, tape)
-    error = 0.0
-    for runner in (eager, graphs):
-        prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
-    for token in range(10, 20):
-        plan = answer((0, token))
-        want, got = eager.execute(plan), graphs.execute(plan)
-        if want is not None and got is not None:
-            error = max(error, ((want - got).abs().max() / want.abs().max()).item())
-    logger.removeHandler(handler)
-    assert graphs.graphs is not None
-    return error, graphs.graphs.enabled, "\n".join(records), tape.recorded
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (("raises",), ["RuntimeError: operation not permitted"]),
-        (("differs",), ["differ from the eager step's by"]),
-        (("rounds",), ["differ from the eager step's by"]),
-        (("rounds", ""), ["differ from", "another rank"]),
-        (("nan",), ["differ from the eager step's by nan"]),
-        (("frozen",), ["differ from the eager step's by"]),
-        (("chooses",), ["other tokens than the eager step"]),
-        (("", "raises"), ["another rank", "RuntimeError: operation not permitted"]),
-        (("differs", ""), ["differ from", "another rank"]),
-    ],
-)
-def test_what_cannot_be_recorded_stays_eager_on_every_rank(
-    how: tuple[str, ...], words: list[str], ranks: Ranks, tiny: Tiny
-) -> None:
-    answers = ranks(len(how)).run(broken, case_of(tiny("llama")), how)
-    for (error, enabled, logged, recorded), expected in zip(answers, words, strict=True):
-        assert error <= 1e-5
-        assert not enabled
-        assert logged.count("decode steps are not recorded from here on") == 1
-        assert expected in logged
-        assert recorded <= 1
-
-
-@needs_compiler
-@pytest.mark.parametrize(("noise", "enabled"), [(0.03, True), (0.003, False)])
-def test_a_replay_may_differ_as_two_eager_steps_do(noise: float, enabled: bool, tiny: Tiny) -> None:
-    """Ranks that add up in a changing order make two eager steps differ; here added noise does."""
-    case = case_of(tiny("llama"))
-    _, runner = make_pair(Communicator(None), case, CountingTape(Communicator(None)))
-    graphs = runner.graphs
-    assert graphs is not None
-    # Eagerly when first seen; then eagerly, again, to warm up, and what is recorded.
-    forward, added = graphs._forward, iter([0.0, 0.0, noise, 0.0, 0.01, 0.0])
-
-    def noisy(*given: Any) -> tuple[Tensor, Tensor]:
-        logits, tokens = forward(*given)
-        return logits + next(added), tokens
-
-    graphs._forward = noisy
-    prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
-    for token in range(10, 14):
-        runner.execute(answer((0, token)))
-        if not graphs.enabled:
-            break
-    assert graphs.enabled == enabled
-
-
-def with_nan(comm: Communicator, case: Case) -> tuple[list[int], bool, float]:
-    """Decode beside a sequence of NaN, and that alone; return how many steps were compared."""
-    both = Both(comm, case)
-    for key in (0, 1):
-        both.open(key, 41)
-    pool, compared = both.graphs.caches.pages, []
-    for page in both.graphs.sequences[1].table.pages:
-        pool.k[:, page * pool.page_size : (page + 1) * pool.page_size] = math.nan
-    for keys in ((0, 1), (0, 1), (1,), (1,), (1,), (0,), (0,), (0,)):
-        both.decode(*keys)
-        compared.append(both.compared)
-    assert both.graphs.graphs is not None
-    return compared, both.graphs.graphs.enabled, both.errors[-1] if both.errors else 0.0
-
-
-@needs_compiler
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sequence_of_nan_ends_no_recordings(world: int, ranks: Ranks, tiny: Tiny) -> None:
-    """The other sequences' logits are compared; without any, the step does not count."""
-    for found, enabled, error in ranks(world).run(with_nan, case_of(tiny("llama"))):
-        assert found == [0, 1, 1, 1, 1, 2, 3, 3]
-        assert enabled and error <= 1e-5
-
-
-def of_one_rank(comm: Communicator) -> bool:
-    there = mock.patch("razor_dist.engine.graph.available", return_value=comm.rank == 0)
-    with there:
-        return recorder_of(EngineConfig(), comm, torch.device("cpu")) is not None
-
-
-def test_ranks_record_if_all_of_them_can(ranks: Ranks) -> None:
-    assert ranks(2).run(of_one_rank) == [False, False]
-
-
-def recorder_for(comm: Communicator, device: str, kernels: bool = True) -> tuple[bool, list[str]]:
-    there = mock.patch("razor_dist.engine.graph.available", return_value=kernels)
-    with there, mock.patch("razor_dist.engine.graph.log.info") as info:
-        found = recorder_of(EngineConfig(), comm, torch.device(device)) is not None
-    return found, [call.args[0] % call.args[1:] for call in info.call_args_list]
-
-
-def test_nothing_is_recorded_without_kernels_or_in_graphs_over_gloo(ranks: Ranks) -> None:
-    assert recorder_for(Communicator(None), "cpu") == (True, [])
-    assert recorder_for(Communicator(None), "cpu", kernels=False) == (False, [])
-    assert recorder_for(Communicator(None), "cuda", kernels=False) == (False, [])
-    words = "decode runs without CUDA graphs: they cannot hold collectives of gloo"
-    assert ranks(2).run(recorder_for, "cuda") == [(False, [words])] * 2
-
-
-@needs_compiler
-def test_the_tape_refuses_what_a_capture_refuses() -> None:
-    x = torch.ones(3)
-    for step in (
-        lambda: x[x > 0],
-        lambda: x[torch.tensor([1, 0, 1], dtype=torch.uint8)],
-        lambda: x * x.sum().item(),
-        lambda: x + torch.tensor(1.0),
-        lambda: x + x.long().tolist()[0],
-        lambda: x + x.numpy()[0],
-        lambda: x.repeat_interleave(x.long()),
-        lambda: x.long().bincount(),
-    ):
-        with pytest.raises((RuntimeError, AssertionError)), torch.inference_mode():
-            Tape(Communicator(None)).record(step)
-
-
-@needs_compiler
-def test_the_tape_repeats_operations_of_every_kind() -> None:
-    """Operations that write to given memory, that must be copied there, in place; and views."""
-    x, index, state = torch.arange(6.0), torch.tensor([4, 1]), torch.zeros(2)
-    run = []
-
-    def step() -> tuple[Tensor]:
-        run.append(1)
-        values, places = x.view(2, 3).max(1)  # no form of it writes to both
-        picked = x[index]
-        state.add_(picked)
-        return (torch.cat([values * 2, places.float(), picked.reshape(-1), state, x[:1]]),)
-
-    def wanted() -> Tensor:
-        values, places = x.view(2, 3).max(1)
-        return torch.cat([values * 2, places.float(), x[index], state + x[index], x[:1]])
-
-    tape = Tape(Communicator(None))
-    with torch.inference_mode():
-        replay = tape.record(step)
-        torch.testing.assert_close(state, x[index])  # recorded once, and not run again
-        for number in range(3):
-            x.copy_(torch.randn(6, generator=torch.Generator().manual_seed(number)))
-            index.copy_(torch.tensor([number, 5 - number]))
-            want = wanted()
-            torch.testing.assert_close(replay()[0], want, rtol=0, atol=0)
-    assert len(run) == 1
 
 
 @needs_compiler

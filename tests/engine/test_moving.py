@@ -1,6 +1,6 @@
 """Room in the engine's core while caches go to host memory and come from there.
 
-As in `tests.engine.test_admission`, without a model; a save or a load lasts as long as a test says.
+As in `tests.engine.pages_only`, without a model; a save or a load lasts as long as a test says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from razor_dist.prefix.transfer import load_job
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
-from tests.engine import test_admission
-from tests.engine.test_admission import PagesOnly, make_core, run
-from tests.engine.test_core import evict_all
+from tests.engine import pages_only
+from tests.engine.cores import evict_all
+from tests.engine.pages_only import PagesOnly, make_core, run
 
 
 class Movable(PagesOnly):
@@ -56,7 +56,7 @@ class Movable(PagesOnly):
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PagesOnly": Movable, "MAX_LEN": 400, "CACHED": 4}.items():
-        monkeypatch.setattr(test_admission, name, value)
+        monkeypatch.setattr(pages_only, name, value)
 
 
 def core_of(slots: int) -> tuple[EngineCore, Movable]:
@@ -74,7 +74,7 @@ def core_of(slots: int) -> tuple[EngineCore, Movable]:
 
 def text(tokens: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(test_admission.VOCABULARY, (tokens,), generator=generator).tolist()
+    return torch.randint(pages_only.VOCABULARY, (tokens,), generator=generator).tolist()
 
 
 def add(core: EngineCore, name: str, ids: list[int], answer: int = 1, *, pin: bool = False) -> None:

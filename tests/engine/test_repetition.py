@@ -15,7 +15,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
-from tests.engine.test_core import make_core, prompt, run
+from tests.engine.cores import make_core, prompt, run
 from tests.tokenizer import smollm2_tokenizer
 
 

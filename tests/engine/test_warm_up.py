@@ -13,7 +13,7 @@ from razor_dist.attention import chosen
 from razor_dist.engine.warm_up import warm_up
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
-from tests.engine.test_graph import case_of
+from tests.engine.recorded import case_of
 from tests.logits import tokens_of
 from tests.ranks import Ranks
 from tests.tape import CountingTape

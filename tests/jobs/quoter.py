@@ -17,6 +17,15 @@ from razor_dist.protocol.messages import EngineInfo, Progress
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tokenizer import smollm2_tokenizer
 
+SENTENCE = "Nothing of note is said here, nor there. "
+
+
+def document(chapters: int, sentences: int = 10) -> str:
+    """Chapters with one word each that summaries keep."""
+    return "\n\n".join(
+        f"# Chapter {n}\n\n{SENTENCE * sentences}fact{n} {SENTENCE}" for n in range(chapters)
+    )
+
 
 def plain_tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer without a chat template."""

@@ -16,17 +16,8 @@ from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ANSWER_TOKEN, ItemSize, PartResult, TokensDone, Update
 from razor_dist.llm.llm import LLM
-from tests.jobs.quoter import Quoter, plain_tokenizer
+from tests.jobs.quoter import Quoter, document, plain_tokenizer
 from tests.tokenizer import smollm2_tokenizer
-
-SENTENCE = "Nothing of note is said here, nor there. "
-
-
-def document(chapters: int, sentences: int = 10) -> str:
-    """Chapters with one word each that summaries keep."""
-    return "\n\n".join(
-        f"# Chapter {n}\n\n{SENTENCE * sentences}fact{n} {SENTENCE}" for n in range(chapters)
-    )
 
 
 def summarize(llm: Quoter, text: str, **style: Any) -> dict[str, Any]:

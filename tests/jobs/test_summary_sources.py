@@ -15,8 +15,8 @@ from razor_dist.jobs.results import read_job
 from razor_dist.jobs.summary_sources import Json, traced
 from razor_dist.jobs.task import PartResult
 from tests.documents import files
-from tests.jobs.quoter import Quoter, plain_tokenizer
-from tests.jobs.test_summary import SENTENCE, document, steps, summarize
+from tests.jobs.quoter import SENTENCE, Quoter, document, plain_tokenizer
+from tests.jobs.test_summary import steps, summarize
 
 
 def told(answer: dict[str, Any], text: str) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -40,7 +40,7 @@ from tests.cases import (
     one_chunk,
     prefill,
 )
-from tests.engine.test_graph import case_of, story
+from tests.engine.recorded import case_of, story
 from tests.logits import POLICY, assert_any_cut, assert_same, stock_logits, tokens_of
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny, save_head_map

@@ -20,8 +20,8 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import Case, all_full, model_and_shape
-from tests.engine.test_core import make_core, prompt, run, tokens
-from tests.engine.test_graph import Both, case_of
+from tests.engine.cores import make_core, prompt, run, tokens
+from tests.engine.recorded import Both, case_of
 from tests.logits import assert_any_cut, stock_logits, tokens_of
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny

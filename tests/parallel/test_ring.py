@@ -23,7 +23,7 @@ from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.ring_flash import ring_flash_attention, serves
 from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk
-from tests.engine.test_prefill_policy import on_eight_h200
+from tests.engine.simulated_prefill import on_eight_h200
 from tests.literal import literal_attention
 from tests.ranks import Ranks
 

@@ -1,4 +1,4 @@
-"""What makes plans faster in tests: nothing is looked up twice."""
+"""A plan that tests share, and what makes others faster: nothing is looked up twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import DryRun, MemoryPlanner
+from razor_dist.plan.planner import Plan, plan
+from tests.plan.glm import N, settings
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,3 +36,8 @@ def looked_up_once() -> Iterator[None]:
 def any_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the search for the longest context, which looks up activations of other lengths."""
     monkeypatch.setattr(MemoryPlanner, "longest_context", lambda self, guess: 0)
+
+
+@pytest.fixture(scope="module")
+def million() -> Plan:
+    return plan(settings(), load_device("h100"), context=N, retrieval=0.3)

@@ -19,7 +19,7 @@ from razor_dist.prefix import transfer
 from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import model_and_shape
-from tests.engine.test_core import evict_all, prompt
+from tests.engine.cores import evict_all, prompt
 from tests.logits import split_of
 from tests.ranks import Ranks
 

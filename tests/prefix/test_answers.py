@@ -11,7 +11,7 @@ import torch
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Progress
 from razor_dist.protocol.step_plan import StepPlan
-from tests.engine.test_core import make_core, prompt, run
+from tests.engine.cores import make_core, prompt, run
 from tests.prefix.engines import END, GREEDY, Ask, alone, assert_alike, ids, serve
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny

@@ -22,7 +22,7 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import model_and_shape
 from tests.logits import split_of
 from tests.prefix.engines import GREEDY, engine_of, ids
-from tests.prefix.test_tiers import DAMAGE, TO_8_BITS, spoil
+from tests.prefix.stores import DAMAGE, TO_8_BITS, spoil
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny
 

@@ -63,3 +63,14 @@ def reader(browser: Browser, page_server: ServerProcess) -> Iterator[Reader]:
     assert found.problems == [], "the page's own errors, or what its policy has forbidden"
     assert found.foreign == []
     context.close()
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[ServerProcess]:
+    """A server that soon loses patience, with room for 12 connections and 3 MiB of bodies."""
+    with fake_server(
+        *("--header-timeout", "1.5", "--body-timeout", "2", "--max-connections", "12"),
+        *("--max-body-mb", "2", "--max-total-body-mb", "3"),
+    ) as server:
+        server.url()
+        yield server

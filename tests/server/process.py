@@ -73,3 +73,12 @@ def health(url: str) -> tuple[int, str]:
     """Status code and state of a server."""
     response = httpx.get(f"{url}/health")
     return response.status_code, response.json()["status"]
+
+
+def folder(parent: Path, name: str) -> str:
+    """A model folder whose name tells `tests.fake_engine` how to fail; it has no tokenizer."""
+    path = parent / name
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").touch()
+    return str(path)

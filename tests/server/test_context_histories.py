@@ -34,7 +34,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Add, CacheScope, Ready, ToEngine, ToFrontend
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.contexts import Contexts
-from tests.engine.test_core import evict_all, run, tokens
+from tests.engine.cores import evict_all, run, tokens
 from tests.prefix.engines import engine_of, ids
 
 COUNT = int(os.environ.get("HISTORIES", "25"))

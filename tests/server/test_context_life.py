@@ -6,80 +6,38 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx
-import msgspec
 import pytest
 
-from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
-from razor_dist.cli import main
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pinned
 from razor_dist.prefix import parts
-from razor_dist.prefix.store import PrefixStore
 from razor_dist.protocol.messages import Ready
-from razor_dist.server.context_files import ContextFiles, Head
-from razor_dist.server.contexts import Context, Contexts
+from razor_dist.server.context_files import ContextFiles
+from razor_dist.server.contexts import Contexts
 from tests.server.fake_client import FakeClient
-from tests.server.process import fake_server, wait_until
-from tests.server.test_contexts import DOCUMENT, MARK, parsed, part, user
-
-MESSAGES = [user(part(DOCUMENT, cache_control=MARK))]
-
-
-def kept(text: str = "", ttl: int = 3600) -> KeptContext:
-    content = part(f"{text} {DOCUMENT}", cache_control=MARK)
-    [found] = parsed("chat", messages=[user(content)]).contexts
-    return msgspec.structs.replace(found, ttl=ttl)
-
-
-def server(folder: Path) -> Contexts:
-    return Contexts(FakeClient(folder, reads=True), 1e9)
-
-
-def played(play: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(play())  # type: ignore[arg-type]
-
-
-async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
-    found = await contexts.use(base, new, "a", None)
-    assert found is not None
-    await asyncio.sleep(0)  # its pins hear of what was prefilled
-    return found
-
-
-async def used(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Context:
-    """A whole request; the last context that it uses."""
-    pinned, found = await begun(contexts, *new, base=base)
-    pinned.close()
-    await asyncio.gather(*contexts._writing.values())
-    last: Context = found[-1]
-    return last
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.server.marked import DOCUMENT, MARK, parsed, part, user
+from tests.server.used_contexts import (
+    MESSAGES,
+    begun,
+    ids,
+    kept,
+    played,
+    server,
+    stored_in,
+    until,
+    used,
+)
 
 
 @pytest.fixture(autouse=True)
 def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("razor_dist.server.contexts._WATCH_SECONDS", 0.01)
-
-
-async def ids(contexts: Contexts) -> list[str]:
-    return [one["id"] for one in await contexts.listed("a", None)]
-
-
-def stored_in(store: Path) -> list[Path]:
-    return list(store.glob("contexts.d/*"))
 
 
 def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
@@ -298,40 +256,6 @@ def test_what_is_deleted_while_its_file_is_read_is_not_taken_in(
     played(play)
 
 
-def test_files_are_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = set[threading.Thread]()
-
-    def noting(what: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            threads.add(threading.current_thread())
-            return what(*arguments)
-
-        return run
-
-    async def play() -> None:
-        context = await used(server(tmp_path), kept())
-        for name in ("look", "read", "all"):
-            monkeypatch.setattr(ContextFiles, name, noting(getattr(ContextFiles, name)))
-        other = server(tmp_path)
-        await used(other, base=await other.find(context.id, "a"))
-        assert await ids(other) == [context.id]
-        assert threads and threading.main_thread() not in threads
-
-    played(play)
-
-
-def test_a_new_context_is_no_reason_to_look_for_prefixes(tmp_path: Path) -> None:
-    store, one = PrefixStore(tmp_path, {"model": 1}), kept()
-    files, past = ContextFiles(store.folder), time.time() - 10
-    for number in range(2):
-        if number:
-            os.utime(store.folder, (past, past))
-            assert store.changed() and not store.changed()
-        assert files.write(Head(f"ctx_{number:032x}", "a", None, 0.0, 99, "The door"), 300, one)
-    files.remove(f"ctx_{0:032x}")
-    assert not store.changed()
-
-
 def test_a_context_expires_when_it_was_not_used() -> None:
     async def play() -> None:
         client = FakeClient(reads=True)
@@ -353,77 +277,6 @@ def test_a_context_expires_when_it_was_not_used() -> None:
     played(play)
 
 
-def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
-    async def play() -> None:
-        context = await used(server(tmp_path), kept())
-        [path] = stored_in(tmp_path)
-        past = time.time() - 3610
-        os.utime(path, (past, past))
-        with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
-            await server(tmp_path).find(context.id, "a")
-        with pytest.raises(RequestError) as error:
-            await server(tmp_path).find(context.id, "b")
-        assert "expired" not in str(error.value)
-
-    played(play)
-
-
-def contexts_of_other_models(store: Path) -> list[Path]:
-    """Contexts of three models, in this order: expired, not used for two days, just used.
-
-    The last lies where contexts were before they had a folder of their own.
-    """
-    found, day = [], 86400.0
-    for number, (age, ttl) in enumerate([(3700.0, 3600), (2 * day, 604800), (0.0, 3600)]):
-        folder = PrefixStore(store, {"model": number}).folder
-        one, id_ = kept(), f"ctx_{number:032x}"
-        assert ContextFiles(folder).write(Head(id_, "a", None, 0.0, 99, "The door"), ttl, one)
-        found.append(folder / f"contexts.d/{id_}.context")
-        os.utime(found[-1], (time.time() - age,) * 2)
-    found[-1].rename(folder / found[-1].name)
-    return found
-
-
-@pytest.mark.parametrize(("flags", "left"), [([], 2), (["--older-than", "1"], 1)])
-def test_prune_removes_expired_contexts_of_all_models(
-    flags: list[str], left: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = contexts_of_other_models(tmp_path)
-    assert main(["store", "prune", str(tmp_path), *flags]) == 0
-    assert [path for path in files if path.exists()] == files[3 - left :]
-    assert f"removed {3 - left};" in capsys.readouterr().out
-
-
-def test_a_server_that_starts_removes_expired_contexts_of_all_models(tmp_path: Path) -> None:
-    files = contexts_of_other_models(tmp_path)
-    with fake_server("--prefix-store", str(tmp_path)) as starting:
-        url = starting.url()
-        assert wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 60)
-    assert [path for path in files if path.exists()] == files[1:]
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "head"])
-def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
-    files, one = ContextFiles(tmp_path), kept()
-    id_ = f"ctx_{0:032x}"
-    assert files.write(Head(id_, "a", None, 0.0, len(one.text.tokens), "The door"), 300, one)
-    assert files.read(id_) == (files.look([id_])[id_], one)
-    [path] = stored_in(tmp_path)
-    data = path.read_bytes()
-    at = data.index(one.text.token_bytes)
-    changed = {
-        "cut": data[:-9],
-        "flipped": data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :],
-        "empty": b"",
-        "head": b"\xff" * 8 + data[8:],
-    }
-    path.write_bytes(changed[damage])
-    assert files.read(id_) is None
-    past = time.time() - 8 * 86_400  # longer than any context lives
-    os.utime(path, (past, past))
-    assert files.all() == [] and not path.exists()
-
-
 @pytest.mark.parametrize("stored", [True, False])
 def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_path: Path) -> None:
     called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -443,21 +296,6 @@ def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_pat
         for context in found:
             await contexts.end(context.id, "a")
         assert client.aborted == [add.id for add in client.adds] and await ids(contexts) == []
-
-    played(play)
-
-
-def test_a_disk_that_fails_at_the_end_of_a_request_leaves_no_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play() -> None:
-        contexts = server(tmp_path)
-        both = [kept("One."), kept("One. " + DOCUMENT)]
-        pinned, found = await begun(contexts, *both)
-        monkeypatch.setattr(contexts, "_write", mock.Mock(side_effect=OSError("it is gone")))
-        with pytest.raises(OSError, match="it is gone"):
-            pinned.close()
-        assert len(found) == 2 and [context.users for context in found] == [0, 0]
 
     played(play)
 

@@ -20,8 +20,8 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.contexts import Context, Contexts
 from razor_dist.server.service import Service
 from tests.server.fake_client import FakeClient
+from tests.server.marked import DOCUMENT, ENCODER, MARK, parsed, part, user
 from tests.server.test_context_histories import kept
-from tests.server.test_contexts import DOCUMENT, ENCODER, MARK, parsed, part, user
 
 TOKENS = tuple(range(1100))
 

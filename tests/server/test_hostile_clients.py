@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
-import select
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,63 +17,14 @@ import h11
 import httpx
 import pytest
 import uvicorn
-from starlette.requests import Request
 from uvicorn.server import ServerState
 
-from razor_dist.api import tokenize
-from razor_dist.api.errors import Failure
-from razor_dist.api.request import Limits
-from razor_dist.config.errors import ConfigError, RequestError
-from razor_dist.config.schema import ServerConfig
-from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server import bodies
+from razor_dist.config.errors import ConfigError
 from razor_dist.server import connections as connections_module
-from razor_dist.server.bodies import BodyReader
 from razor_dist.server.connections import bounded_protocol
 from tests import fake_engine
-from tests.documents import files
 from tests.server.process import ServerProcess, fake_server, health, wait_until
-from tests.tokenizer import smollm2_tokenizer
-
-JSON = {"Content-Type": "application/json"}
-TEXT = {"model": "smollm2", "prompt": "Hello"}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture(scope="module")
-def tight() -> Iterator[ServerProcess]:
-    """A server that soon loses patience, with room for 12 connections and 3 MiB of bodies."""
-    with fake_server(
-        *("--header-timeout", "1.5", "--body-timeout", "2", "--max-connections", "12"),
-        *("--max-body-mb", "2", "--max-total-body-mb", "3"),
-    ) as server:
-        server.url()
-        yield server
-
-
-@contextmanager
-def connections(server: ServerProcess, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
-    address = ("127.0.0.1", httpx.URL(server.url()).port or 0)
-    with ExitStack() as stack:
-        opened = []
-        for _ in range(count):
-            opened.append(stack.enter_context(socket.create_connection(address)))
-            opened[-1].sendall(sent)
-        yield opened
-
-
-def open_ones(sockets: list[socket.socket]) -> int:
-    """Count the connections that the server has not closed."""
-    return sum(not is_closed(s) for s in sockets)
-
-
-def is_closed(client: socket.socket) -> bool:
-    if not select.select([client], [], [], 0)[0]:
-        return False
-    try:
-        return client.recv(1 << 16, socket.MSG_PEEK) == b""
-    except ConnectionResetError:
-        return True
+from tests.server.raw_connections import HEAD, TEXT, connections, is_closed, open_ones
 
 
 def test_half_sent_headers_hold_up_nobody(tight: ServerProcess) -> None:
@@ -101,23 +50,6 @@ def test_an_idle_connection_stays_and_half_a_request_on_it_does_not(tight: Serve
             assert client.recv(1 << 16).endswith(b"}") and not is_closed(client)
             client.sendall(rest)
         assert wait_until(lambda: is_closed(client), 4)
-
-
-def test_a_body_that_drips_gets_408(tight: ServerProcess) -> None:
-    with connections(tight, 1, HEAD + b"Content-Length: 1000\r\n\r\n{") as [client]:
-        begun, answer = time.monotonic(), b""
-        while b"body_timeout" not in answer:
-            client.sendall(b" ")
-            if select.select([client], [], [], 0.2)[0]:
-                answer += client.recv(1 << 16)
-            assert time.monotonic() - begun < 15
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b"x-should-retry: false" in answer
-        # Whoever goes on after his answer is not listened to for long.
-        with pytest.raises(OSError):
-            while time.monotonic() - begun < 30:
-                client.sendall(b" ")
-                time.sleep(0.1)
 
 
 CHUNKED = b"24\r\n" + b'{"model": "smollm2", "prompt": "Hi"}' + b"\r\n0\r\n\r\n"
@@ -190,85 +122,6 @@ def test_a_head_in_small_packets_costs_no_more_than_its_bytes(
         # Each byte with the two before it, and the whole head once by each of four.
         assert looked_at <= 8 * len(sent)
         looked_at = 0
-
-
-def test_a_body_may_look_like_an_ambiguous_head(tight: ServerProcess) -> None:
-    body = b'{"model": "smollm2",\n "prompt":\n "a",\ncontent-length: 1\ntransfer-encoding: x'
-    sent = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with connections(tight, 1, sent) as [client]:
-        assert b"not valid JSON" in client.recv(1 << 16) + client.recv(1 << 16)
-
-
-def test_all_bodies_together_are_bounded(tight: ServerProcess) -> None:
-    url = tight.url()
-    large = HEAD + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_500_000
-    with connections(tight, 2, large) as clients:
-        # To the last byte of 3 MiB, and no more than is there.
-        clients[0].sendall(b" " * 145_728)
-        assert health(url) == (200, "ready")
-        # A small one still fits.
-        assert httpx.post(f"{url}/v1/completions", json=TEXT).status_code == 200
-        data = b" " * 500_000
-        full = httpx.post(f"{url}/v1/completions", content=data, headers=JSON, timeout=20)
-        assert full.json()["error"]["code"] == "bodies_full"
-        assert full.status_code == 429 and full.headers["retry-after"] == "1"
-    free = {**TEXT, "prompt": "a" * 500_000}  # which the context does not hold
-    read = httpx.post(f"{url}/v1/completions", json=free, timeout=60)
-    assert read.json()["error"]["code"] == "context_length_exceeded"
-
-
-async def upload(reader: BodyReader, chunks: list[int], *, ends: bool = False) -> Any:
-    """Return the answer to a body of which such chunks come at once, then an end or nothing."""
-    left = list(chunks)
-
-    async def receive() -> dict[str, Any]:
-        if left or ends:
-            chunk = b" " * left.pop(0)
-            return {"type": "http.request", "body": chunk, "more_body": bool(left) or not ends}
-        return await asyncio.Event().wait() or {}
-
-    headers = [(b"content-type", b"application/json")]
-    try:
-        request = Request({"type": "http", "headers": headers}, receive)
-        return len(await reader.read_json(request))
-    except RequestError as error:
-        return error.code
-
-
-def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PATIENCE", 0.2)
-    mb = 2**20
-
-    async def main() -> None:
-        reader = BodyReader(ServerConfig(max_body_mb=2, max_total_body_mb=3))
-        stopped = [
-            asyncio.create_task(upload(reader, [mb, mb - 1])),
-            asyncio.create_task(upload(reader, [mb, 1])),
-        ]
-        await asyncio.sleep(0.05)
-        assert reader.used == 3 * mb
-        small = [mb // 8, mb // 8]  # has room of its own
-        assert await upload(reader, small, ends=True) == mb // 4
-        assert await upload(reader, [mb // 4, 1], ends=True) == "bodies_full"
-        await asyncio.sleep(0.3)
-        assert await upload(reader, [mb, mb - 1], ends=True) == 2 * mb - 1
-        assert await stopped[0] == "body_timeout"  # and the other may go on
-        assert not stopped[1].done() and reader.used == mb + 1
-        stopped[1].cancel()
-
-    asyncio.run(main())
-
-
-def test_an_upload_that_stops_is_given_up_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "STALL_TIMEOUT", 0.1)
-
-    async def main() -> None:
-        reader = BodyReader(ServerConfig())
-        async with asyncio.timeout(10):  # it would have 16 minutes more for its size
-            assert await upload(reader, [2**26 - 1]) == "body_timeout"
-        assert reader.used == 0
-
-    asyncio.run(main())
 
 
 def test_with_tls_connections_count_before_their_handshake(certificate: tuple[str, str]) -> None:
@@ -375,107 +228,5 @@ def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) 
             server.should_exit = True
             writer.close()
             await serving
-
-    asyncio.run(main())
-
-
-def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
-    most = 4 * fake_engine.MAX_MODEL_LEN
-    long = " a" * most
-    for path, fields, param in (
-        ("/tokenize", {"prompt": long + " b c d"}, "prompt"),
-        ("/tokenize", {"prompt": "1 2 " * 200_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": long}]}, "messages"),
-        ("/detokenize", {"tokens": [28] * (most + 1)}, "tokens"),
-    ):
-        refused = httpx.post(f"{tight.url()}{path}", json=fields, timeout=60)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (413, "too_many_tokens")
-        assert error["param"] == param and f"at most {most} can be asked for" in error["message"]
-    told = httpx.post(f"{tight.url()}/tokenize", json={"prompt": long}, timeout=60).json()
-    assert told["count"] == most
-    back = httpx.post(f"{tight.url()}/detokenize", json={"tokens": told["tokens"]}, timeout=60)
-    assert back.json() == {"prompt": long}
-    assert int(back.headers["content-length"]) == len(back.content)
-
-
-def test_a_documents_text_counts_as_a_body(tight: ServerProcess) -> None:
-    # A million characters: of one byte, or of three, which are more than all bodies may have.
-    for word, status in (("word ", 200), ("\u4e16\u754c\u4e16\u754c ", 413)):
-        file = files.epub(page=f"<p>{word * 280_000}</p>")
-        octets = {"Content-Type": "application/octet-stream"}
-        answer = httpx.post(f"{tight.url()}/documents/text", content=file, headers=octets)
-        assert answer.status_code == status
-        assert status == 200 or answer.json()["error"]["code"] == "answer_too_large"
-
-
-@pytest.mark.parametrize("field", ["prompt", "messages"])
-def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
-    class Counting(PromptEncoder):
-        rendered = tokenised = 0
-
-        def chat_text(self, *given: Any, **template: Any) -> str:
-            self.rendered += 1
-            return super().chat_text(*given, **template)
-
-        def chat(self, *given: Any, **template: Any) -> list[int]:
-            self.rendered += 1
-            return super().chat(*given, **template)
-
-        def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
-            self.tokenised += len(text)
-            return super().text(text, special_tokens=special_tokens)
-
-    encoder = Counting(smollm2_tokenizer())
-    content = "wonderful " * 1000
-    messages = [{"role": "user", "content": content}]
-    given = {"prompt": content, "messages": messages}[field]
-    body = tokenize.TokenizeBody.model_validate({field: given})
-    plain = PromptEncoder(smollm2_tokenizer())
-    chat = field == "messages"
-    text = plain.chat_text(messages) if chat else content
-    limits = Limits("smollm2", 1, 10_000, 49_152, {})
-    assert body.answer(encoder, limits)["tokens"] == (
-        plain.chat(messages) if chat else plain.text(content)
-    )
-    assert (encoder.rendered, encoder.tokenised) == (int(chat), len(text))
-    # Of a text that may have too many tokens, no more is counted than is needed to know.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize, "_PIECE", 100)
-        encoder.tokenised = 0
-        body.answer(encoder, limits._replace(max_model_len=len(text) // 5))
-    assert len(text) < encoder.tokenised < 1.5 * len(text)
-
-
-def test_an_answer_takes_the_room_of_a_body_until_it_is_sent() -> None:
-    async def main() -> None:
-        reader = BodyReader(ServerConfig(max_body_mb=1, max_total_body_mb=2))
-        size = 9 * 2**20  # with the reserve of small bodies it would fit
-        with pytest.raises(RequestError) as full:
-            reader.response(b"x" * size)
-        # Larger than all of the room: to try again would be in vain.
-        assert full.value.code == "answer_too_large" and Failure.of(full.value).status == 413
-        assert f"{size} bytes" in str(full.value) and "--max-total-body-mb" in str(full.value)
-        first = reader.response(b"x" * 2**20)
-        second = reader.response(b"y" * 2**20)
-        assert reader.used == 2**21
-        with pytest.raises(RequestError) as full:
-            reader.response(b"z" * 2**19)
-        assert full.value.code == "bodies_full" and Failure.of(full.value).status == 429
-        sent: list[dict[str, Any]] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        async def receive() -> Any:
-            await asyncio.Event().wait()
-
-        await second({"type": "http"}, receive, send)
-        del second
-        assert reader.used == 2**20
-        pieces = [message["body"] for message in sent if message["type"] == "http.response.body"]
-        assert b"".join(pieces) == b"y" * 2**20 and max(map(len, pieces)) == 2**16
-        del first
-        assert reader.used == 0
 
     asyncio.run(main())

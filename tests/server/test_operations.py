@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from tests.server.process import ServerProcess, health, wait_until
-from tests.server.test_hostile_clients import HEAD, connections
+from tests.server.raw_connections import HEAD, connections
 from tests.server.test_real_ranks import TORCHRUN, free_port, frontend_of, is_healthy
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,6 @@ import base64
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -17,7 +16,6 @@ import pytest
 from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 
-from razor_dist import LLM, SamplingParams
 from tests.documents import files
 from tests.preloaded import executed
 from tests.server.browser import chromium
@@ -25,7 +23,6 @@ from tests.server.process import ServerProcess, wait_until
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "model_name"  # the label of every metric
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
 @pytest.fixture(scope="module")
@@ -380,25 +377,3 @@ def test_the_context_limit_over_http(server: ServerProcess) -> None:
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "4096" in error["message"]
     assert "4200" in error["message"]
-
-
-def test_torchrun_serves() -> None:
-    with executed():
-        started = ServerProcess(TORCHRUN, "launch/serve.py", "--world-size", "2")
-    with started as server:
-        body = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
-        url = server.url(timeout=180)
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        assert "Paris" in answer["choices"][0]["message"]["content"]
-
-
-def test_the_offline_api_answers_on_two_ranks() -> None:
-    with LLM("smollm2", world_size=2, max_model_len=1024) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=1)
-        [chat] = llm.chat(QUESTION, params)
-        assert "Paris" in chat.outputs[0].text
-        assert chat.outputs[0].finish_reason == "stop"
-        assert chat.outputs[0].logprobs is not None
-        assert len(chat.outputs[0].logprobs) == len(chat.outputs[0].token_ids)
-        again = llm.generate({"prompt_token_ids": chat.prompt_token_ids}, params)
-        assert again[0].outputs[0].token_ids == chat.outputs[0].token_ids

@@ -64,7 +64,7 @@ def complete(url: str, timeout: float = 60) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("command", "mistake"),
-    # A model that the frontend does not find: tests/server/test_lifecycle.py.
+    # A model that the frontend does not find: tests/server/test_starts.py.
     [(SERVE, "head map"), (SERVE_UNDER_TORCHRUN, "head map"), (SERVE_UNDER_TORCHRUN, "model")],
     ids=["frontend-head map", "torchrun-head map", "torchrun-model"],
 )

@@ -12,140 +12,41 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import jsonschema
 import numpy as np
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from razor_dist.api.formats import ChatFormat
 from razor_dist.api.parsing import parse_value
-from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.api.responses_format import FORMATS, ResponsesFormat
-from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
+from razor_dist.api.tools import ToolParser, ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice, ChoiceEvent
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import sentences
-from razor_dist.frontend.prompts import Checked, PromptEncoder
+from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
 from razor_dist.server.sse import stream
+from tests.server.tool_calls import (
+    ANSWERS,
+    HERMES,
+    LIMITS,
+    NAMES,
+    PARIS,
+    TOOLS,
+    encoder,
+    letters,
+    parsed,
+)
 from tests.tokenizer import smollm2_tokenizer
-
-NAMES = ["get_weather", "get_time"]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS = [{"type": "function", "function": {"name": n, "parameters": PARAMETERS}} for n in NAMES]
-PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome; {1}"}'
-KOELN = '{"city": "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln"}'
-TAGGED = '{"city": "a <tool_call> b"}'
-
-# Format, answer, its text and its calls.
-ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
-    (
-        "hermes",
-        f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
-        f'<tool_call>{{"name": "get_time", "arguments": {ROME}}}</tool_call>',
-        "I look.\n",
-        [("get_weather", PARIS), ("get_time", ROME)],
-    ),
-    ("hermes", "1 < 2 and <tool>", "1 < 2 and <tool>", []),
-    ("hermes", "<tool_call>\n{broken", "<tool_call>\n{broken", []),
-    (
-        "mistral",
-        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]',
-        "",
-        [("get_weather", PARIS)],
-    ),
-    ("llama", f'{{"name": "get_time", "parameters": {ROME}}}', "", [("get_time", ROME)]),
-    (
-        "llama",
-        f'<|python_tag|>{{"name": "get_time", "parameters": {ROME}}}; '
-        f'{{"name": "get_weather", "parameters": {PARIS}}}',
-        "",
-        [("get_time", ROME), ("get_weather", PARIS)],
-    ),
-    (
-        "hermes",
-        f'<tool_call>{{"name": "get_time", "arguments": {PARIS}}}</tool_call> Done.',
-        "Done.",
-        [("get_time", PARIS)],
-    ),
-    (
-        "hermes",
-        f'Use <tool_call>: <tool_call>{{"name": "get_time", "arguments": {TAGGED}}}</tool_call>',
-        "Use <tool_call>: ",
-        [("get_time", TAGGED)],
-    ),
-    (
-        "mistral",
-        f"[TOOL_CALLS]get_time[ARGS]{PARIS}[TOOL_CALLS]get_weather[CALL_ID]a1b2[ARGS]{ROME}",
-        "",
-        [("get_time", PARIS), ("get_weather", ROME)],
-    ),
-    ("llama", f'{{ "name": "get_time", "arguments": {PARIS}}}', "", [("get_time", PARIS)]),
-    (
-        "llama",
-        f'{{"type": "function", "function": {{"name": "get_time", "parameters": {PARIS}}}}}',
-        "",
-        [("get_time", PARIS)],
-    ),
-    ("llama", '{"name": "get_time"}', '{"name": "get_time"}', []),
-    *(
-        ("hermes", answer, answer, [])
-        for value in ("null", '{"city": NaN}', '{"city": 1e999}', r'{"city": "\ud800"}')
-        for answer in [f'<tool_call>{{"name": "get_time", "arguments": {value}}}']
-    ),
-    ("llama", '{"name": "Ada"}', '{"name": "Ada"}', []),
-    ("llama", '{"age": 7}', '{"age": 7}', []),
-    ("glm", f"get_weather\n{PARIS}", "", [("get_weather", PARIS)]),
-    ("glm", f"\nget_time\n{ROME}", "", [("get_time", ROME)]),
-    ("glm", "get well soon\nAda", "get well soon\nAda", []),
-    ("glm", "get_weather", "get_weather", []),
-    ("glm", "It rains.", "It rains.", []),
-    (
-        "required",
-        f'[{{"name": "get_time", "parameters": {ROME}}}]',
-        "",
-        [("get_time", ROME)],
-    ),
-    ("required", '[{"name": "get_t', '[{"name": "get_t', []),
-    ("named", PARIS, "", [("get_weather", PARIS)]),
-    *(("named", answer, answer, []) for answer in ('{"city": 1e999}', r'{"city": "\ud83d"}')),
-    (
-        "hermes",
-        f'<tool_call>{{"name": "get_time", "arguments": {KOELN}}}</tool_call>',
-        "",
-        [("get_time", KOELN)],
-    ),
-]
-
-
-def letters(answer: str) -> list[TextPiece]:
-    """An answer that has come letter by letter."""
-    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
-    return [*pieces[:-1], replace(pieces[-1], finish_reason="stop")]
-
-
-def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolParser(ToolUse(form, NAMES), None)
-    text = "".join(map(parser.push, pieces))
-    rest, calls, _ = parser.end("stop")
-    assert len({call["id"] for call in calls}) == len(calls)
-    return text + rest, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
 
 
 @pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case[0]}-{case[1][:12]!r}")
@@ -241,93 +142,6 @@ def test_a_stream_cites_what_the_whole_answer_does(case: Any) -> None:
     assert told == [{"type": a["type"], **a["url_citation"]} for a in whole]
 
 
-def encoder(template: str | None) -> PromptEncoder:
-    tokenizer = copy.deepcopy(smollm2_tokenizer())
-    tokenizer.chat_template = template
-    return PromptEncoder(tokenizer)
-
-
-HERMES = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    'Answer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>\n{% endif %}'
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments.city }}"
-    "</tool_call>{% endfor %}\n{% endfor %}"
-)
-
-
-LIMITS = Limits("m", 4, 4096, 49152, {})
-
-
-def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
-    return parse_value("chat", body | fields, encoder(template), LIMITS)
-
-
-def prompt_of(request: ParsedRequest) -> str:
-    return smollm2_tokenizer().decode(request.prompts[0].tokens.tolist())
-
-
-def test_the_format_is_that_of_the_models_template() -> None:
-    templates = {
-        "hermes": HERMES,
-        "mistral": "{{ tools }} [TOOL_CALLS] [/INST]",
-        "llama": "{{ tools }} <|eot_id|> parameters ipython",
-        "glm": "[gMASK]<sop>{{ tools }}<|observation|>",
-    }
-    for name, template in templates.items():
-        assert tool_use(encoder(template).tokenizer, NAMES, None) == ToolUse(name, NAMES)
-    for template in (None, "{{ messages }}"):
-        with pytest.raises(RequestError, match="knows no tools"):
-            tool_use(encoder(template).tokenizer, NAMES, None)
-    with pytest.raises(RequestError, match="in a format that is not known here") as refused:
-        tool_use(encoder("{{ tools }} <tool_call> <function=").tokenizer, NAMES, None)
-    assert refused.value.param == "tools"
-
-
-def test_tools_and_their_results_reach_the_template() -> None:
-    request = parse_chat(HERMES)
-    assert request.tools == ToolUse("hermes", NAMES)
-    assert prompt_of(request).count('"get_weather"') == 1
-    call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
-    history = [
-        {"role": "user", "content": "Paris?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-    ]
-    text = prompt_of(parse_chat(HERMES, messages=history))
-    assert "assistant: <tool_call>Paris</tool_call>tool: rain" in text
-    deep = {**call, "function": {"name": NAMES[0], "arguments": "[" * 100_000}}
-    broken = parse_chat(HERMES, messages=[{"role": "assistant", "tool_calls": [deep]}])
-    assert "assistant: <tool_call></tool_call>" in prompt_of(broken)
-    none = parse_chat(HERMES, tool_choice="none")  # after calls, say, whose prompt is cached
-    assert none.tools is None and prompt_of(none) == prompt_of(request)
-
-
-def test_a_forced_choice_is_a_grammar() -> None:
-    named = {"type": "function", "function": {"name": "get_time"}}
-    request = parse_chat(HERMES, tool_choice=named)
-    [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
-    assert structured is not None and structured.json == PARAMETERS
-    assert request.tools == ToolUse("named", ["get_time"])
-    assert request.names["structured_outputs"] == "tools"  # which errors name
-    bare = TOOLS[1] | {"function": {"name": "get_time", "parameters": {"properties": {}}}}
-    [prompt] = parse_chat(HERMES, tools=[bare], tool_choice=named).prompts
-    assert prompt.params.structured_outputs.json == {"type": "object", "properties": {}}
-    request = parse_chat(HERMES, tool_choice="required")
-    assert request.names["structured_outputs"] == "tools"
-    schema: dict[str, Any] = {}
-    for _ in range(450):
-        schema = {"anyOf": [schema]}
-    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": schema}}
-    with pytest.raises(RequestError, match="nested too deeply"):
-        parse_chat(HERMES, tools=[deep], tool_choice="required")
-    [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
-    assert structured is not None and isinstance(structured.json, dict)
-    kinds = structured.json["items"]["anyOf"]
-    assert [kind["properties"]["name"]["const"] for kind in kinds] == NAMES
-
-
 def test_a_second_call_that_is_cut_stays_text() -> None:
     parser = ToolParser(ToolUse("hermes", NAMES), None)
     call = f'<tool_call>{{"name": "get_time", "arguments": {PARIS}}}</tool_call>'
@@ -340,22 +154,6 @@ def test_a_second_call_that_is_cut_stays_text() -> None:
     answer = FORMATS["messages"](asked, "m", [Choice(np.array([1]), 0, [piece])], None).whole()
     assert [block["type"] for block in answer["content"]] == ["text", "tool_use"]
     assert answer["stop_reason"] == "max_tokens"
-
-
-def test_each_tools_references_begin_at_its_own_schema() -> None:
-    def tool(*places: str) -> dict[str, Any]:
-        properties = {"place": {"$ref": "#/$defs/Place"}, "inner": {"$ref": "#"}}
-        defs = {"Place": {"enum": list(places)}}
-        return {"type": "object", "properties": properties, "$defs": defs}
-
-    structured = forced({"a": tool("here"), "b": tool("there")}, "required")
-    structured.check()
-    structured.compiled(load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2])))
-    call = {"name": "a", "parameters": {"inner": {"place": "here"}}}
-    jsonschema.validate([call], structured.json)
-    call["parameters"] = {"inner": {"place": "there"}}
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate([call], structured.json)
 
 
 @pytest.mark.parametrize("form", ["hermes", "named"])
@@ -382,34 +180,6 @@ def test_an_answer_has_openais_shape(form: str) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == choice.finish_reason
 
 
-@pytest.mark.parametrize("choice", ["a", "required"])
-def test_a_schema_that_holds_itself_can_be_forced(choice: str) -> None:
-    node: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string"},
-            "default": {"$ref": "#"},  # a property of that name
-            "children": {"type": "array", "items": {"$ref": "#"}},
-        },
-        "required": ["name"],
-        "additionalProperties": False,
-        "default": {"$ref": "#"},  # a value that looks like a reference
-    }
-    structured = forced({"a": node, "b": {"type": "object"}}, choice, parallel=False)
-    structured.check()
-    tree = {"name": "x", "children": [{"name": "y", "default": {"name": "z", "children": []}}]}
-    answer = tree if choice == "a" else [{"name": "a", "parameters": tree}]
-    tokenizer = from_tokenizer(smollm2_tokenizer())
-    tokens = tokenizer.tokenize_str(json.dumps(answer))
-    wrong = tokenizer.tokenize_str(json.dumps(answer).replace('"y"', "7"))
-    for written, accepted in ((tokens, True), (wrong, False)):
-        matcher = LLMatcher(tokenizer, structured.llguidance())
-        assert (matcher.validate_tokens(written) == len(written)) is accepted
-    if choice == "required":
-        assert isinstance(structured.json, dict) and structured.json["maxItems"] == 1
-        assert structured.json["$defs"]["a"]["default"] == {"$ref": "#"}
-
-
 @pytest.mark.parametrize(
     ("form", "answer"),
     [
@@ -432,71 +202,6 @@ def test_a_call_that_is_cut_is_no_call(form: str, answer: str) -> None:
     assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["content"][0]["text"] == answer
-
-
-def test_one_call_at_most_unless_parallel() -> None:
-    answer = next(a for name, a, _, calls in ANSWERS if name == "hermes" and len(calls) == 2)
-    for parallel, names in ((True, NAMES), (False, NAMES[:1])):
-        parser = ToolParser(ToolUse("hermes", NAMES, parallel), None)
-        _, calls, finish = parser.read([TextPiece(5, answer)], "stop")
-        assert ([call["function"]["name"] for call in calls], finish) == (names, "tool_calls")
-    assert parse_chat(HERMES, parallel_tool_calls=False).tools == ToolUse("hermes", NAMES, False)
-
-
-def test_a_format_of_answers_and_free_calls_exclude_each_other() -> None:
-    structured = {"regex": "a"}
-    for fields in (
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": structured},
-    ):
-        [name] = fields
-        with pytest.raises(RequestError, match=f"{name} keeps the model from calling") as refused:
-            parse_chat(HERMES, **fields)
-        assert refused.value.param == name
-        parse_chat(HERMES, **fields, tool_choice="none")
-    parse_chat(HERMES, response_format={"type": "text"})
-
-
-def test_responses_say_the_same_as_a_chat() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
-    chat = parse_chat(
-        HERMES,
-        messages=[
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Paris?"},
-            {"role": "assistant", "content": "I look.", "tool_calls": [call, call | {"id": "c2"}]},
-            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-        ],
-        tool_choice="required",
-    )
-    item = {"type": "function_call", "name": NAMES[0], "arguments": PARIS, "status": "completed"}
-    body = {
-        "model": "m",
-        "instructions": "Be brief.",
-        "input": [
-            {"role": "user", "content": "Paris?"},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-            {**item, "call_id": "c1", "id": "fc_1"},
-            {**item, "call_id": "c2"},
-            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
-        ],
-        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
-        "tool_choice": "required",
-        "temperature": 0.25,
-    }
-    found = parse_value("responses", body, encoder(HERMES), LIMITS)
-    assert prompt_of(found) == prompt_of(chat) and found.tools == chat.tools
-    own, theirs = found.prompts[0].params, chat.prompts[0].params
-    assert own.structured_outputs == theirs.structured_outputs
-    assert found.described is not None
-    assert (found.described["temperature"], found.described["top_p"]) == (0.25, 1.0)
-    assert (found.described["tool_choice"], len(found.described["tools"])) == ("required", 2)
-    with pytest.raises(RequestError, match=r"tools\[0\]\.type must be 'function'"):
-        parse_value(
-            "responses", body | {"tools": [{"type": "web_search"}]}, encoder(HERMES), LIMITS
-        )
-    with pytest.raises(RequestError, match=r"missing required field 'input\[0\]\.call_id'"):
-        parse_value("responses", body | {"input": [item]}, encoder(HERMES), LIMITS)
 
 
 class City(BaseModel):

@@ -1,0 +1,185 @@
+"""The process that reads long bodies: it reads as the frontend does, and is replaced if it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from razor_dist.api.errors import Failure
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
+from razor_dist.frontend.child_process import CLOSED
+from razor_dist.models.registry import resolve_model
+from razor_dist.protocol.messages import HEADER_SIZE, decode_fields
+from razor_dist.server import parsing_process as parsing
+from razor_dist.server.parsing_process import ParsingProcess
+from tests import fake_engine
+from tests.server.long_bodies import ENCODER, MILLION, body, ids, words
+
+LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE, {})
+
+
+GOOD: list[tuple[Endpoint, dict[str, Any]]] = [
+    ("completions", {"prompt": "Hello, world", "stop": ["x", "y"], "temperature": 0.5, "seed": 3}),
+    ("completions", {"prompt": [[5, 6], [7]], "logprobs": 2, "ignore_eos": True}),
+    (
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "Say héllo 😀 to 世界"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_progress": True,
+        },
+    ),
+]
+BAD: list[tuple[Endpoint, bytes]] = [
+    ("completions", b"{"),
+    ("completions", body(prompt=[1, 10**30])),
+    ("completions", body(prompt=["a"] * 5)),
+    ("chat", body(messages=[], temprature=1)),
+    ("chat", body(messages=[{"role": "user", "content": "Hi"}], max_tokens=3 * MILLION)),
+    ("chat", body(messages=[{"role": "user", "content": "Hi"}], model="gpt-4o")),
+]
+
+
+def told(parsed: ParsedRequest) -> Any:
+    """An parsed as plain values, to compare."""
+    prompts = [(prompt.tokens.tolist(), prompt.params) for prompt in parsed.prompts]
+    return prompts, parsed.stream, parsed.include_usage, parsed.return_progress
+
+
+def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
+    return str(error), error.param, error.code
+
+
+@contextlib.asynccontextmanager
+async def reading() -> AsyncIterator[ParsingProcess]:
+    process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
+    try:
+        yield process
+    finally:
+        await process.aclose()
+
+
+def ask(process: ParsingProcess, prompt: Any) -> asyncio.Task[ParsedRequest]:
+    return asyncio.create_task(process.parse_request("completions", body(prompt=prompt), LIMITS))
+
+
+def tokens(parsed: ParsedRequest) -> list[int]:
+    return parsed.prompts[0].tokens.tolist()
+
+
+def test_another_process_reads_bodies_as_this_one_does() -> None:
+    async def main() -> None:
+        async with reading() as process:
+            for endpoint, fields in GOOD:
+                raw = body(**fields)
+                parsed = await process.parse_request(endpoint, raw, LIMITS)
+                assert told(parsed) == told(parse_request(endpoint, raw, ENCODER, LIMITS))
+                assert all(prompt.tokens.dtype == np.int32 for prompt in parsed.prompts)
+            for endpoint, raw in BAD:
+                with pytest.raises(RequestError) as here:
+                    parse_request(endpoint, raw, ENCODER, LIMITS)
+                with pytest.raises(RequestError) as there:
+                    await process.parse_request(endpoint, raw, LIMITS)
+                assert refusal(there.value) == refusal(here.value)
+
+    asyncio.run(main())
+
+
+def test_clients_that_hang_up_leave_the_others_their_answers() -> None:
+    """One while its body is read, and one that waits; the process lives."""
+
+    async def main() -> None:
+        async with reading() as process:
+            await ask(process, [1])
+            child = process.pid
+            prompts: list[Any] = [words(20_000), [8, 9], [7], [6, 5]]
+            tasks = [ask(process, prompt) for prompt in prompts]
+            while not process.is_busy:
+                await asyncio.sleep(0)
+            ended: list[int] = []
+            for index, task in enumerate(tasks):
+                task.add_done_callback(lambda _, index=index: ended.append(index))
+            for gone in (0, 2):
+                tasks[gone].cancel()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            for index, answer in enumerate(answers):
+                if index in (0, 2):
+                    assert isinstance(answer, asyncio.CancelledError)
+                else:
+                    assert isinstance(answer, ParsedRequest) and tokens(answer) == prompts[index]
+            assert sorted(ended[:2]) == [0, 2] and ended[2:] == [1, 3]
+            assert child is not None and process.pid == child
+
+    asyncio.run(main())
+
+
+def test_a_process_that_is_killed_or_stuck_is_replaced() -> None:
+    async def main() -> None:
+        async with reading() as process:
+            await ask(process, [1])
+            killed = ask(process, ids(3))
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            with pytest.raises(ProcessKilledError, match="has died; send the request again"):
+                await killed
+            assert tokens(await ask(process, [8, 9])) == [8, 9]
+            # One that is stuck is given up, and does not hold up those that wait for it.
+            stuck = psutil.Process(process.pid)
+            stuck.suspend()
+            process.patience = 1.0
+            given_up, waiting = ask(process, [5]), ask(process, [4])
+            await asyncio.sleep(0.1)
+            process.patience = 120.0  # the first has begun; the second waits for a new process
+            with pytest.raises(EngineError, match="was not read within 1 s and is given up"):
+                await given_up
+            while stuck.is_running() and stuck.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+            assert tokens(await waiting) == [4]
+
+    asyncio.run(main())
+
+
+def test_what_waits_when_the_server_ends_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """It starts no other process, and nothing is heard of a client that has gone."""
+
+    async def main() -> None:
+        async with reading() as process:
+            await ask(process, [1])
+            tasks = [ask(process, prompt) for prompt in (words(20_000), [5], [4])]
+            while not process.is_busy:
+                await asyncio.sleep(0)
+            tasks[0].cancel()
+            await process.aclose()
+            gone, *refused = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(gone, asyncio.CancelledError)
+            assert [str(error) for error in refused] == [CLOSED] * 2
+            assert all(Failure.of(e).status == 503 for e in refused if isinstance(e, Exception))
+            assert process.pid is None
+            gc.collect()
+            assert not caplog.records
+
+    asyncio.run(main())
+
+
+def test_a_request_that_no_message_holds_leaves_the_process_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], timeout=2**64))
+    frame = parsing.answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
+    error = decode_fields(frame[HEADER_SIZE:])["error"]
+    assert (error["code"], error["message"]) == (
+        "engine_error",
+        "the request could not be read; see the server's log",
+    )

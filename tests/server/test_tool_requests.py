@@ -1,0 +1,207 @@
+"""Requests with tools: what reaches the template, and the grammars of calls that are forced."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+
+from razor_dist.api.parsing import parse_value
+from razor_dist.api.request import ParsedRequest
+from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
+from tests.server.tool_calls import (
+    ANSWERS,
+    HERMES,
+    LIMITS,
+    NAMES,
+    PARAMETERS,
+    PARIS,
+    TOOLS,
+    encoder,
+)
+from tests.tokenizer import smollm2_tokenizer
+
+
+def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
+    return parse_value("chat", body | fields, encoder(template), LIMITS)
+
+
+def prompt_of(request: ParsedRequest) -> str:
+    return smollm2_tokenizer().decode(request.prompts[0].tokens.tolist())
+
+
+def test_the_format_is_that_of_the_models_template() -> None:
+    templates = {
+        "hermes": HERMES,
+        "mistral": "{{ tools }} [TOOL_CALLS] [/INST]",
+        "llama": "{{ tools }} <|eot_id|> parameters ipython",
+        "glm": "[gMASK]<sop>{{ tools }}<|observation|>",
+    }
+    for name, template in templates.items():
+        assert tool_use(encoder(template).tokenizer, NAMES, None) == ToolUse(name, NAMES)
+    for template in (None, "{{ messages }}"):
+        with pytest.raises(RequestError, match="knows no tools"):
+            tool_use(encoder(template).tokenizer, NAMES, None)
+    with pytest.raises(RequestError, match="in a format that is not known here") as refused:
+        tool_use(encoder("{{ tools }} <tool_call> <function=").tokenizer, NAMES, None)
+    assert refused.value.param == "tools"
+
+
+def test_tools_and_their_results_reach_the_template() -> None:
+    request = parse_chat(HERMES)
+    assert request.tools == ToolUse("hermes", NAMES)
+    assert prompt_of(request).count('"get_weather"') == 1
+    call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
+    history = [
+        {"role": "user", "content": "Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    text = prompt_of(parse_chat(HERMES, messages=history))
+    assert "assistant: <tool_call>Paris</tool_call>tool: rain" in text
+    deep = {**call, "function": {"name": NAMES[0], "arguments": "[" * 100_000}}
+    broken = parse_chat(HERMES, messages=[{"role": "assistant", "tool_calls": [deep]}])
+    assert "assistant: <tool_call></tool_call>" in prompt_of(broken)
+    none = parse_chat(HERMES, tool_choice="none")  # after calls, say, whose prompt is cached
+    assert none.tools is None and prompt_of(none) == prompt_of(request)
+
+
+def test_a_forced_choice_is_a_grammar() -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    request = parse_chat(HERMES, tool_choice=named)
+    [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
+    assert structured is not None and structured.json == PARAMETERS
+    assert request.tools == ToolUse("named", ["get_time"])
+    assert request.names["structured_outputs"] == "tools"  # which errors name
+    bare = TOOLS[1] | {"function": {"name": "get_time", "parameters": {"properties": {}}}}
+    [prompt] = parse_chat(HERMES, tools=[bare], tool_choice=named).prompts
+    assert prompt.params.structured_outputs.json == {"type": "object", "properties": {}}
+    request = parse_chat(HERMES, tool_choice="required")
+    assert request.names["structured_outputs"] == "tools"
+    schema: dict[str, Any] = {}
+    for _ in range(450):
+        schema = {"anyOf": [schema]}
+    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": schema}}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        parse_chat(HERMES, tools=[deep], tool_choice="required")
+    [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
+    assert structured is not None and isinstance(structured.json, dict)
+    kinds = structured.json["items"]["anyOf"]
+    assert [kind["properties"]["name"]["const"] for kind in kinds] == NAMES
+
+
+def test_each_tools_references_begin_at_its_own_schema() -> None:
+    def tool(*places: str) -> dict[str, Any]:
+        properties = {"place": {"$ref": "#/$defs/Place"}, "inner": {"$ref": "#"}}
+        defs = {"Place": {"enum": list(places)}}
+        return {"type": "object", "properties": properties, "$defs": defs}
+
+    structured = forced({"a": tool("here"), "b": tool("there")}, "required")
+    structured.check()
+    structured.compiled(load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2])))
+    call = {"name": "a", "parameters": {"inner": {"place": "here"}}}
+    jsonschema.validate([call], structured.json)
+    call["parameters"] = {"inner": {"place": "there"}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([call], structured.json)
+
+
+@pytest.mark.parametrize("choice", ["a", "required"])
+def test_a_schema_that_holds_itself_can_be_forced(choice: str) -> None:
+    node: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "default": {"$ref": "#"},  # a property of that name
+            "children": {"type": "array", "items": {"$ref": "#"}},
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+        "default": {"$ref": "#"},  # a value that looks like a reference
+    }
+    structured = forced({"a": node, "b": {"type": "object"}}, choice, parallel=False)
+    structured.check()
+    tree = {"name": "x", "children": [{"name": "y", "default": {"name": "z", "children": []}}]}
+    answer = tree if choice == "a" else [{"name": "a", "parameters": tree}]
+    tokenizer = from_tokenizer(smollm2_tokenizer())
+    tokens = tokenizer.tokenize_str(json.dumps(answer))
+    wrong = tokenizer.tokenize_str(json.dumps(answer).replace('"y"', "7"))
+    for written, accepted in ((tokens, True), (wrong, False)):
+        matcher = LLMatcher(tokenizer, structured.llguidance())
+        assert (matcher.validate_tokens(written) == len(written)) is accepted
+    if choice == "required":
+        assert isinstance(structured.json, dict) and structured.json["maxItems"] == 1
+        assert structured.json["$defs"]["a"]["default"] == {"$ref": "#"}
+
+
+def test_one_call_at_most_unless_parallel() -> None:
+    answer = next(a for name, a, _, calls in ANSWERS if name == "hermes" and len(calls) == 2)
+    for parallel, names in ((True, NAMES), (False, NAMES[:1])):
+        parser = ToolParser(ToolUse("hermes", NAMES, parallel), None)
+        _, calls, finish = parser.read([TextPiece(5, answer)], "stop")
+        assert ([call["function"]["name"] for call in calls], finish) == (names, "tool_calls")
+    assert parse_chat(HERMES, parallel_tool_calls=False).tools == ToolUse("hermes", NAMES, False)
+
+
+def test_a_format_of_answers_and_free_calls_exclude_each_other() -> None:
+    structured = {"regex": "a"}
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": structured},
+    ):
+        [name] = fields
+        with pytest.raises(RequestError, match=f"{name} keeps the model from calling") as refused:
+            parse_chat(HERMES, **fields)
+        assert refused.value.param == name
+        parse_chat(HERMES, **fields, tool_choice="none")
+    parse_chat(HERMES, response_format={"type": "text"})
+
+
+def test_responses_say_the_same_as_a_chat() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
+    chat = parse_chat(
+        HERMES,
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Paris?"},
+            {"role": "assistant", "content": "I look.", "tool_calls": [call, call | {"id": "c2"}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ],
+        tool_choice="required",
+    )
+    item = {"type": "function_call", "name": NAMES[0], "arguments": PARIS, "status": "completed"}
+    body = {
+        "model": "m",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": "Paris?"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {**item, "call_id": "c1", "id": "fc_1"},
+            {**item, "call_id": "c2"},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        ],
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+        "tool_choice": "required",
+        "temperature": 0.25,
+    }
+    found = parse_value("responses", body, encoder(HERMES), LIMITS)
+    assert prompt_of(found) == prompt_of(chat) and found.tools == chat.tools
+    own, theirs = found.prompts[0].params, chat.prompts[0].params
+    assert own.structured_outputs == theirs.structured_outputs
+    assert found.described is not None
+    assert (found.described["temperature"], found.described["top_p"]) == (0.25, 1.0)
+    assert (found.described["tool_choice"], len(found.described["tools"])) == ("required", 2)
+    with pytest.raises(RequestError, match=r"tools\[0\]\.type must be 'function'"):
+        parse_value(
+            "responses", body | {"tools": [{"type": "web_search"}]}, encoder(HERMES), LIMITS
+        )
+    with pytest.raises(RequestError, match=r"missing required field 'input\[0\]\.call_id'"):
+        parse_value("responses", body | {"input": [item]}, encoder(HERMES), LIMITS)
