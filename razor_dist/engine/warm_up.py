@@ -54,9 +54,10 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
             runner.execute(StepPlan.step([BatchEntry(key, prompt[:1]) for key in opened]))
     for key in opened:
         runner.execute(StepPlan(Op.CLOSE, key))
-    if runner.caches.choice is not None and _fits(runner, _CHOOSING + 1):
+    total = _CHOOSING + 1
+    if runner.caches.choice is not None and _fits(runner, total):
         prompt = torch.zeros(_CHOOSING, dtype=torch.int64)
-        runner.execute(StepPlan(Op.OPEN, 0, end=_CHOOSING, total=_CHOOSING + 1))
+        runner.execute(StepPlan(Op.OPEN, 0, end=_CHOOSING, total=total, max_read=total))
         runner.execute(StepPlan.step([BatchEntry(0, prompt, sharded=True)]))
         runner.execute(StepPlan.step([BatchEntry(0, prompt[:1])]))
         runner.execute(StepPlan(Op.CLOSE, 0))
