@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 from collections.abc import Iterator
@@ -232,6 +233,9 @@ def test_mistakes_of_the_commands_are_named(
     assert "holds 8192 tokens" in refused(*needle, "--context-lengths", "9000")
     assert "preset words is for the needle model" in refused(*needle, "--preset", "words")
     assert "holds no .txt files" in refused(*needle, "--haystack", str(tmp_path))
+    # The embedded model that is converted already stays the one that is found.
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", caches)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert f"{tmp_path}/texts holds no .txt files" in refused(*needle, "--haystack", "~/texts")
     (tmp_path / "texts/a.txt").mkdir(parents=True)
