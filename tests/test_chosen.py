@@ -62,6 +62,7 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scaling: float, given: dict[str,
 register("by_blocks", _by_blocks)
 
 
+@pytest.mark.long
 def test_logits_are_those_of_stock_transformers_with_the_definition(
     ranks: Ranks, tiny: Tiny
 ) -> None:
@@ -235,6 +236,7 @@ def logits_of_scattered(comm: Communicator, case: Case) -> tuple[Tensor | None, 
     return found, read["at"], read["keys"] - read["at"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 def test_pages_that_are_not_contiguous(kv_dtype: torch.dtype, ranks: Ranks, tiny: Tiny) -> None:
     path, tokens = tiny("llama"), tokens_of(N + K, seed=5)

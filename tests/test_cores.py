@@ -84,6 +84,7 @@ def test_the_users_own_way_of_waiting_is_kept() -> None:
     assert env == {"GOMP_SPINCOUNT": "5000"}
 
 
+@pytest.mark.long
 def test_threads_of_ranks_wait_briefly() -> None:
     """OpenMP has read the setting by the time torch is loaded by the command line."""
     code = (

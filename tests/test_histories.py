@@ -156,6 +156,7 @@ def histories(draw: st.DrawFn) -> History:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [COUNT, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_history_is_answered_as_by_fresh_engines(
     count: int,

@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernels_are_the_definition(case: Blocks, interpreter: ProcessPoolExecutor) -> None:
     same, out, lse = interpreter.submit(errors, case).result(120)

@@ -81,6 +81,7 @@ def test_keys_are_converted_in_blocks(kind: str) -> None:
 compiled = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_kernels_are_attention(batch: Batch, interpreter: ProcessPoolExecutor) -> None:
     found = interpreter.submit(errors, batch, "decode_triton", "decode_torch").result(120)
@@ -127,6 +128,7 @@ def batch_of(lengths: list[int], behind: int, **fields: Any) -> Batch:
     return Batch(lengths=tuple(lengths), positions=tuple(n + behind for n in lengths), **fields)
 
 
+@pytest.mark.long
 @compiled
 @settings(max_examples=60, deadline=None)
 @given(

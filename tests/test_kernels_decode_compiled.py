@@ -94,6 +94,7 @@ def test_attending_compiles_without_spills(
 INTEGER = ("IMAD", "IADD3", "VIADD", "LEA", "LOP3", "SHF", "ISETP", "SEL", "PRMT", "IMNMX")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("keys", "most", "most_integer"), [("bf16", 300, 75), ("i8", 820, 425), ("u8", 820, 500)]

@@ -20,6 +20,7 @@ from tests.partials import assert_close, threads
 pytestmark = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
 
+@pytest.mark.long
 @settings(max_examples=120, deadline=None)
 @given(
     heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 8, 200]), tokens=st.integers(1, 150),

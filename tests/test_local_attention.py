@@ -55,6 +55,7 @@ def one_by_one(policy: StreamingPolicy, begin: int, end: int) -> tuple[Tensor, i
         return attention(policy, begin, end)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(
     least=st.integers(1, 90), ratio=st.sampled_from([None, 2, 5]),

@@ -165,6 +165,7 @@ def free_on_gpus(comm: Communicator, uuids: tuple[str, ...]) -> float:
         return free_memory(comm, torch.device("cuda", 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("uuids", "want"), [("abcd", 6000), ("aaaa", 1500), ("aabb", 3000), ("aaab", 2000)]
 )

@@ -48,6 +48,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
 
 
+@pytest.mark.long
 def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Tiny) -> None:
     core = make_core(tiny("llama"), max_num_seqs=4, max_step_ms=1e6)
     params = dataclasses.replace(GREEDY, n=3)

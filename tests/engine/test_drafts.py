@@ -240,6 +240,7 @@ def every_feature(count: int = 60) -> tuple[Ask, ...]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("decode", ["replicated", "tensor"])
 def test_every_feature_in_company(
@@ -268,6 +269,7 @@ def without_logits(comm: Communicator, scene: Scene, truth: Truth) -> tuple[Answ
         return answered(comm, scene, truth, 1), len(hidden)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "decode"), [(1, "replicated"), (2, "replicated"), (2, "tensor")])
 def test_greedy_answers_need_no_logits(world: int, decode: str, ranks: Ranks, tiny: Tiny) -> None:
     """A step itself chooses the tokens, recorded or eager, also after each token of a draft."""
@@ -287,6 +289,7 @@ def one_by_one(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
     return tuple(replace(ask, wait=True) for ask in asks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(
     "changed",
@@ -311,6 +314,7 @@ def test_other_caches(
     assert_drafts_change_nothing(ranks, world, scene, tolerance=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_heads_biased_by_distance(family: str, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny(family)
@@ -358,6 +362,7 @@ def scenes(draw: st.DrawFn) -> tuple[int, Scene, int]:
     return world, Scene("", (first, *asks[1:]), changed), draw(st.integers(0, 2**20))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
 def test_any_scene(count: int, ranks: Ranks, tiny: Tiny) -> None:
     @settings(

@@ -78,6 +78,7 @@ def test_a_text_that_can_only_go_on_for_ever_holds_nobody_up() -> None:
             assert '"' in texts and "a" not in texts
 
 
+@pytest.mark.long
 def test_a_mask_imports_nothing_large() -> None:
     """It is computed between two steps, where the import of torch's compiler took seconds."""
     code = """

@@ -61,6 +61,7 @@ def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
     assert max(both.errors) < 1e-4 and both.agree
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("world", "split"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -118,9 +119,11 @@ def test_ranks_of_a_restart_do_not_see_what_the_dead_ones_wrote() -> None:
 def test_transfers_of_nccl_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a ring's transfers wait behind the attention blocks that are queued."""
     made: dict[str, Any] = {}
-    options = mock.Mock(Options=lambda **given: given)
+    options = mock.Mock(Options=lambda **given: SimpleNamespace(**given))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda **given: made.update(given))
     process_group._nccl_group(timedelta(seconds=7))
     assert made["backend"] == "nccl" and made["timeout"] == timedelta(seconds=7)
-    assert made["pg_options"] == {"is_high_priority_stream": True}
+    # torch warns where the options have another time-out than the group.
+    wanted = SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
+    assert made["pg_options"] == wanted

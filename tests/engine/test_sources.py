@@ -49,6 +49,7 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "glm"])
 def test_they_are_those_of_stock_attention(family: str, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny(family)

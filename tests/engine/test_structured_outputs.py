@@ -34,6 +34,7 @@ from tests.tiny_models import Tiny
 from tests.tokenizer import copy_with_letters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
 def test_every_answer_to_a_random_schema_is_valid(count: int) -> None:
     rng = random.Random(0)
@@ -170,6 +171,7 @@ def asked_again(
     return spoilt, cached, [whole, *map(tokens, again)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("fails_at", "drafted"), [(1, False), (5, False), (5, True)])
 def test_a_prompt_stays_cached_when_its_grammar_fails(

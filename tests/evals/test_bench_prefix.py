@@ -34,6 +34,7 @@ def test_hits_under_load_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < figures["hits"] <= figures["optimum"] < 30
 
 
+@pytest.mark.long
 def test_a_store_answers_after_a_kill() -> None:
     record = prefix.run(PrefixBenchSettings(load="needle", tokens="1500"))
     assert record.figures["same_after_the_kill"] and record.figures["right"] == 6
@@ -54,6 +55,7 @@ def test_handles_after_a_kill_and_pins_that_leave_nothing(monkeypatch: pytest.Mo
     assert row["kept"] == 4 and row["kv of them"] > 0
 
 
+@pytest.mark.long
 def test_the_cost_of_sources_is_of_as_many_tokens() -> None:
     record = sources.run(SourcesBenchSettings(tokens="60", new_tokens=4, repeats=1))
     figures = record.figures

@@ -56,6 +56,7 @@ def settings(folder: Path, **given: Any) -> ShapeBenchSettings:
     return ShapeBenchSettings(shape=str(folder), **{"tokens": "300", **small, **given})
 
 
+@pytest.mark.long
 def test_a_shape_is_timed_with_random_weights(
     tiny: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,7 @@ def test_random_models_are_as_the_loader_makes_them(
     assert type(made) is type(loaded)
 
 
+@pytest.mark.long
 def test_an_engine_is_gone_before_the_next_is_built(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

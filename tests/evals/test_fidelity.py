@@ -76,6 +76,7 @@ def test_full_attention_differs_from_itself_in_nothing(model: FidelityModel, tex
     assert cost["kv_bytes"] == cost["kv_bytes_full"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["prefill", "decode"])
 def test_razor_is_as_far_from_full_as_its_literal_definition(
     model: FidelityModel, letters: Path, text: Scored, one_by_one: bool
@@ -110,6 +111,7 @@ def test_a_dtype_of_keys_and_values_is_measured_alone(model: FidelityModel, text
     assert cost["kv_bytes"] == cost["kv_bytes_full"] / 2
 
 
+@pytest.mark.long
 def test_a_budget_is_filled_by_a_maps_own_scores(
     model: FidelityModel, letters: Path, text: Scored, tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_budget_is_filled_by_a_maps_own_scores(
     assert model.measure(less, text)[1]["kv_bytes"] < cost["kv_bytes"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_other_methods_and_texts(
     model: FidelityModel,
     letters: Path,

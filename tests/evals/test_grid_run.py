@@ -100,6 +100,7 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     assert _decode(replayed.core, question) == _decode(own.core, question)
 
 
+@pytest.mark.long
 def test_engines_of_earlier_methods_leave_no_tensors(model: ReplayModel) -> None:
     method = Method("razor", {"window_min": 64, "window_ratio": None, "prefill": "local"}, HEADS)
     held = []
@@ -141,6 +142,7 @@ def test_a_model_that_is_closed_reads_no_further(
     assert len(passes) == 2
 
 
+@pytest.mark.long
 def test_what_is_there_is_not_run_again(
     model: ReplayModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

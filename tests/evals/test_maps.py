@@ -32,6 +32,7 @@ def _options(letters: Path, out: Path) -> list[str]:
     return ["--model", str(letters), "--out", str(out), *documents, *sizes, *WINDOW]
 
 
+@pytest.mark.long
 def test_maps_at_equal_bytes(
     letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +150,7 @@ def _named(method: str, key: tuple[str, float, int]) -> bool:
     return method == f"{key[0]} {key[1]:g} % {key[2]}"
 
 
+@pytest.mark.long
 def test_the_upper_bound_orders_heads_by_their_gain(letters: Path, tmp_path: Path) -> None:
     config = MapsConfig(
         model=str(letters), tokens=400, window_min=40, window_ratio=None, block=8, threads=1

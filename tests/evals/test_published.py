@@ -210,6 +210,7 @@ def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
         PublishedConfig(data=str(folder), tasks="json_kv")
 
 
+@pytest.mark.long
 def test_a_run(evaluate: Callable[..., int], folder: Path, tmp_path: Path) -> None:
     flags, out = f"--data {folder} --lengths 600 --methods streaming --samples 2", tmp_path / "out"
     flags += " --tasks passkey,kilt/nq"
@@ -221,6 +222,7 @@ def test_a_run(evaluate: Callable[..., int], folder: Path, tmp_path: Path) -> No
     assert evaluate("published", flags) == 2, "another file is another job"
 
 
+@pytest.mark.long
 def test_results_among_the_data_are_no_task(evaluate: Callable[..., int], folder: Path) -> None:
     flags = f"--data {folder} --lengths 600 --methods streaming --samples 1"
     for _ in range(2):

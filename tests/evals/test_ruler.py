@@ -112,6 +112,7 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_run_on_a_tiny_model(
     evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,7 @@ def _literal(q: Tensor, k: Tensor, v: Tensor, scaling: float, given: dict[str, A
 register("literal_selection", _literal)
 
 
+@pytest.mark.long
 def test_logits_are_those_of_stock_transformers_with_the_definition(
     model: FidelityModel, letters: Path, text: Scored
 ) -> None:
@@ -222,6 +223,7 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
     assert read[0].min() < 0.9 and read[0][: RECENT + 2 * BLOCK - PROMPT].eq(1).all()
 
 
+@pytest.mark.long
 def test_the_settings_share_is_the_methods_alone(
     model: FidelityModel, text: Scored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +273,7 @@ def test_tiles_read_what_any_of_their_queries_reads() -> None:
     assert tile[812] > own[812]
 
 
+@pytest.mark.long
 def test_copies_beside_text(
     model: FidelityModel, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +326,7 @@ def test_repeated_passages_that_are_refused(letters: Path, tmp_path: Path) -> No
         FidelityConfig(model=str(letters), repeat_at=(1000,), tokens=1000)
 
 
+@pytest.mark.long
 def test_the_needle_model_finds_its_needle_by_chosen_blocks(tmp_path: Path) -> None:
     folder = str(build_needle_model(tmp_path / "needle"))
     config = NeedleGridConfig(

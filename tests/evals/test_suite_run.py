@@ -173,6 +173,7 @@ def test_prompts(ask: str, letters: Path) -> None:
             assert second[: len(first)] == first, "all of the first prompt can be cached"
 
 
+@pytest.mark.long
 def test_the_needle_model_remembers_all(tmp_path: Path) -> None:
     model, out = build_needle_model(tmp_path / "needle"), tmp_path / "out"
     command = f"eval shared --model {model} --head-map {model / HEAD_MAP} --no-ray --out {out}"

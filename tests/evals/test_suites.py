@@ -203,6 +203,7 @@ def test_the_text_alone_gives_the_answers(suite: str, task: str, material: Mater
             assert OWN[suite].tasks[task].score(f" {', '.join(found)}]", found) == 1
 
 
+@pytest.mark.long
 def test_no_answer_is_right_without_the_text(material: Material) -> None:
     for suite, task in EVERY:
         samples = [make(material, suite, task, number, 1500) for number in range(24)]

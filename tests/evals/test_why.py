@@ -140,6 +140,7 @@ def test_a_methods_own_dtype_and_blocks_are_not_full_attentions(letters: Path) -
     assert (tried["kv_dtype"], tried["retrieval_share"]) == ("bf16", 0.1)
 
 
+@pytest.mark.long
 def test_a_run(
     evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> li
     return [*(own.push(token) for token in ids), own.flush()]
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(anything, broken, special, text))
 @example([])

@@ -78,6 +78,7 @@ async def test_what_was_compiled_is_known_and_the_process_is_replaced() -> None:
         await grammars.compile(good("g"))
 
 
+@pytest.mark.long
 async def test_memory_is_bounded() -> None:
     """The child may take so much more than it has after it has loaded the vocabulary."""
     grammars = process(memory=1 << 30)

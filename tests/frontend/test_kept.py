@@ -21,6 +21,7 @@ TEXTS = st.lists(st.sampled_from(WORDS), min_size=0, max_size=24).map("".join)
 ENCODERS = {make: PromptEncoder(make()) for make in (smollm2_tokenizer, sentencepiece_tokenizer)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", ENCODERS)
 @settings(deadline=None, max_examples=400)
 @given(end=TEXTS, first=TEXTS, then=TEXTS)

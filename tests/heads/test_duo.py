@@ -269,6 +269,7 @@ def test_deepspeed_is_told_the_gpu_of_this_process(device: str, told: str) -> No
     assert run.stdout.strip() == told, run.stderr
 
 
+@pytest.mark.long
 def test_without_deepspeed_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['deepspeed'] = None;"

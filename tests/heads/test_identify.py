@@ -70,6 +70,7 @@ def test_missing_folder_is_noticed_before_the_work(model: Path, tmp_path: Path) 
         _identify(model, tmp_path / "no" / "map.json")
 
 
+@pytest.mark.long
 def test_verify_records_what_the_map_loses(
     letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_verify_records_what_the_map_loses(
     assert f"verified on {found}" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_verify_counts_the_needles_that_a_map_loses(tmp_path: Path) -> None:
     """By the needle model, whose one retrieval head finds what no window holds."""
     folder = build_needle_model(tmp_path / "needle")

@@ -227,6 +227,7 @@ def test_identify_refuses_the_other_methods(
         identify_heads("alibi", str(llama), "--out", out)
 
 
+@pytest.mark.long
 def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> None:
     """Not the settings' window of 4000 tokens or more, in which 400 tokens would all be."""
     out, prose = tmp_path / "map.json", "A sentence of some length is what a haystack is made of. "

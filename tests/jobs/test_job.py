@@ -248,6 +248,7 @@ def test_tasks_that_are_wrong(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An item whose rank is killed is tried again on the same engine, whose rank comes back."""
     monkeypatch.setattr("razor_dist.jobs.host_engine.HostLLM", FakeHostLLM)
@@ -273,6 +274,7 @@ def started_with(config: EngineConfig, number: int, engines: int) -> dict[str, s
         return told
 
 
+@pytest.mark.long
 def test_engines_of_a_host_share_its_memory_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = FULL.model_copy(update={"world_size": 2})
@@ -282,6 +284,7 @@ def test_engines_of_a_host_share_its_memory_and_its_cores(monkeypatch: pytest.Mo
         assert env["OMP_NUM_THREADS"] == str(config.threads_per_rank(2 * engines))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("visible", "shares"), [(None, ["0,1", "2,3"]), ("7,5,MIG-a,2", ["7,5", "MIG-a,2"])]
 )

@@ -19,6 +19,7 @@ from tests.tiny_models import make_tiny, save_head_map
 from tests.tokenizer import write_letters
 
 
+@pytest.mark.long
 def test_summaries_of_every_document(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_nothing_is_summarised_twice_nor_results_among_the_documents(
     assert len(opened) == 1 and Path(out, "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_documents_that_cannot_be_read_are_skipped(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +107,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     assert summarize() == 0
 
 
+@pytest.mark.long
 def test_a_missing_reader_fails_its_documents_alone(
     folder: Path,
     opened: list[Quoter],
@@ -151,6 +154,7 @@ def test_mistakes_are_told_before_an_engine_is_opened(
     assert not opened and not Path("out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("env", "level", "style"),
     [({}, "info", "text"), ({"LEVEL": "debug", "FORMAT": "json"}, "debug", "json")],

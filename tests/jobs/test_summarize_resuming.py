@@ -60,6 +60,7 @@ def test_prefixes_are_removed_while_no_other_run_may_write(
     assert removed == [Path("out/.prefixes")]
 
 
+@pytest.mark.long
 def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[Path]) -> None:
     theirs = Path("prefixes/of the user")
     theirs.mkdir(parents=True)

@@ -97,6 +97,7 @@ print(llm.generate([[5, 6]])[0].outputs[0].token_ids[0])
 """
 
 
+@pytest.mark.long
 def test_a_forked_child_says_so_and_ends() -> None:
     command = [sys.executable, "-c", _FORKS]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.split("\n")

@@ -73,6 +73,7 @@ def test_the_literal_reference_is_the_model(family: str, tiny: Tiny) -> None:
     assert_same(literal_alibi(tiny(family), list(tokens)).float(), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, tiny: Tiny) -> None:
     n, k = 150, 5
@@ -165,6 +166,7 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     return logits
 
 
+@pytest.mark.long
 def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("mpt6")
     flags, windows, local = mixed(path)
@@ -184,6 +186,7 @@ def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, tiny: Tiny) -> None
         assert_same(ranks(world).run(continued, case)[0], want)
 
 
+@pytest.mark.long
 def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("bloom6")
     flags, windows, _ = mixed(path)

@@ -132,6 +132,7 @@ EVERY = ((True, True),) * 3
 FIRST_LAYER = ((True, True), (False, False), (False, False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", ["retrieval", "both"])
 def test_it_is_the_definition(heads: str, dual: Path, ranks: Ranks) -> None:
     n, k = 157, 6  # the answer goes on into the fifth chunk
@@ -205,6 +206,7 @@ def test_drafts_are_verified_as_they_would_be_read(world: int, dual: Path, ranks
     torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_answers_go_on_beyond_recorded_steps(dual: Path, tmp_path: Path) -> None:
     """Steps of the first chunk are recorded; a stored prefix continues in another process."""
     ids = list(tokens_of(20, seed=5))

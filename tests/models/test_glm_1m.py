@@ -92,6 +92,7 @@ def test_a_chat_begins_with_one_gmask_and_one_sop(folder: Path, encoder: PromptE
     assert list(prompt.tokens) == spelt("[gMASK]<sop>Why?")
 
 
+@pytest.mark.long
 def test_an_offline_chat(folder: Path) -> None:
     with LLM(str(folder), attention="full", max_model_len=200, kv_tokens=400) as llm:
         [output] = llm.chat(CHAT, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))

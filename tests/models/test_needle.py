@@ -58,6 +58,7 @@ def said(pool: RankPool, case: Case) -> list[int]:
     return pool.run(logits_of, case)[0].argmax(-1).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [1024, 8192])
 def test_copies_exactly(needle: Path, ranks: Ranks, tokens: int, world_size: int) -> None:

@@ -51,6 +51,7 @@ def test_yarn_is_stock_transformers_on_any_number_of_ranks(yarn: Path, ranks: Ra
     assert_any_cut(ranks, dataclasses.replace(split, tensor=True), want, (4,), (37,))
 
 
+@pytest.mark.long
 def test_the_flag_is_the_file(yarn: Path, tiny: Tiny) -> None:
     prompt = {"prompt_token_ids": list(tokens_of(100, seed=3))}
     settings = SamplingParams(max_tokens=12, temperature=0)
@@ -105,6 +106,7 @@ def test_another_rope_is_another_model(tiny: Tiny) -> None:
         found.validate(shape, model_fingerprint(scaled))
 
 
+@pytest.mark.long
 def test_a_prefix_of_another_rope_is_never_used(tiny: Tiny, tmp_path: Path) -> None:
     prompt = {"prompt_token_ids": list(tokens_of(100, seed=4))}
     options: dict[str, Any] = {

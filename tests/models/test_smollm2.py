@@ -35,6 +35,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return loaded
 
 
+@pytest.mark.long
 def test_weights_are_the_dequantised_ones(folder: Path) -> None:
     blocks = {t.name: t for t in gguf.GGUFReader(smollm2.gguf_file()).tensors}
     names = {

@@ -155,6 +155,7 @@ def test_the_package_without_flash_attn_is_refused() -> None:
     assert ring_of(EngineConfig(), torch.device("cpu"), dtype, dtype) is ring_attention
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("answers", "share"), [(0, 0.7), (1, 0.6)])
 def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
     answers: int, share: float, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def sampling(**values: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, ignore_eos=True, **values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "weights", "dtype"), [(4, "zero3", "fp32"), (2, "zero3-offload", "bf16")]
 )
@@ -199,6 +200,7 @@ def memory(comm: Communicator, path: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_a_rank_holds_its_share_and_one_layer(ranks: Ranks, tmp_path: Path) -> None:
     """Measured in the processes; at no time does one hold the whole model."""
@@ -250,6 +252,7 @@ def test_ranks_of_a_host_load_a_mixture_one_after_the_other(
     assert first[1] <= second[0]
 
 
+@pytest.mark.long
 def test_one_rank_can_keep_its_weights_in_cpu_memory(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
     code = f"""

@@ -110,6 +110,7 @@ def measure(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prefill", "size", "family"),
     [

@@ -18,6 +18,7 @@ from razor_dist.plan.planner import plan
 from tests.plan.glm import CONFIGS, GLM, settings
 
 
+@pytest.mark.long
 def test_a_head_map_that_is_yet_to_be_made_is_assumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -44,6 +45,7 @@ def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) 
     assert shown.out.startswith("does not fit: 70.4 GB per rank of 22.5; ")
 
 
+@pytest.mark.long
 def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--world-size", "8", "--context", "256K", "--window-max", "8K", "--max-num-seqs", "1"]
     assert cli.main(["plan", GLM, *sizes]) == 0

@@ -23,6 +23,7 @@ from razor_dist.plan.planner import Plan, plan
 from tests.plan.glm import N, settings
 
 
+@pytest.mark.long
 def test_the_longest_context_is_the_longest() -> None:
     device = load_device("h100")
     d = Deployment.of(settings(), "cuda", 0.3)
@@ -77,6 +78,7 @@ def test_codes_save_memory_in_the_page_pool_alone(kv_dtype: str, width: int) -> 
     assert bf16.total - codes.total == bf16.retrieval_kv - codes.retrieval_kv
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 @pytest.mark.parametrize(
     ("device", "given", "refusal"),
@@ -208,6 +210,7 @@ def test_prefixes_in_host_memory_leave_less_to_caches_on_cpu() -> None:
     assert held.memory.total == total
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 def test_the_fewest_ranks_fit_and_half_of_them_do_not() -> None:
     device = load_device("l40s")
@@ -219,6 +222,7 @@ def test_the_fewest_ranks_fit_and_half_of_them_do_not() -> None:
         assert plan(settings(world_size=ranks), device, context=N, retrieval=0.3).fits is fits
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 def test_a_warning_of_long_windows_has_the_seconds_of_a_plan_without_them() -> None:
     device = load_device("h200")

@@ -58,6 +58,7 @@ def test_prefill_on_eight_h100(million: Plan) -> None:
     assert million.work.total / (8 * 740e12) == pytest.approx(22, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 def test_decode_on_h200() -> None:
     """4.5 ms per token with replicated weights; 1.2 ms if they were sharded 8 ways."""
@@ -69,6 +70,7 @@ def test_decode_on_h200() -> None:
     assert sharded == pytest.approx(1.2e-3, rel=0.04)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 def test_decode_in_tensor_mode() -> None:
     """A layer waits for the rank with its retrieval heads and a streaming one: 3.1 GB weights."""
@@ -96,6 +98,7 @@ def test_decode_in_tensor_mode() -> None:
     assert found.memory.sequence_streaming_cache == slot
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_terms_have_ranges_and_sum_up(kv_dtype: str) -> None:
     """As the page of the prediction has them, for one sequence and for eight."""
@@ -143,6 +146,7 @@ def test_memory_of_a_million_tokens(million: Plan) -> None:
     assert million.fits and million.links["prefill"]["ring"] / million.links["full_prefill"] < 0.31
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 def test_one_chunk_moves_each_key_once() -> None:
     """80 KiB per token in full, past P-1 ranks: the retrieval heads' share of it."""

@@ -123,6 +123,7 @@ def assert_as_fresh(
         assert error <= tolerance, f"relative error {error:.2e} at {len(tokens)} tokens"
 
 
+@pytest.mark.long
 @settings(
     max_examples=10,
     deadline=None,
@@ -175,6 +176,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "settings", "worlds"),
     [

@@ -222,6 +222,7 @@ def test_a_copy_in_host_memory_and_another_on_disk(
     shared.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "family", "kv"), [(2, *each) for each in MODELS] + [(3, *MODELS[0])]
 )
@@ -364,6 +365,7 @@ def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[st
     return happened
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)])
 def test_any_history_of_engines_at_once_is_answered_as_if_nothing_were_kept(
     count: int, ranks: Ranks, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory

@@ -99,6 +99,7 @@ def half_read(
     return tiers.nodes.entries("disk") - len(before), len(copies)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "others"), [(1, 0), (2, 0), (1, 20)])
 def test_a_prompt_in_work_is_on_disk_up_to_its_last_checkpoint(
     world: int, others: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
@@ -177,6 +178,7 @@ def held(
     return found, rows, states
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 2), (4, 2), (2, 1)])
 def test_what_is_read_is_what_was_written(
@@ -226,6 +228,7 @@ def test_salts_are_apart_on_disk_and_not_written(ranks: Ranks, tiny: Tiny, tmp_p
     assert all(b"secret" not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_prompt_that_is_not_to_be_cached_is_kept_nowhere(
     world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path

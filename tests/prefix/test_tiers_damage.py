@@ -136,6 +136,7 @@ def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
     return found
 
 
+@pytest.mark.long
 @settings(
     max_examples=5,
     deadline=None,

@@ -83,6 +83,7 @@ def test_what_was_used_last_stays_on_disk_after_a_restart(tiny: Tiny, tmp_path: 
     assert cached == {"r10": 0, "r20": 199, "r30": 199}
 
 
+@pytest.mark.long
 def test_what_was_used_once_leaves_host_memory_beside_a_disk(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

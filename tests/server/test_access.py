@@ -78,6 +78,7 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
+@pytest.mark.long
 def test_every_route_but_health_wants_a_key(guarded: ServerProcess) -> None:
     url = guarded.url()
     documented = httpx.get(f"{url}/openapi.json", headers=with_key(ADA)).json()["paths"]
@@ -303,6 +304,7 @@ def test_keys_are_given_one_by_one_or_together() -> None:
     assert found == [200, 200, 200, 401]
 
 
+@pytest.mark.long
 def test_no_other_process_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAZOR_API_KEY", ADA)
     with fake_server() as server:
@@ -317,6 +319,7 @@ def test_no_other_process_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(ADA in other.environ().values() for other in others)
 
 
+@pytest.mark.long
 def test_no_rank_of_torchruns_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAZOR_API_KEY", ADA)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -325,6 +328,7 @@ def test_no_rank_of_torchruns_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> N
     assert "RAZOR_API_KEY" not in stats["env"]
 
 
+@pytest.mark.long
 def test_an_open_server_warns() -> None:
     with fake_server("--host", "0.0.0.0", "--allowed-hosts", "*") as server:
         health = f"http://127.0.0.1:{httpx.URL(server.url()).port}/health"

@@ -48,6 +48,7 @@ def check(found: list[dict[str, Any]], answer: str) -> None:
     assert {a["title"] for a in found} == {"messages[0]", "a.txt"}
 
 
+@pytest.mark.long
 def test_a_chat_is_annotated(client: openai.OpenAI) -> None:
     asked: Any = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 120}
     extra = {"return_annotations": True}

@@ -19,6 +19,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -299,6 +300,7 @@ def actions() -> Iterator[st.SearchStrategy[Action]]:
         yield st.builds(Do, st.just(what), st.integers(0, 5))
 
 
+@pytest.mark.long
 def test_any_history_of_contexts_is_answered_as_if_nothing_were_kept(
     tiny: Callable[[str], Path], tmp_path_factory: Any
 ) -> None:

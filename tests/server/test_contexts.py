@@ -56,6 +56,7 @@ def said(answer: Any) -> list[str]:
     return [choice["message"]["content"] for choice in answer["choices"]]
 
 
+@pytest.mark.long
 def test_a_document_is_read_once_and_asked_by_its_handle(server: ServerProcess) -> None:
     ask = part("\n\nWhat colour is the door?")
     text = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(20)) + FACT

@@ -41,6 +41,7 @@ def test_half_sent_headers_hold_up_nobody(tight: ServerProcess) -> None:
     assert len(tight.log) < 20_000
 
 
+@pytest.mark.long
 def test_an_idle_connection_stays_and_half_a_request_on_it_does_not(tight: ServerProcess) -> None:
     asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connections(tight, 1, asked) as [client]:

@@ -86,6 +86,7 @@ def test_errors_name_the_field_that_asks() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
 
+@pytest.mark.long
 def test_random_ones_are_answered_or_refused(server: ServerProcess) -> None:
     rng = random.Random(0)
     for _ in range(40):

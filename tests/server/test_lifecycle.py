@@ -114,6 +114,7 @@ def test_a_dead_rank_fails_requests_and_serving_resumes(tmp_path: Path, victim: 
         assert alive(ranks) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None:
     with fake_server("--shutdown-timeout", "1") as server:
@@ -129,6 +130,7 @@ def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None
         assert alive(family) == []
 
 
+@pytest.mark.long
 def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
     with fake_server() as server:
         url = server.url()
@@ -161,6 +163,7 @@ def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
         assert "2 requests get 30 s to end" in server.log
 
 
+@pytest.mark.long
 def test_a_second_signal_does_not_wait() -> None:
     with fake_server() as server:
         url = server.url()
@@ -173,6 +176,7 @@ def test_a_second_signal_does_not_wait() -> None:
         assert server.process.wait(20) == 0
 
 
+@pytest.mark.long
 def test_a_killed_frontend_takes_its_ranks_along_and_the_next_start_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_the_servers_time_out_counts_while_a_body_is_read_too() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
     """It would look at all objects of the frontend's libraries, some 360,000."""
 
@@ -184,6 +185,7 @@ def test_progress_that_nobody_asked_for_does_not_stop_the_heartbeat() -> None:
     assert "prompt_progress" not in text
 
 
+@pytest.mark.long
 def test_health_is_answered_while_a_million_tokens_are_read() -> None:
     with fake_server("--max-model-len", str(2 * MILLION)) as server:
         url, times, done = server.url(timeout=180), [], threading.Event()

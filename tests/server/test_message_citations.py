@@ -99,6 +99,7 @@ def location(kind: str, parts: Sequence[str], citation: Any) -> str:
     return "|".join(parts[citation.start_block_index : citation.end_block_index])
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), given_documents=documents())
 def test_citations_are_exact(
@@ -194,6 +195,7 @@ def looking() -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.mark.long
 def test_text_pdf_and_blocks_are_cited_over_http(looking: ServerProcess) -> None:
     ours, filler = client(looking.url()), "The grass is green. "
     long = document(text_source(f"{filler * 15_000}{CASTLE} {filler}"))  # for another process

@@ -201,6 +201,7 @@ GATEWAY = {
 }
 
 
+@pytest.mark.long
 def test_gateways_find_vllms_names() -> None:
     with fake_server("--metrics-prefix", "vllm") as server:
         body = {"model": "smollm2", "prompt": [5, 6, 7], "max_tokens": 2}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.server.process import ROOT, server_on
 
@@ -79,6 +80,7 @@ def test_a_recorded_answer() -> None:
     assert shown(RECORDED, least_tokens=10_000, least_grounded=0.99) == []
 
 
+@pytest.mark.long
 def test_an_answer_of_now() -> None:
     """What the filter asks for is answered, with what it reads; a second question is cached."""
     castle = "The castle is old."

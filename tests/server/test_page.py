@@ -79,6 +79,7 @@ def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Pat
     expect(reader.page.locator("article")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_a_source_is_lit_in_its_document(reader: Reader) -> None:
     fact = "The \U0001f3f0 castle fell at noon."
     text = f"{STORY}\n\n\U0001f98a!\n\n{fact} {STORY}"
@@ -219,6 +220,7 @@ def test_the_counters_of_several_engines(reader: Reader) -> None:
     reader.page.unroute_all(behavior="wait")  # the page goes on asking
 
 
+@pytest.mark.long
 def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
     """A source's window leaves the answer free, and a phone's lines are used."""
     page = reader.page
@@ -254,6 +256,7 @@ def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
     assert box(page.locator("aside"))["y"] < box(page.locator("#ask"))["y"]
 
 
+@pytest.mark.long
 def test_the_examples_of_the_api_can_be_sent(browser: Browser) -> None:
     with fake_server() as plain, browser.new_context() as context:
         reader = Reader(context, plain.url())

@@ -118,6 +118,7 @@ def test_what_is_kept_is_asked_without_its_text(browser: Browser, server: Server
         one.context.close()
 
 
+@pytest.mark.long
 def test_a_context_of_another_client_is_asked_as_it_is(
     browser: Browser, server: ServerProcess
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_server_that_no_question_reaches_is_not_flooded(reader: Reader) -> Non
     expect(turn.locator(".answer")).to_contain_text("Anybody")
 
 
+@pytest.mark.long
 def test_a_turn_is_asked_again_changed_and_deleted(reader: Reader) -> None:
     reader.add(("fox.txt", STORY.encode()))
     expect(reader.pending).to_contain_text("waits for a question")
@@ -174,6 +175,7 @@ def test_what_is_added_while_an_answer_is_asked_again_stays(reader: Reader) -> N
     expect(reader.pending.locator("[data-ready]")).to_contain_text("late.txt")
 
 
+@pytest.mark.long
 def test_only_what_closed_tabs_have_left_is_removed(reader: Reader) -> None:
     reader.answered("First?")
     closed = reader.context.new_page()

@@ -16,6 +16,7 @@ from tests.server.process import ServerProcess
 FACT = "The castle fell at noon."
 
 
+@pytest.mark.long
 def test_a_sentence_shows_its_passages_by_pointer_and_by_keyboard(reader: Reader) -> None:
     page, card = reader.page, reader.card
     reader.add(("fox.txt", STORY.encode()), ("history.txt", f"{STORY}\n\n{FACT}".encode()))
@@ -56,6 +57,7 @@ def test_a_sentence_shows_its_passages_by_pointer_and_by_keyboard(reader: Reader
     expect(page.locator(".sentence")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_sentences_are_lit_as_they_come(browser: Browser, page_server: ServerProcess) -> None:
     """The answer is not complete when its first sentence has its passage lit."""
     reader = Reader(browser.new_context(), page_server.url(), max_tokens=2000)

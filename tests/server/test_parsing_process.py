@@ -79,6 +79,7 @@ def tokens(parsed: ParsedRequest) -> list[int]:
     return parsed.prompts[0].tokens.tolist()
 
 
+@pytest.mark.long
 def test_another_process_reads_bodies_as_this_one_does() -> None:
     async def main() -> None:
         async with reading() as process:
@@ -97,6 +98,7 @@ def test_another_process_reads_bodies_as_this_one_does() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_clients_that_hang_up_leave_the_others_their_answers() -> None:
     """One while its body is read, and one that waits; the process lives."""
 
@@ -125,6 +127,7 @@ def test_clients_that_hang_up_leave_the_others_their_answers() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_or_stuck_is_replaced() -> None:
     async def main() -> None:
         async with reading() as process:

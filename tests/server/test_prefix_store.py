@@ -109,6 +109,7 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
     assert not node_folders(folder)
 
 
+@pytest.mark.long
 def test_documents_that_are_read_ahead_of_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
+@pytest.mark.long
 def test_the_first_question_is_answered_by_the_defaults(server: ServerProcess) -> None:
     """No temperature and no limit: the answers are right, and end."""
     client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
@@ -72,6 +73,7 @@ def test_a_loop_ends_on_two_ranks_with_a_grammar_and_two_answers(
         assert all(re.fullmatch("(no )+", c.message.content.rstrip() + " ") for c in choices)
 
 
+@pytest.mark.long
 def test_the_openai_client_streams_an_answer(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
     stream = client.chat.completions.create(
@@ -107,6 +109,7 @@ def test_the_openai_client_streams_an_answer(server: ServerProcess) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
 
 
+@pytest.mark.long
 def test_what_was_read_before_is_told_and_answers_are_the_same(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
     document = "The door of the house is red. " * 40
@@ -189,6 +192,7 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
     assert (single.choices[0].sources, single.choices[0].grounded) == ([], None)
 
 
+@pytest.mark.long
 def test_the_anthropic_client_gets_citations(server: ServerProcess) -> None:
     client = anthropic.Anthropic(base_url=server.url(), api_key="none")
     fact = "The secret code of the castle is 48213."
@@ -232,6 +236,7 @@ class City(pydantic.BaseModel):
     population: int = pydantic.Field(ge=0, le=10**8)
 
 
+@pytest.mark.long
 def test_the_openai_client_parses_what_it_asks_for(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
     asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 64}
@@ -245,6 +250,7 @@ def test_the_openai_client_parses_what_it_asks_for(server: ServerProcess) -> Non
     assert all(re.fullmatch("[A-C]{3}!", c.message.content or "") for c in chosen.choices)
 
 
+@pytest.mark.long
 def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
     url = server.url()
 
@@ -278,6 +284,7 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
     assert found["resident_memory_bytes 1"] > 2**27
 
 
+@pytest.mark.long
 def test_drafts_are_counted(server: ServerProcess) -> None:
     """An answer that repeats a passage has drafts that come true; its usage and metrics say so."""
     passage = "The old mill stood by the river, and its wheel had not turned for thirty years. "
@@ -324,6 +331,7 @@ def _samples(text: str) -> list[Any]:
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
+@pytest.mark.long
 def test_the_page_reads_and_asks_the_real_model(server: ServerProcess) -> None:
     with chromium() as browser:
         page = browser.new_page()

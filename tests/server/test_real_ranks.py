@@ -62,6 +62,7 @@ def complete(url: str, timeout: float = 60) -> httpx.Response:
 # ------------------------------------------------------------------- mistakes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "mistake"),
     # A model that the frontend does not find: tests/server/test_starts.py.
@@ -124,6 +125,7 @@ def load_slowly(comm: Communicator) -> str:
     return str(agree(Communicator(impatient), build).info)
 
 
+@pytest.mark.long
 def test_a_node_may_take_longer_to_load_than_a_collective_may(
     ranks: Callable[[int], RankPool],
 ) -> None:
@@ -342,6 +344,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.long
 def test_two_nodes_answer_as_one_process(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from razor_dist import LLM, SamplingParams
 from tests.preloaded import executed
@@ -15,6 +16,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
+@pytest.mark.long
 def test_torchrun_serves() -> None:
     with executed():
         started = ServerProcess(TORCHRUN, "launch/serve.py", "--world-size", "2")
@@ -25,6 +27,7 @@ def test_torchrun_serves() -> None:
         assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
+@pytest.mark.long
 def test_the_offline_api_answers_on_two_ranks() -> None:
     with LLM("smollm2", world_size=2, max_model_len=1024) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=1)

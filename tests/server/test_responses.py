@@ -16,6 +16,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from tests.server.test_api import HELLO, TOKENIZER, answer_to
 
 
+@pytest.mark.long
 def test_what_a_response_repeats_is_bounded() -> None:
     def described(**fields: Any) -> dict[str, Any]:
         body = validated(ResponsesBody, {"model": "smollm2", "input": "Hi"} | fields)

@@ -173,6 +173,7 @@ def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
         assert wait_until(lambda: not alive(family), 20)
 
 
+@pytest.mark.long
 def test_torchrun_restarts_a_rank_0_that_was_stopped() -> None:
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
     with ServerProcess(*TORCHRUN, *options, RANKS, "--heartbeat-timeout", "2") as server:

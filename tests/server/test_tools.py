@@ -278,6 +278,7 @@ def test_a_call_that_is_being_written_has_heartbeats(endpoint: Endpoint, heartbe
     assert found >= len(PARIS) - 2 if heartbeat == 0 else not found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
 @pytest.mark.parametrize("dumped", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])

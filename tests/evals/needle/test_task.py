@@ -117,6 +117,7 @@ def test_a_second_run_asks_nothing_and_other_settings_are_refused(tmp_path: Path
         run(tmp_path, seed=1)
 
 
+@pytest.mark.long
 def test_the_report_can_be_rebuilt_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +221,7 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
     assert (tmp_path / "heatmap.png").exists() and not (tmp_path / "difference.png").exists()
 
 
+@pytest.mark.long
 def test_mistakes_of_the_commands_are_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def test_a_map_of_another_method_is_not_duos(tmp_path: Path) -> None:
         NeedleTask.plan(NeedleConfig(methods="duo", duo_head_map=str(own)))
 
 
+@pytest.mark.long
 def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path: Path) -> None:
     model, out = build_needle_model(tmp_path / "model"), tmp_path / "out"
     command = f"eval needle --model {model} --head-map {model / HEAD_MAP} --no-ray --out {out}"
