@@ -79,6 +79,7 @@ def test_logits_are_those_of_stock_transformers_with_the_definition(
     assert_any_cut(ranks, dataclasses.replace(case, prompt=tokens, forced=()), want[-1:], worlds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 def test_beside_streaming_heads_and_in_8_bits(
     kv_dtype: torch.dtype, ranks: Ranks, tiny: Tiny

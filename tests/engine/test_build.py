@@ -293,6 +293,7 @@ def differences(comm: Communicator, models: list[str], maps: list[str]) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["nothing", "weights", "head map"])
 def test_ranks_must_have_loaded_the_same(
     what: str, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path], tmp_path: Path

@@ -118,6 +118,7 @@ def test_what_cannot_begin_is_refused(tmp_path: Path) -> None:
         gpu.run(GpuBenchSettings(out=tmp_path / "file"))
 
 
+@pytest.mark.long
 def test_parts_without_time_are_said_to_be_skipped(tmp_path: Path) -> None:
     settings = GpuBenchSettings(out=tmp_path, device="cpu", minutes=0.0001)
     parts = gpu.run(settings, "tests.evals.gpu_parts_that_fail").figures["parts"]

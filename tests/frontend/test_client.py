@@ -181,6 +181,7 @@ async def test_a_refusal_names_its_field() -> None:
         assert raised.value.param == "messages"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 async def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) -> None:
     async with running(world_size=3) as engine:

@@ -103,6 +103,7 @@ def chosen(output: RequestOutput) -> list[float]:
     return [e[token].logprob for e, token in zip(answer.logprobs, answer.token_ids, strict=True)]
 
 
+@pytest.mark.long
 def test_a_question_after_a_prefix_is_answered_as_after_the_whole_document(llm: LLM) -> None:
     whole = llm.generate([DOCUMENT + question for question in QUESTIONS], GREEDY)
     assert held(llm) == 0
