@@ -244,11 +244,12 @@ def make_engine(
     free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
     working = capacity.working_bytes(config, shape, layout, length, chunk, comm.size, dtype)
     room = capacity.cache_room(free, working)
-    # The least that a prompt needs beside them. On CPU what is allocated takes no memory until it
-    # is written.
-    windows = capacity.window_bytes(config, shape, layout, length, chunk, comm.size, dtype)
-    most = free - windows if device.type == "cuda" else math.inf
-    cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room, most)
+    if device.type == "cuda":  # on CPU what is allocated takes no memory until it is written
+        # The least that a prompt needs beside them.
+        windows = capacity.window_bytes(config, shape, layout, length, chunk, comm.size, dtype)
+        sizes = (length, comm.size, dtype)
+        capacity.check_one_fits(config, shape, layout, *sizes, free - windows)
+    cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:
         runner = ModelRunner(model, mode, cache, comm, ring, recorder, roles.sources)

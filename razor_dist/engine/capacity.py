@@ -101,13 +101,11 @@ def cache_config(
     world_size: int,
     dtype: torch.dtype,
     room: float = math.inf,
-    most: float = math.inf,
 ) -> CacheConfig:
     """A rank's caches, in ``room`` bytes, for queries of ``dtype``.
 
     They hold ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as there is room
     for, but at least one; more, if these are shorter. ``kv_tokens`` sets the size of the page pool.
-    `ConfigError` if those of one sequence take more than ``most`` bytes.
     """
     longest = shard_sizes(0, max_model_len, max_model_len, world_size)
     # How a sequence splits into prompt and answer moves a few tokens between ranks.
@@ -151,12 +149,26 @@ def cache_config(
         ).reserved_bytes
         for n in (1, 2)
     )
-    if one > most:
-        raise does_not_fit(
-            config, max_model_len, f"they take {one / 1e9:.1f} GB of {max(0, most) / 1e9:.1f}"
-        )
     more = max(0.0, room - one) / max(1, two - one)
     return room_for(min(config.max_num_seqs, 1 + more))
+
+
+def check_one_fits(
+    config: EngineConfig,
+    shape: ModelShape,
+    layout: HeadLayout,
+    max_model_len: int,
+    world_size: int,
+    dtype: torch.dtype,
+    most: float,
+) -> None:
+    """Raise `ConfigError` if a rank's caches of one sequence take more than ``most`` bytes."""
+    least = cache_config(config, shape, layout, max_model_len, world_size, dtype, 0.0)
+    device, rows = torch.device("meta"), layout.most_rows
+    one = new_caches(layout, shape, least, device, rows=rows).reserved_bytes
+    if one > most:
+        reason = f"they take {one / 1e9:.1f} GB of {max(0, most) / 1e9:.1f}"
+        raise does_not_fit(config, max_model_len, reason)
 
 
 def does_not_fit(config: EngineConfig, max_model_len: int, reason: object) -> ConfigError:

@@ -22,7 +22,7 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, capacity
 from razor_dist.engine.cache_need import CacheNeed
-from razor_dist.engine.capacity import cache_config, chunk_length, free_memory
+from razor_dist.engine.capacity import cache_config, check_one_fits, chunk_length, free_memory
 from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.worker import check_loaded
 from razor_dist.frontend.prompts import Pool, PromptLimits
@@ -120,9 +120,9 @@ def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -
     row = (*windows, None) if len(windows) == 1 else windows or (None, None)
     layout = HeadLayout.from_decision([[True] * 2, [not windows] * 2], CPU, [(None, None), row])
 
-    def sized(room: float, most: float = math.inf, **settings: Any) -> tuple[CacheConfig, int]:
+    def sized(room: float, **settings: Any) -> tuple[CacheConfig, int]:
         config = EngineConfig(window_min=20, block=8, page_size=4, kv_dtype="bf16", **settings)
-        cache = cache_config(config, shape, layout, tokens, 2, torch.float32, room, most)
+        cache = cache_config(config, shape, layout, tokens, 2, torch.float32, room)
         return cache, new_caches(layout, shape, cache, torch.device("meta")).reserved_bytes
 
     one, least = sized(0.0)
@@ -138,9 +138,11 @@ def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -
     assert sized(2 * nbytes, max_num_seqs=64) == (most, nbytes)
     given, _ = sized(3 * least, kv_tokens=4000)
     assert given.num_pages == 500 + 64
-    assert sized(0.0, most=least) == (one, least), "one sequence's at least, if it fits at all"
+    config = EngineConfig(window_min=20, block=8, page_size=4, kv_dtype="bf16")
+    of = (config, shape, layout, tokens, 2, torch.float32)
+    check_one_fits(*of, least)
     with pytest.raises(ConfigError, match=r"do not fit into .* 1000 and kv_tokens None; lower .*"):
-        sized(0.0, most=least - 1)
+        check_one_fits(*of, least - 1)
     assert len(given.arenas) == len(windows)
     assert all(a.places >= a.width(tokens) for a in given.arenas)
 
