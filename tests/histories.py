@@ -1,4 +1,4 @@
-"""What happens to a server, played on real ranks, and its answers beside a fresh engine's."""
+"""Histories of requests, aborts and restarts on real ranks, beside a fresh engine's answers."""
 
 from __future__ import annotations
 

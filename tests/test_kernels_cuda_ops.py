@@ -1,4 +1,4 @@
-"""How torch's attention for CUDA is called: stand-ins check what the real operations insist on."""
+"""Calls of torch's attention for CUDA: stand-ins check the real operations' requirements."""
 
 from __future__ import annotations
 

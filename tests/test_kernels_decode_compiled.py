@@ -1,4 +1,4 @@
-"""What the kernels of decode steps become, compiled for GPUs: few instructions, and no spills."""
+"""The kernels of decode steps, compiled for GPUs: bounds on instructions, and no spills."""
 
 from __future__ import annotations
 

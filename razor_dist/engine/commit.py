@@ -1,4 +1,4 @@
-"""After a pass: where a step changes sequences (`WindowPart.earlier` is let go of before)."""
+"""Apply a step to its sequences after the pass; the pass itself frees `WindowPart.earlier`."""
 
 from __future__ import annotations
 

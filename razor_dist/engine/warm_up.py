@@ -1,4 +1,4 @@
-"""What the first requests would wait for, done before the engine is ready.
+"""Compilation and recording before the engine is ready, so that no request waits for them.
 
 On CUDA a first step compiles kernels (8 to 12 s), a first long prompt loads cuDNN (1 to 3 s), and a
 first batch of each size is recorded (0.1 s). On CPU kernels are compiled as the model is loaded.
@@ -79,7 +79,7 @@ def _most_sequences(cache: CacheConfig, total: int) -> int:
 
 
 def _fits(runner: ModelRunner, total: int) -> bool:
-    """Tell if one sequence of ``total`` tokens has room; a rank has a page more than its part."""
+    """Return whether ``total`` tokens of one sequence fit; a rank needs a page beyond its part."""
     cache = runner.config
     pages = -(-total // (runner.comm.size * cache.page_size)) + 1
     return total <= cache.max_tokens and pages <= cache.num_pages

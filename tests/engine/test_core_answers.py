@@ -1,4 +1,4 @@
-"""What one request may ask of the engine: several answers, sampling, log-probabilities, ends."""
+"""The settings of one request: several answers, sampling, log-probabilities, stop conditions."""
 
 from __future__ import annotations
 

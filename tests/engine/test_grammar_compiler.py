@@ -1,4 +1,4 @@
-"""What answers must match is compiled by the model's vocabulary, or refused by its name."""
+"""Structured outputs are compiled by the model's vocabulary, or refused with the field's name."""
 
 from __future__ import annotations
 

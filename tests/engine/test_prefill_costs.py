@@ -1,4 +1,4 @@
-"""What steps cost, as it is learnt, and the length of a prompt's chunks beside answers."""
+"""Measured costs of steps, and the length of a prompt's chunks beside answers."""
 
 from __future__ import annotations
 

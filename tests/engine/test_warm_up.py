@@ -78,7 +78,7 @@ def test_heads_that_choose_blocks_have_chosen(
 
 
 def choices(comm: Communicator, case: Case) -> tuple[bool, list[int], int]:
-    """Whether warming up chooses blocks, the batches that it records, and bytes left in use."""
+    """Warm up; return whether blocks were chosen, the recorded batches, and the bytes in use."""
     runner = make_runner(comm, case, 2, CountingTape(comm))
     with mock.patch.object(chosen, "choose", wraps=chosen.choose) as choose:
         warm_up(runner, (1, 2))

@@ -1,4 +1,4 @@
-"""What summarize keeps for its next run: prefixes that were read, and parts that are done."""
+"""Resuming summarize: stored prefixes and finished parts are used by the next run."""
 
 from __future__ import annotations
 

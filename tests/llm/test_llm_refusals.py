@@ -1,4 +1,4 @@
-"""What the offline API refuses, and how what fails reaches the caller."""
+"""The offline API's errors: bad arguments, and engines that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command plan prints, its exit codes, and the mistakes that it tells."""
+"""The command plan: its output, exit codes and error messages."""
 
 from __future__ import annotations
 

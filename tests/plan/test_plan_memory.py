@@ -1,4 +1,4 @@
-"""What a plan says of memory: the longest context, what never fits, and which settings help."""
+"""Planned memory: the longest context, and the settings that make a plan fit."""
 
 from __future__ import annotations
 

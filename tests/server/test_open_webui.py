@@ -82,7 +82,7 @@ def test_a_recorded_answer() -> None:
 
 @pytest.mark.long
 def test_an_answer_of_now() -> None:
-    """What the filter asks for is answered, with what it reads; a second question is cached."""
+    """The server answers the filter's request in the form that it reads; a second one is cached."""
     castle = "The castle is old."
     text = f"The grass is green. {castle} " + "The sky is blue. " * 80
     body = {"model": "smollm2", "stream": True, "max_tokens": 60, "messages": []}
