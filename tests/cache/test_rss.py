@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -30,18 +31,18 @@ LAYERS, HEADS, HEAD_DIM = 8, 32, 64
 TOKEN_BYTES = LAYERS * HEADS * HEAD_DIM * 2 * 4
 # The short prompt has two chunks: what is kept between chunks is there from the beginning.
 SHORT, STEP, CHUNK = 512, 1024, 256
-LONG = SHORT + 2 * STEP
+LONG = SHORT + 3 * STEP
 
 
 class Growth(NamedTuple):
     """Bytes by which a process grew, and what its engine said that it held.
 
-    Both differences are the lesser of two: what is loaded or built only once (12 MB on a busy
-    machine) is in one of them, what a prompt adds is in each.
+    What is loaded or built only once, or given back late (12 MB on a busy machine), is in one
+    difference or with opposite signs in two; what a prompt adds is in each.
     """
 
-    longer: int  # from a prompt to one that is longer by STEP tokens
-    again: int  # from the longest prompt to another of its length, after its end
+    longer: int  # from a prompt to one that is longer by STEP tokens: the median of three
+    again: int  # from the longest prompt to another of its length, after its end: the lesser of two
     kv_bytes: int  # of the longest prompt
 
 
@@ -98,7 +99,7 @@ def measure(model: str, attention: str) -> Growth:
     used = [held(tokens)[0] for tokens in range(SHORT, LONG, STEP)]
     last, kv_bytes = held(LONG)
     longest = [last, held(LONG)[0], held(LONG)[0]]
-    longer = min(after - before for before, after in pairwise([*used, last]))
+    longer = median(after - before for before, after in pairwise([*used, last]))
     again = min(after - before for before, after in pairwise(longest))
     return Growth(longer, again, kv_bytes)
 
