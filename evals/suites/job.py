@@ -72,6 +72,7 @@ class SuiteTask:
             "data": self.data,
             "seed": config.seed,
             **({"in_turns": True} if config.in_turns else {}),
+            **({"one_document": True} if config.suite.one_document else {}),
             **({"counts": fewer} if (fewer := self._fewer) else {}),
         }
 
@@ -103,11 +104,15 @@ class SuiteTask:
     def items(self) -> Sequence[Item]:
         config, names = self.config, ("task", "length", "number")
         every = itertools.product(config.method_settings, config.task_names, sorted(config.lengths))
-        return [
+        found = [
             Item("/".join(map(str, at)), at[2], at[0], dict(zip(names, at[1:], strict=True)))
             for method, task, length in every
             for at in itertools.product([method], [task], [length], range(config.count(task)))
         ]
+        if config.suite.one_document:
+            # One after the other: the prefix cache has the document for all tasks but the first.
+            found.sort(key=lambda item: item.data["number"])
+        return found
 
     @property
     def _fewer(self) -> dict[str, int]:

@@ -1,13 +1,13 @@
 """Needles that share no word with their question: NoLiMa's idea (Modarressi et al., 2502.05167).
 
 The person asked for must be found by what the needle means. Four people stand in the text, each
-with a fact of its own, and each is asked for; ``literal`` quotes the needle, and is the control.
+with a fact of its own, and each is asked for; ``literal`` asks in the needle's own words and is the
+control. The name follows the fact, so that copying what came next answers the control.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -63,50 +63,35 @@ def _stems_of(fact: Fact) -> set[str]:
     return {word.removesuffix("s")[:5] for word in words}
 
 
-def _literal(fact: Fact) -> tuple[str, str]:
-    return f'Of which person does the text above say "{fact.said}"?', "The text says so of"
-
-
-def _follows(what: str) -> tuple[str, str]:
-    return (
-        f"Which person in the text above {what}? The text says so in other words.",
-        f"The person who {what} is",
-    )
-
-
-def _task(ask: Callable[[Fact], tuple[str, str]]) -> Task:
-    def units(making: Making) -> Units:
-        draw = making.draw
-        by_far: dict[str, Fact] = {}
-        for one in draw.sample(facts(), len(facts())):
-            by_far.setdefault(one.far, one)
-        chosen = list(by_far.values())[:_PEOPLE]
-        names = draw.sample(_NAMES, _PEOPLE)
-        hidden, asked, unsaid = [], [], {name.lower() for name in names}
-        for name, fact in zip(names, chosen, strict=True):
-            said = f"{name} {fact.said}."
-            hidden.append((draw.random(), said))
-            question, cue = ask(fact)
-            question = f"{question} Answer with the name alone."
-            asked.append(Asked(question, cue, [name], {name: said}))
-            unsaid |= _stems_of(fact)
-        leads = re.compile(rf"\b(?:{'|'.join(sorted(unsaid))})", re.IGNORECASE)
-        essay = [sentence for sentence in making.material.essay if not leads.search(sentence)]
-        if not essay:
-            raise ConfigError("every sentence of the prose has a word of a needle's")
-        return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
-
-    return Task(units, 10, first_word)
+def _units(making: Making) -> Units:
+    draw = making.draw
+    by_far: dict[str, Fact] = {}
+    for one in draw.sample(facts(), len(facts())):
+        by_far.setdefault(one.far, one)
+    chosen = list(by_far.values())[:_PEOPLE]
+    names = draw.sample(_NAMES, _PEOPLE)
+    hidden, asked, unsaid = [], [], {name.lower() for name in names}
+    for name, fact in zip(names, chosen, strict=True):
+        said = f"The one who {fact.said} is {name}."
+        hidden.append((draw.random(), said))
+        unsaid |= _stems_of(fact)
+        for task, what in (("literal", fact.said), ("near", fact.near), ("far", fact.far)):
+            question = f"Who {what}, by the text above? Answer with the name alone."
+            asked.append(Asked(question, f"The one who {what} is", [name], {name: said}, task))
+    leads = re.compile(rf"\b(?:{'|'.join(sorted(unsaid))})", re.IGNORECASE)
+    essay = [sentence for sentence in making.material.essay if not leads.search(sentence)]
+    if not essay:
+        raise ConfigError("every sentence of the prose has a word of a needle's")
+    return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
 
 
 NONLITERAL = Suite(
     "nonliteral",
     "Needles without the question's words",
-    {
-        "literal": _task(_literal),
-        "near": _task(lambda fact: _follows(fact.near)),
-        "far": _task(lambda fact: _follows(fact.far)),
-    },
+    dict.fromkeys(("literal", "near", "far"), Task(_units, 10, first_word)),
     several_questions=True,
-    version=3,  # 2: several questions; 3: prose without inflections of a needle's words
+    one_document=True,
+    # 2: several questions; 3: prose without inflections of a needle's words; 4: the name comes
+    # last, and all tasks ask about one document
+    version=4,
 )

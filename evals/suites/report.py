@@ -57,6 +57,7 @@ class Scores:
         self.methods: list[str] = task["methods"]
         self.tasks: list[str] = task["tasks"]
         self.lengths: list[int] = task["lengths"]
+        self._one_document: bool = task.get("one_document", False)
         self._cells: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
         for number, result in enumerate(results):
             cell = self._cells[result["method"], result["task"], result["length"]]
@@ -68,20 +69,28 @@ class Scores:
     def mean(self, method: str, task: str, length: int) -> float | None:
         return _mean(self.of(method, task, length))
 
-    def changes(self, method: str, task: str, length: int) -> list[float]:
-        """Return a method's scores less full attention's, of the samples that both answered."""
-        full = self._cells[FULL, task, length]
-        own = self._cells[method, task, length]
-        return [score - full[number] for number, score in own.items() if number in full]
+    def changes(self, method: str, tasks: Sequence[str], length: int) -> list[float]:
+        """Return a method's scores less full attention's, of the documents that both answered.
+
+        Where tasks share a document it counts once, with the mean over them: their answers rise and
+        fall together.
+        """
+        found = defaultdict[object, list[float]](list)
+        for task in tasks:
+            full, own = (self._cells[name, task, length] for name in (FULL, method))
+            for number in own.keys() & full.keys():
+                document = number if self._one_document else (task, number)
+                found[document].append(own[number] - full[number])
+        return [fmean(changes) for _, changes in sorted(found.items())]
 
     def beside_full(self, method: str, tasks: Sequence[str], length: int) -> dict[str, Any]:
         """Return what a method changes of the tasks' scores.
 
-        That is how many samples both answered (``compared``), how many are ``lost`` and ``gained``
-        and, if there are any, their `sign_test` (``p``) and the mean ``change`` with its interval,
-        in percentage points.
+        That is how many documents both answered (``compared``), how many are ``lost`` and
+        ``gained`` and, if there are any, their `sign_test` (``p``) and the mean ``change`` with its
+        interval, in percentage points.
         """
-        changes = [change for task in tasks for change in self.changes(method, task, length)]
+        changes = self.changes(method, tasks, length)
         lost, gained = lost_and_gained(changes)
         found: dict[str, Any] = {"compared": len(changes), "lost": lost, "gained": gained}
         if not changes:
@@ -168,7 +177,8 @@ def report(
         f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent, with their "
         f"{INTERVAL}."
         + (f" A sample has up to {most} questions on one document." if most > 1 else "")
-        + (" They are turns of one conversation." if task.get("in_turns") else ""),
+        + (" They are turns of one conversation." if task.get("in_turns") else "")
+        + (" All tasks ask about the same documents." if task.get("one_document") else ""),
     ]
     if failed:
         parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")
@@ -207,7 +217,7 @@ def _beside_full(scores: Scores) -> str:
         if method != FULL and any(cell["compared"] for cell in cells):
             rows.append([method, name, *(text for cell in cells for text in _change(cell))])
     note = (
-        "Of samples that both answered: how many score below full attention (lost) and above it "
+        "Of documents that both answered: how many score below full attention (lost) and above it "
         "(gained), the probability of a split at least as uneven if both were as likely (p, sign "
         "test), and the mean change of the score with its interval, in percentage points."
     )

@@ -7,7 +7,7 @@ import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from razor_dist.config.errors import ConfigError
@@ -30,6 +30,7 @@ class Question:
     answers: tuple[str, ...]  # the task's score says whether all are wanted, or any
     # Characters of the document where each answer is stated; none where it is stated nowhere.
     places: tuple[Span, ...] = ()
+    task: str | None = None  # the one that asks it, where all of a suite's tasks share a document
 
     @property
     def answered(self) -> str:
@@ -42,6 +43,11 @@ class Question:
 class Sample:
     document: str  # instruction and haystack
     questions: tuple[Question, ...]
+
+    def of_task(self, task: str) -> Sample:
+        """Return the sample with what a task asks about a document that others ask about too."""
+        own = tuple(asked for asked in self.questions if asked.task in (None, task))
+        return replace(self, questions=own)
 
     def message(self, question: Question) -> str:
         """Return the user's message that asks a question right after the document."""
@@ -104,6 +110,7 @@ class Asked:
     answers: Sequence[str]
     # Of answers, the hidden line that states each; none of those that are stated nowhere.
     stated: Mapping[str, str] = field(default_factory=dict)
+    task: str | None = None  # as `Question.task`
 
     def about(self, document: str) -> Question:
         places = []
@@ -111,7 +118,7 @@ class Asked:
             begin = document.index(line) + line.index(answer)  # the line is there once
             places.append((begin, begin + len(answer)))
         text, cue = f"Question: {self.question}", f"Answer: {self.cue}"
-        return Question(text, cue, tuple(self.answers), tuple(places))
+        return Question(text, cue, tuple(self.answers), tuple(places), self.task)
 
 
 @dataclass(frozen=True)

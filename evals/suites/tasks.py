@@ -120,6 +120,7 @@ class Suite:
     title: str
     tasks: Mapping[str, Task]
     several_questions: bool = False  # about one document
+    one_document: bool = False  # of a number, for all tasks; their answers have as many tokens
     version: int = 1  # raised when the same settings would give other samples or scores
 
     def sample(
@@ -133,15 +134,17 @@ class Suite:
     ) -> Sample:
         """Make a task's sample of a number; the same number and seed give the same sample.
 
+        Tasks that share a document fit it together, so that each reads it in the same tokens.
         ``length`` is of the longest prompt, whose tokens ``tokens`` counts, and its answer
         together. Raises `ConfigError` as `fit`.
         """
         own = self.tasks[task]
-        draw = random.Random(f"{seed}:{task}:{length}:{number}")
+        of_task = "" if self.one_document else f"{task}:"
+        draw = random.Random(f"{seed}:{of_task}{length}:{number}")
         try:
             make = own.units or material.questions[task].units
             units = make(Making(draw, length, number, material))
-            return fit(units, tokens, length - own.answer_tokens)
+            return fit(units, tokens, length - own.answer_tokens).of_task(task)
         except ConfigError as error:
             raise ConfigError(
                 f"{task} cannot be made at length {length}: {error} "

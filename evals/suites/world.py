@@ -7,8 +7,8 @@ one event, two or more; the events stand in their order between sentences of oth
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units, prose
 from razor_dist.evals.suites.tasks import NUMBER_NAMES, Making, Suite, Task, first_word
@@ -123,39 +123,43 @@ def _count(world: World) -> Iterator[Asked]:
         yield Asked(question, cue, (str(number), NUMBER_NAMES[number]))
 
 
-def _task(ask: Callable[[World], Iterator[Asked]], *even: str) -> Task:
-    """Return the task that asks such questions; of those with answers ``even``, one for each."""
+_ASKED = {"person": _person, "thing": _thing, "before": _before, "giver": _giver, "count": _count}
+_COUNTS = ("0", "1", "2")  # each is asked for once, so that none is likelier
 
-    def chosen(world: World) -> list[Asked]:
+
+def _questions(world: World) -> list[Asked]:
+    """Return what each task asks about a world; nothing if there is a task that cannot ask.
+
+    Two people at least are asked for as givers: where one gave all, its name is easily guessed.
+    """
+    every = list[Asked]()
+    for task, ask in _ASKED.items():
         found = list(ask(world))
         world.draw.shuffle(found)
-        if even:
-            by_answer = {asked.answers[0]: asked for asked in found}
-            found = [by_answer[own] for own in even] if by_answer.keys() >= set(even) else []
-        return found[:QUESTIONS]
+        by_answer = {asked.answers[0]: asked for asked in found}
+        if task == "count":
+            found = [by_answer[own] for own in _COUNTS] if by_answer.keys() >= {*_COUNTS} else []
+        if not found or (task == "giver" and len(by_answer) == 1):
+            return []
+        every += (replace(asked, task=task) for asked in found[:QUESTIONS])
+    return every
 
-    def units(making: Making) -> Units:
-        draw, essay = making.draw, making.material.essay
-        # Worlds in which nothing of the kind can be asked are drawn again.
-        worlds = ((world, chosen(world)) for world in iter(lambda: World(draw), None))
-        world, asked = next((world, asked) for world, asked in worlds if asked)
-        places = sorted(draw.random() for _ in world.sentences)
-        hidden = list(zip(places, world.sentences, strict=True))
-        return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
 
-    return Task(units, 6, first_word)
+def _units(making: Making) -> Units:
+    draw, essay = making.draw, making.material.essay
+    worlds = ((world, _questions(world)) for world in iter(lambda: World(draw), None))
+    world, asked = next((world, asked) for world, asked in worlds if asked)
+    places = sorted(draw.random() for _ in world.sentences)
+    hidden = list(zip(places, world.sentences, strict=True))
+    return HiddenText(_ABOUT, hidden, prose(draw, essay), asked, separator=" ").units
 
 
 WORLD = Suite(
     "world",
     "A small world",
-    {
-        "person": _task(_person),
-        "thing": _task(_thing),
-        "before": _task(_before),
-        "giver": _task(_giver),
-        "count": _task(_count, "0", "1", "2"),
-    },
+    dict.fromkeys(_ASKED, Task(_units, 6, first_word)),
     several_questions=True,
-    version=3,  # 2: counts are equally frequent, 3: several questions
+    one_document=True,
+    # 2: counts are equally frequent; 3: several questions; 4: all tasks ask about one document
+    version=4,
 )

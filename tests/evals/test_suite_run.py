@@ -84,6 +84,23 @@ def test_a_shared_context_is_read_once(evaluate: Callable[..., int], tmp_path: P
 
 
 @pytest.mark.long
+def test_tasks_read_a_document_once(evaluate: Callable[..., int], tmp_path: Path) -> None:
+    """The second task finds nearly all of its prompts, the first all but one's; answers stay."""
+    found = []
+    for cache in ("--prefix-cache", "--no-prefix-cache"):
+        out = tmp_path / cache
+        flags = f"--tasks near,far --lengths 1200 --samples 2 --methods streaming {cache}"
+        assert evaluate("nonliteral", flags, out) == 0
+        found.append(results_of(out))
+    assert untimed(found[0]) == untimed(found[1])
+    assert [result["task"] for result in found[0]] == ["near", "far"] * 2
+    for result in found[0]:
+        tokens = sorted(answer["prompt_tokens"] for answer in result["answers"])
+        known = tokens[:-1] if result["task"] == "near" else tokens
+        assert result["timing"]["cached_tokens"] > 0.85 * sum(known)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("config", [NonliteralConfig, GraphConfig])
 def test_a_run_goes_on_where_it_ended(
     config: type[SuiteConfig],
@@ -223,7 +240,7 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
         for method, values in scores.items()
         for number, score in enumerate(values)
     ]
-    assert Scores(about, results).changes("razor", "a", 100) == [-100, 0, 100]
+    assert Scores(about, results).changes("razor", ["a"], 100) == [-100, 0, 100]
     page = report("Test", about, results[::-1], {}, {})
     assert "| razor | a | 1 | 1 | 1 | +0.0 (-100.0 to +100.0) |" in page
     assert "| a | 62.5 (25-100) | 62.5 |" in page and "| b | - | - |" in page
@@ -239,6 +256,12 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
     page = report("Test", about, [*results, *more], {}, {})
     assert "| razor | b | 1 | 0 | 1 | -50.0 " in page
     assert "| razor | **all** | 2 | 1 | 1 | -20.0 " in page
+    # Where tasks ask about the same documents, each counts once.
+    shared = about | {"one_document": True}
+    assert Scores(shared, [*results, *more]).changes("razor", ["a", "b"], 100) == [-100, 0, 100]
+    assert "| razor | **all** | 1 | 1 | 1 | +0.0 " in report(
+        "Test", shared, [*results, *more], {}, {}
+    )
     assert razor["score"] == 50 and full["interval"] == pytest.approx((24.85, 100), abs=0.01)
 
 
