@@ -241,15 +241,13 @@ def make_engine(
     mode = share_short_steps(config, model, shape, roles, comm, recorder)
     layout, length = mode.layout, capacity.context_length(config, shape)
     chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
+    sizes = capacity.RankSizes(config, shape, layout, comm.size, dtype)
     free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
-    working = capacity.working_bytes(config, shape, layout, length, chunk, comm.size, dtype)
-    room = capacity.cache_room(free, working)
+    room = capacity.cache_room(free, sizes.working_bytes(length, chunk))
     if device.type == "cuda":  # on CPU what is allocated takes no memory until it is written
         # The least that a prompt needs beside them.
-        windows = capacity.window_bytes(config, shape, layout, length, chunk, comm.size, dtype)
-        sizes = (length, comm.size, dtype)
-        capacity.check_one_fits(config, shape, layout, *sizes, free - windows)
-    cache = capacity.cache_config(config, shape, layout, length, comm.size, dtype, room)
+        sizes.check_one_fits(length, free - sizes.window_bytes(length, chunk))
+    cache = sizes.caches(length, room)
     ring = ring or ring_of(config, device, dtype, kv_dtype)
     try:
         runner = ModelRunner(model, mode, cache, comm, ring, recorder, roles.sources)

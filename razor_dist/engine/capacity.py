@@ -7,6 +7,7 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -47,7 +48,7 @@ _UNEVEN = 4
 _SHARE = 0.7
 # Finished sequences that stay cached, for each one that may run.
 _CACHED = 4
-# Chunks of a long prompt of which `window_tokens` takes the most.
+# Chunks of a long prompt of which `RankSizes.window_bytes` takes the most.
 _LAST_CHUNKS = 8
 # Activations of a chunk, in multiples of its hidden states (`razor-dist plan` counts them).
 _ACTIVATIONS = 16
@@ -93,82 +94,121 @@ def chunk_length(
     return world_size * min(wanted, most)
 
 
-def cache_config(
-    config: EngineConfig,
-    shape: ModelShape,
-    layout: HeadLayout,
-    max_model_len: int,
-    world_size: int,
-    dtype: torch.dtype,
-    room: float = math.inf,
-) -> CacheConfig:
-    """A rank's caches, in ``room`` bytes, for queries of ``dtype``.
+@dataclass(frozen=True)
+class RankSizes:
+    """What the sizes of a rank's caches and windows follow from, for queries of ``dtype``."""
 
-    They hold ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as there is room
-    for, but at least one; more, if these are shorter. ``kv_tokens`` sets the size of the page pool.
-    """
-    longest = shard_sizes(0, max_model_len, max_model_len, world_size)
-    # How a sequence splits into prompt and answer moves a few tokens between ranks.
-    pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
-    policy = StreamingPolicy.of(config)
-    tail = cached_tail(config)
-    kv_dtype = torch_kv_dtype(config, dtype)
-    kept = streaming_dtype(kv_dtype, dtype)
-    # A head's key and value.
-    token, streaming_token = (2 * row_bytes(shape.head_dim, of) for of in (kv_dtype, kept))
+    config: EngineConfig
+    shape: ModelShape
+    layout: HeadLayout
+    world_size: int
+    dtype: torch.dtype
 
-    def room_for(sequences: float) -> CacheConfig:
+    @property
+    def _kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """What retrieval and streaming heads keep keys and values in."""
+        kv_dtype = torch_kv_dtype(self.config, self.dtype)
+        return kv_dtype, streaming_dtype(kv_dtype, self.dtype)
+
+    def _policies(self) -> list[StreamingPolicy]:
+        """Return the policy of each of the layout's windows."""
+        policy = StreamingPolicy.of(self.config)
+        return [policy.with_window(own, alibi=self.shape.alibi) for own in self.layout.windows]
+
+    def caches(self, max_model_len: int, room: float = math.inf) -> CacheConfig:
+        """Return a rank's caches in ``room`` bytes.
+
+        They hold ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as there is
+        room for, but at least one; more, if these are shorter. ``kv_tokens`` sets the size of the
+        page pool.
+        """
+        if room == math.inf:
+            return self._caches(max_model_len, self.config.max_num_seqs)
+        one, two = (self._reserved(self._caches(max_model_len, count)) for count in (1, 2))
+        more = max(0.0, room - one) / max(1, two - one)
+        return self._caches(max_model_len, min(self.config.max_num_seqs, 1 + more))
+
+    def _caches(self, max_model_len: int, sequences: float) -> CacheConfig:
+        config, policies, tail = self.config, self._policies(), cached_tail(self.config)
+        longest = shard_sizes(0, max_model_len, max_model_len, self.world_size)
+        # How a sequence splits into prompt and answer moves a few tokens between ranks.
+        pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
         num_pages = int(pages * sequences)
         if config.kv_tokens is not None:
-            per_rank = -(-config.kv_tokens // world_size)
+            per_rank = -(-config.kv_tokens // self.world_size)
             num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
+        # A head's key and value.
+        token, streaming_token = (2 * row_bytes(self.shape.head_dim, of) for of in self._kv_dtypes)
         return CacheConfig(
-            arenas=tuple(
-                Arena.of(
-                    policy.with_window(window, alibi=shape.alibi), max_model_len, sequences, tail
-                )
-                for window in layout.windows
-            ),
+            arenas=tuple(Arena.of(own, max_model_len, sequences, tail) for own in policies),
             max_sequences=config.max_num_seqs,
             max_tokens=max_model_len,
             num_pages=num_pages,
             page_size=config.page_size,
             scratch_pages=pages if config.prefill == "exact" else 0,
-            dtype=kv_dtype,
-            streaming_dtype=kept,
+            dtype=self._kv_dtypes[0],
+            streaming_dtype=self._kv_dtypes[1],
             max_cached=_CACHED * config.max_num_seqs if config.caches_prefixes else 0,
-            page_bytes=layout.retrieval_rows * config.page_size * token,
-            place_bytes=tuple(rows * streaming_token for rows in layout.most_rows),
+            page_bytes=self.layout.retrieval_rows * config.page_size * token,
+            place_bytes=tuple(rows * streaming_token for rows in self.layout.most_rows),
         )
 
-    if room == math.inf:
-        return room_for(config.max_num_seqs)
-    one, two = (
-        new_caches(
-            layout, shape, room_for(n), torch.device("meta"), rows=layout.most_rows
-        ).reserved_bytes
-        for n in (1, 2)
-    )
-    more = max(0.0, room - one) / max(1, two - one)
-    return room_for(min(config.max_num_seqs, 1 + more))
+    def _reserved(self, caches: CacheConfig) -> int:
+        device, rows = torch.device("meta"), self.layout.most_rows
+        return new_caches(self.layout, self.shape, caches, device, rows=rows).reserved_bytes
 
+    def check_one_fits(self, max_model_len: int, most: float) -> None:
+        """Raise `ConfigError` if the caches of one sequence take more than ``most`` bytes."""
+        if (one := self._reserved(self.caches(max_model_len, 0.0))) > most:
+            reason = f"they take {one / 1e9:.1f} GB of {max(0, most) / 1e9:.1f}"
+            raise does_not_fit(self.config, max_model_len, reason)
 
-def check_one_fits(
-    config: EngineConfig,
-    shape: ModelShape,
-    layout: HeadLayout,
-    max_model_len: int,
-    world_size: int,
-    dtype: torch.dtype,
-    most: float,
-) -> None:
-    """Raise `ConfigError` if a rank's caches of one sequence take more than ``most`` bytes."""
-    least = cache_config(config, shape, layout, max_model_len, world_size, dtype, 0.0)
-    device, rows = torch.device("meta"), layout.most_rows
-    one = new_caches(layout, shape, least, device, rows=rows).reserved_bytes
-    if one > most:
-        reason = f"they take {one / 1e9:.1f} GB of {max(0, most) / 1e9:.1f}"
-        raise does_not_fit(config, max_model_len, reason)
+    def working_bytes(self, length: int, chunked_prefill_size: int) -> float:
+        """Bytes that a chunk takes beside the caches at the end of a text of ``length`` tokens.
+
+        It is the most there: activations and `window_bytes`.
+        """
+        shape, dtype = self.shape, self.dtype
+        hidden = shape.query_heads * shape.head_dim * dtype.itemsize
+        working = _ACTIVATIONS * chunked_prefill_size / self.world_size * hidden
+        working += self.window_bytes(length, chunked_prefill_size)
+        if self.config.retrieval_share and chooses(length):
+            last = Chunk(max(0, length - chunked_prefill_size), length, self.world_size)
+            rows = max(len(heads.retrieval) for heads in self.layout.layers)
+            working += activation_bytes(last, rows, shape.group, shape.head_dim, dtype)
+        return working
+
+    def window_bytes(self, length: int, chunked_prefill_size: int) -> int:
+        """Bytes of windows that the fullest rank holds of a prompt in work (`_window_tokens`).
+
+        While a chunk runs, a layer gets its new part and then lets go of the old one, so that of
+        one layer both are there.
+        """
+        tokens = 0
+        for index, policy in enumerate(self._policies()):
+            rows = self.layout.streaming_in_layers(index)
+            held = self._window_tokens(policy, length, chunked_prefill_size)
+            tokens += (sum(rows) + max(rows)) * held
+        return 2 * row_bytes(self.shape.head_dim, self._kv_dtypes[1]) * tokens
+
+    def _window_tokens(self, policy: StreamingPolicy, prompt: int, chunk: int) -> int:
+        """Tokens of window that the fullest rank holds of each head between two chunks.
+
+        Each rank keeps its own part of the window (`ChunkedPrefill.windows`). The last shard of a
+        chunk is rank 0's, so that it may hold all of a window that is shorter. Nothing stays after
+        the last.
+        """
+        if self.config.prefill == "exact":
+            return 0
+        done, most = chunks(0, prompt, chunk, self.world_size), 0
+        # Windows never shrink, so that of many chunks the last ones hold the most.
+        for index in range(max(0, len(done) - _LAST_CHUNKS), len(done) - 1):
+            end, ranks = done[index].end, [0] * self.world_size
+            keep = max(0, max(policy.sinks, policy.start(end)) - cached_tail(self.config))
+            for held, rank in holdings(done[: index + 1], Interval(keep, end)):
+                ranks[rank] += len(held)
+            most = max(most, *ranks)
+        return most
 
 
 def does_not_fit(config: EngineConfig, max_model_len: int, reason: object) -> ConfigError:
@@ -221,75 +261,3 @@ def prefix_bytes(config: EngineConfig, device: str) -> int:
 def cache_room(free: float, working: float) -> float:
     """Bytes for a rank's caches, of those ``free`` beside weights, if a chunk takes ``working``."""
     return _SHARE * (free - working)
-
-
-def working_bytes(
-    config: EngineConfig,
-    shape: ModelShape,
-    layout: HeadLayout,
-    length: int,
-    chunked_prefill_size: int,
-    world_size: int,
-    dtype: torch.dtype,
-) -> float:
-    """Bytes that a chunk takes beside the caches at the end of a text of ``length`` tokens.
-
-    It is the most there: activations and `window_bytes`.
-    """
-    hidden = shape.query_heads * shape.head_dim * dtype.itemsize
-    working = _ACTIVATIONS * chunked_prefill_size / world_size * hidden
-    working += window_bytes(config, shape, layout, length, chunked_prefill_size, world_size, dtype)
-    if config.retrieval_share and chooses(length):
-        last = Chunk(max(0, length - chunked_prefill_size), length, world_size)
-        rows = max(len(heads.retrieval) for heads in layout.layers)
-        working += activation_bytes(last, rows, shape.group, shape.head_dim, dtype)
-    return working
-
-
-def window_bytes(
-    config: EngineConfig,
-    shape: ModelShape,
-    layout: HeadLayout,
-    length: int,
-    chunked_prefill_size: int,
-    world_size: int,
-    dtype: torch.dtype,
-) -> int:
-    """Bytes of windows that the fullest rank holds of a prompt in work (`window_tokens`).
-
-    While a chunk runs, a layer gets its new part and then lets go of the old one, so that of one
-    layer both are there.
-    """
-    policy, tokens = StreamingPolicy.of(config), 0
-    for index, window in enumerate(layout.windows):
-        rows = layout.streaming_in_layers(index)
-        own = policy.with_window(window, alibi=shape.alibi)
-        held = window_tokens(config, own, length, chunked_prefill_size, world_size)
-        tokens += (sum(rows) + max(rows)) * held
-    kept = streaming_dtype(torch_kv_dtype(config, dtype), dtype)
-    return 2 * row_bytes(shape.head_dim, kept) * tokens
-
-
-def window_tokens(
-    config: EngineConfig,
-    policy: StreamingPolicy,
-    prompt: int,
-    chunked_prefill_size: int,
-    world_size: int,
-) -> int:
-    """Tokens of window that the fullest rank holds of each head between two chunks.
-
-    Each rank keeps its own part of the window (`ChunkedPrefill.windows`). The last shard of a chunk
-    is rank 0's, so that it may hold all of a window that is shorter. Nothing stays after the last.
-    """
-    if config.prefill == "exact":
-        return 0
-    done, most = chunks(0, prompt, chunked_prefill_size, world_size), 0
-    # Windows never shrink, so that of many chunks the last ones hold the most.
-    for index in range(max(0, len(done) - _LAST_CHUNKS), len(done) - 1):
-        end, ranks = done[index].end, [0] * world_size
-        keep = max(0, max(policy.sinks, policy.start(end)) - cached_tail(config))
-        for held, rank in holdings(done[: index + 1], Interval(keep, end)):
-            ranks[rank] += len(held)
-        most = max(most, *ranks)
-    return most

@@ -17,12 +17,11 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import (
-    cache_config,
+    RankSizes,
     cache_room,
     cached_tail,
     chunk_length,
     streaming_dtype,
-    working_bytes,
 )
 from razor_dist.engine.checks import check_shape
 from razor_dist.engine.decode_mode import why_replicated
@@ -212,6 +211,10 @@ class Deployment:
         return streaming_dtype(self.kv_dtype, self.dtype)
 
     @property
+    def sizes(self) -> RankSizes:
+        return RankSizes(self.config, self.shape, self.layout, self.world_size, self.dtype)
+
+    @property
     def chunked_prefill_size(self) -> int:
         length = self.config.max_model_len or self.shape.max_positions
         windows, device = self.layout.windows, torch.device(self.kind)
@@ -222,18 +225,12 @@ class Deployment:
 
     def cache(self, max_model_len: int, free: float = math.inf) -> CacheConfig:
         """The engine's caches for so long a sequence, in ``free`` bytes beside the weights."""
-        heads, sizes = (self.config, self.shape, self.layout), (self.world_size, self.dtype)
-        working = working_bytes(*heads, max_model_len, self.chunked_prefill_size, *sizes)
-        return self._cache(self.config, self.layout, max_model_len, cache_room(free, working))
+        working = self.sizes.working_bytes(max_model_len, self.chunked_prefill_size)
+        return self.sizes.caches(max_model_len, cache_room(free, working))
 
     def one_cache(self, layout: HeadLayout, tokens: int) -> CacheConfig:
         alone = self.config.model_copy(update={"kv_tokens": None, "max_num_seqs": 1})
-        return self._cache(alone, layout, tokens, math.inf)
-
-    def _cache(
-        self, config: EngineConfig, layout: HeadLayout, tokens: int, room: float
-    ) -> CacheConfig:
-        return cache_config(config, self.shape, layout, tokens, self.world_size, self.dtype, room)
+        return replace(self.sizes, config=alone, layout=layout).caches(tokens)
 
     @property
     def tail(self) -> int:

@@ -22,7 +22,7 @@ from razor_dist.attention.chosen import activation_bytes
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
-from razor_dist.engine.capacity import prefix_bytes, window_bytes
+from razor_dist.engine.capacity import prefix_bytes
 from razor_dist.engine.decode_mode import DecodeMode
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.layout import HeadLayout
@@ -271,9 +271,7 @@ class MemoryPlanner:
         )
 
     def _window(self, context: int) -> int:
-        d = self._d
-        sizes = (context, d.chunked_prefill_size, d.world_size)
-        return window_bytes(d.config, d.shape, d.layout, *sizes, d.dtype)
+        return self._d.sizes.window_bytes(context, self._d.chunked_prefill_size)
 
     def _working(self, context: int) -> int:
         return max(sum(self._activations(context).values()), self._logits)

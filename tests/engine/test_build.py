@@ -22,7 +22,7 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, capacity
 from razor_dist.engine.cache_need import CacheNeed
-from razor_dist.engine.capacity import cache_config, check_one_fits, chunk_length, free_memory
+from razor_dist.engine.capacity import RankSizes, chunk_length, free_memory
 from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.worker import check_loaded
 from razor_dist.frontend.prompts import Pool, PromptLimits
@@ -122,7 +122,7 @@ def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -
 
     def sized(room: float, **settings: Any) -> tuple[CacheConfig, int]:
         config = EngineConfig(window_min=20, block=8, page_size=4, kv_dtype="bf16", **settings)
-        cache = cache_config(config, shape, layout, tokens, 2, torch.float32, room)
+        cache = RankSizes(config, shape, layout, 2, torch.float32).caches(tokens, room)
         return cache, new_caches(layout, shape, cache, torch.device("meta")).reserved_bytes
 
     one, least = sized(0.0)
@@ -139,10 +139,10 @@ def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -
     given, _ = sized(3 * least, kv_tokens=4000)
     assert given.num_pages == 500 + 64
     config = EngineConfig(window_min=20, block=8, page_size=4, kv_dtype="bf16")
-    of = (config, shape, layout, tokens, 2, torch.float32)
-    check_one_fits(*of, least)
+    sizes = RankSizes(config, shape, layout, 2, torch.float32)
+    sizes.check_one_fits(tokens, least)
     with pytest.raises(ConfigError, match=r"do not fit into .* 1000 and kv_tokens None; lower .*"):
-        check_one_fits(*of, least - 1)
+        sizes.check_one_fits(tokens, least - 1)
     assert len(given.arenas) == len(windows)
     assert all(a.places >= a.width(tokens) for a in given.arenas)
 
@@ -272,7 +272,7 @@ def test_answers_without_a_limit_fit_kv_tokens(ranks: int, answers: int, length:
     shape = ModelShape(2, 8, 2, 16, 100, 8192)
     layout = HeadLayout.from_decision([[True] * 2] * 2, CPU, [(None, None)] * 2)
     config = EngineConfig(attention="full", kv_tokens=4096, max_num_seqs=4, page_size=64)
-    cache = cache_config(config, shape, layout, 8192, ranks, torch.float32)
+    cache = RankSizes(config, shape, layout, ranks, torch.float32).caches(8192)
     info = EngineInfo(8192, 100, world_size=ranks, page_size=64)
     limits = PromptLimits(8192, 100, pool=Pool.of(config.kv_tokens, info))
     tokens, params, _ = limits.checked([5] * length, SamplingParams(n=answers, max_tokens=None))

@@ -193,7 +193,7 @@ def memory(world: int, kept: int) -> dict[str, int]:
     whole = kept // shape.kv_heads
     retrieval = [[layer < whole] * shape.kv_heads for layer in range(shape.layers)]
     layout = HeadLayout.from_decision(retrieval, META)
-    cache = capacity.cache_config(config, shape, layout, LENGTH, world, torch.bfloat16)
+    cache = capacity.RankSizes(config, shape, layout, world, torch.bfloat16).caches(LENGTH)
     caches = capacity.new_caches(layout, shape, cache, META)
     with META:
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)

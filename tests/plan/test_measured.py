@@ -16,7 +16,6 @@ from razor_dist.attention import chosen
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.build import make_engine
-from razor_dist.engine.capacity import window_bytes, working_bytes
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.decision import HeadRoles
@@ -172,13 +171,13 @@ def test_the_engine_does_what_was_planned(
     page += 8 * config.page_size * d.shape.alibi  # positions
     if prefill == "local":
         assert abs(max(measured.used for measured in found) - used) <= page
-        of = (config, d.shape, d.layout, PROMPT, d.chunked_prefill_size, size, d.dtype)
+        of = (PROMPT, d.chunked_prefill_size)
         layers = [d.layout.streaming_in_layers(i) for i in range(len(d.layout.windows))]
         [rows] = layers
         # The engine counts after each chunk, when no layer has both windows.
         most = max(measured.peak - measured.used for measured in found)
-        assert window_bytes(*of) * sum(rows) == most * (sum(rows) + max(rows))
-        assert working_bytes(*of) > window_bytes(*of)
+        assert d.sizes.window_bytes(*of) * sum(rows) == most * (sum(rows) + max(rows))
+        assert d.sizes.working_bytes(*of) > d.sizes.window_bytes(*of)
 
     # Where rotary embeddings and merges are one operation each, for which the planner does not ask,
     # less is needed than is said, above all by a first chunk, which has no keys before it; what
