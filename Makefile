@@ -11,6 +11,8 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PYTHON_VERSION ?= 3.12
 GPU_OUT ?= docs/benchmarks/gpu
 GPU_UNPACKED ?= $(CURDIR)/build/gpu
+# accelerate, with which weights are loaded, asks for torch, which is there.
+GPU_NEEDS_ALONE := accelerate
 GPU_NEEDS := pydantic pyyaml msgspec typer rich tqdm filelock psutil pytest pytest-timeout hypothesis
 
 .PHONY: help install demo serve test test-long lint docs gpu gpu-wheels baselines clean
@@ -74,10 +76,13 @@ gpu:
 	PYTHONPATH=$(CURDIR):$(GPU_UNPACKED) $(GPU_PYTHON) -m razor_dist bench gpu --out $(GPU_OUT) $(GPU_OPTIONS)
 
 # Where there is a network, for a machine without one.
+GPU_DOWNLOAD = $(PYTHON) -m pip download --disable-pip-version-check --only-binary :all: --dest gpu-wheels \
+    --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+
 gpu-wheels:
-	$(PYTHON) -m pip download --disable-pip-version-check --only-binary :all: --dest gpu-wheels \
-	    --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
-	    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_NEEDS)
+	$(GPU_DOWNLOAD) $(GPU_NEEDS)
+	$(GPU_DOWNLOAD) --no-deps $(GPU_NEEDS_ALONE)
 
 # kvpress asks for an older transformers than ours, with which it works: see docs/needle.md.
 baselines: .venv/installed-dev

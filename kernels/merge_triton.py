@@ -133,7 +133,12 @@ def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | N
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group", "tokens"])
+# Strides of lse, which is loaded number by number, are 1, 129 or whatever: each would be compiled
+# once more at a first prompt.
+_LSE_STRIDES = [f"{x}_lse_{dim}" for x in "ab" for dim in ("head", "group", "token")]
+
+
+@triton.jit(do_not_specialize=["group", "tokens", *_LSE_STRIDES])
 def merge_pair_kernel(
     a, a_head, a_group, a_token, a_lse, a_lse_head, a_lse_group, a_lse_token,
     b, b_head, b_group, b_token, b_lse, b_lse_head, b_lse_group, b_lse_token,

@@ -228,8 +228,12 @@ def rank_decode(bench: Bench) -> Iterator[PartResult]:
         for found, table, rank in one_of_eight.decode(bench, folder, *steps):
             batch = found["batch"]
             yield {f"batch_{batch}": found}, [table]
+            if bench.is_late:
+                return
             kernels, profiled = step_profile(bench, rank.runner, rank.step, f"Batch {batch}")
             yield {f"profile_{batch}": kernels}, [profiled]
+            if bench.is_late:
+                return
 
 
 def rank_prefill(bench: Bench) -> Iterator[PartResult]:
@@ -268,6 +272,8 @@ def model_shape(bench: Bench) -> Iterator[PartResult]:
     cells = [f"{len(prompt):,}", f"{run.prefill_seconds:.2f}", f"{1e3 * run.decode_seconds:.2f}"]
     cells += [str(engine.in_graphs), f"{graphs.difference if graphs else 0:.0e}"]
     yield figures, [Table(f"{Path(given.folder).name}, razor, one rank:", [head, cells])]
+    if bench.is_late:
+        return
     name = f"One rank, {len(prompt):,} tokens"
     kernels, table = step_profile(bench, engine.runner, lambda: next(tokens), name)
     yield {"profile": kernels}, [table]

@@ -34,6 +34,7 @@ _SPLITS = (256, 512, 1024, 2048, 4096)
 _SECONDS = 0.02  # for which a variant is repeated
 _FEW_KEYS = 1024  # that a kernel is compiled with
 _COMPILING = 0.6  # of the time, at most
+_MOST_PROCESSES = 16  # that compile
 _SHOWN = 5  # variants of a size on the page; the others are in the JSON file
 
 
@@ -94,7 +95,9 @@ def sweep(bench: Bench, keys: Sequence[int]) -> Iterator[tuple[dict[str, Any], l
     """
     grid = (_TILES, _STAGES, _WARPS) if bench.cuda else (_TILES[:1], _STAGES[:1], _WARPS[:1])
     variants = list(itertools.starmap(Variant, itertools.product(*grid)))
-    pool = ProcessPoolExecutor(usable_cores(), multiprocessing.get_context("spawn"))
+    # Each has a CUDA context, which takes half a gigabyte of the GPU and more of the host.
+    count = min(_MOST_PROCESSES, usable_cores())
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     compiled = [
         pool.submit(compile_variant, bench.device.type, variant, int8)
         for variant in variants

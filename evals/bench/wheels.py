@@ -28,6 +28,19 @@ def unpack_missing(wheels: Path, target: Path) -> list[str]:
     return unpacked
 
 
+def hide_kernels(target: Path) -> None:
+    """Have transformers take Hugging Face's package ``kernels`` for one that it cannot use.
+
+    The checkout's own folder ``kernels`` comes before it on the path, and transformers would import
+    names from there that it does not have. ``target`` comes before the installed packages, so that
+    the version is what stands there.
+    """
+    about = target / "kernels-0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0\n")
+
+
 if __name__ == "__main__":
     found = unpack_missing(*map(Path, sys.argv[1:]))
+    hide_kernels(Path(sys.argv[2]))
     print("not installed here, taken from wheels:", ", ".join(found) or "nothing")

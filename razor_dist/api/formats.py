@@ -146,13 +146,14 @@ class EventFormat(Format):
     def end(self) -> str:
         return ""
 
-    def _read(self, piece: TextPiece) -> str:
-        """Add a piece; return its text that belongs to no call."""
+    def _read(self, piece: TextPiece) -> TextPiece:
+        """Add a piece; return it with the text and the sentences that belong to no call."""
         text, self._finish = piece.text, piece.finish_reason
-        if self._parser_of_calls:
-            text, self._calls, self._finish = self._parser_of_calls.read([piece], self._finish)
+        if parser := self._parser_of_calls:
+            text, self._calls, self._finish = parser.read([piece], self._finish)
+            piece = parser.cut(piece)
         self._text += text
-        return text
+        return replace(piece, text=text)
 
 
 class ChoicesFormat(Format):
@@ -215,10 +216,11 @@ class ChatFormat(ChoicesFormat):
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
         text, finish = piece.text, piece.finish_reason
-        rendered = self._sources(index, [piece])
         calls: list[Json] = []
         if parser := self._parsers[index]:
             text, calls, finish = parser.read([piece], finish)
+            piece = parser.cut(piece)
+        rendered = self._sources(index, [piece])
         if text or logprobs:
             news.append({"delta": {"content": text}, "logprobs": logprobs})
         if calls:
@@ -243,6 +245,7 @@ class ChatFormat(ChoicesFormat):
         finish = pieces[-1].finish_reason
         if finish and (parser := self._parser()):
             said, calls, finish = parser.read(pieces, finish)
+            pieces = [parser.cut(piece) for piece in pieces]
             message["content"] = said
             if calls:
                 message |= {"content": said or None, "tool_calls": calls}

@@ -65,7 +65,7 @@ class MessagesFormat(EventFormat):
         return [{"type": "message_start", "message": self._message([])}]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        self._read(piece)
+        piece = self._read(piece)
         if isinstance(piece.stop_reason, str):
             self._stop = piece.stop_reason
         self._sentences += piece.sentences

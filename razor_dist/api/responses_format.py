@@ -42,7 +42,7 @@ class ResponsesFormat(EventFormat):
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         has_begun, before = bool(self._text), len(self._annotations)
-        text = self._read(piece)
+        text = self._read(piece).text
         events = []
         if text:
             events += [] if has_begun else self._begin_message()
@@ -69,14 +69,14 @@ class ResponsesFormat(EventFormat):
         message, param = failure.message, failure.param
         return self._event("error", code=failure.code, message=message, param=param)
 
-    def _read(self, piece: TextPiece) -> str:
-        text = super()._read(piece)
+    def _read(self, piece: TextPiece) -> TextPiece:
+        piece = super()._read(piece)
         if self._request.titles is not None:
             self._unsettled += piece.sentences
             ended = settled(self._unsettled, len(self._text), last=self._finish is not None)
             found = citations(ended, self._request.titles, len(self._text))
             self._annotations += [{"type": "url_citation", **citation} for citation in found]
-        return text
+        return piece
 
     def _event(self, type_: str, **fields: Any) -> Json:
         return {"type": type_, "sequence_number": next(self._numbers), **fields}

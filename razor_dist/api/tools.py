@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from razor_dist.api.strict_json import STRICT_JSON, check_characters
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import StopMatcher, token_texts
+from razor_dist.frontend.outputs import AnswerSentence
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 
@@ -323,6 +324,11 @@ class ToolParser:
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
         self._calling: bool | None = None
+        self._length = 0  # of the text so far that is certainly no call
+        self._adds_markers = False
+        # Of the answer's end: is all of it text, as it stands? Sentences that wait to know.
+        self._is_text: bool | None = None
+        self._withheld: list[AnswerSentence] = []
         # Tokens that the text leaves out, since they are special.
         self._markers: dict[int, str] = {}
         if tokenizer is not None and skip_special:
@@ -334,7 +340,30 @@ class ToolParser:
 
     def push(self, piece: TextPiece) -> str:
         """Add a piece; return the text that is certainly no call."""
-        text = piece.text + self._markers.get(piece.token, "")
+        text = self._pushed(piece)
+        self._length += len(text)
+        return text
+
+    def cut(self, piece: TextPiece) -> TextPiece:
+        """Return a piece that was pushed with the sentences that are in the text before the calls.
+
+        What stands behind calls is elsewhere in the text than in the answer; it has no sources.
+        Sentences that end behind the first call's beginning come with the last piece, if at all.
+        """
+        if not self._calling:
+            return piece
+        own, self._withheld = [*self._withheld, *piece.sentences], []
+        if self._is_text is None:
+            self._withheld = [s for s in own if s.end > self._length]
+            own = [s for s in own if s.end <= self._length]
+        elif not self._is_text:
+            own = [replace(s, end=min(s.end, self._length)) for s in own if s.start < self._length]
+        return replace(piece, sentences=own)
+
+    def _pushed(self, piece: TextPiece) -> str:
+        marker = self._markers.get(piece.token, "")
+        self._adds_markers |= bool(marker)
+        text = piece.text + marker
         if self._calling:
             self._held += text
             return ""
@@ -358,6 +387,7 @@ class ToolParser:
         """
         rest = self._matcher.flush()
         calls, unread = self._form.parse(self._held, self._names)
+        self._is_text = not calls and not self._adds_markers
         if not calls:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
         cut = unread and finish != "stop"

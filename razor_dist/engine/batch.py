@@ -18,9 +18,10 @@ from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 # Tokens of an answer in one step at most.
 _LONGEST_RUN = 64
 
-# From answers, each with the tokens that a step can read of it, its last one among them, to what
-# may follow these: fewer tokens than that.
-Drafter = Callable[[Sequence[tuple[Answer, int]]], list[list[int]]]
+# From answers, each with the tokens that a step can read of it, its last one among them, and from
+# the tokens of short prompts in the same step, to what may follow the answers: fewer tokens than
+# those that can be read.
+Drafter = Callable[[Sequence[tuple[Answer, int]], int], list[list[int]]]
 
 
 class Batch:
@@ -60,6 +61,7 @@ class Batch:
             (short if policy.joins(prefill) else long).append(prefill)
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = policy.together(short, part=0.5 if long else 1.0)
+        drafts = self._drafts(running, beside=sum(len(prefill.remaining) for prefill in joining))
         entries = [
             BatchEntry(
                 answer.key,
@@ -67,7 +69,7 @@ class Batch:
                 sources=answer.params.return_sources > 0,
                 run=len(draft) > 0,
             )
-            for answer, draft in zip(running, self._drafts(running), strict=True)
+            for answer, draft in zip(running, drafts, strict=True)
         ]
         entries += [self._entry(p, math.inf, sharded=not p.short) for p in joining]
         if long:
@@ -84,11 +86,11 @@ class Batch:
             entries.append(self._entry(chosen, length, sharded=sharded))
         return StepPlan.step(entries) if entries else None
 
-    def _drafts(self, running: Sequence[Answer]) -> list[list[int]]:
+    def _drafts(self, running: Sequence[Answer], beside: int) -> list[list[int]]:
         """What may follow each answer; it is read with the answer's last token, and verified."""
         if self.drafter is None:
             return [[] for _ in running]
-        return self.drafter([(answer, self._longest_run(answer)) for answer in running])
+        return self.drafter([(answer, self._longest_run(answer)) for answer in running], beside)
 
     def _longest_run(self, answer: Answer) -> int:
         """Tokens of an answer, its last one among them, that one step can read at most."""

@@ -63,6 +63,8 @@ class CacheNeed:
                 f"{held[over] * unit} of the {self._sizes[over] * unit} {what}, where the request "
                 f"needs {own[over] * unit}"
             )
+            if request.max_tokens:
+                held_text += f" for a max_tokens of {request.max_tokens}; give a lower one"
         else:
             return
         names = [one.id for one in pinned[:_NAMED]] + ["..."] * (len(pinned) > _NAMED)

@@ -155,9 +155,9 @@ class Ngram:
 class Drafts:
     """Chooses the drafts of a step; a `razor_dist.engine.scheduler.Drafter`.
 
-    ``cost`` estimates a step's seconds. A step has up to ``most_tokens`` tokens of answers because
-    of drafts. Runs have 1, 2, 4, 8, … tokens, since each number of tokens in a step takes a
-    recording of its own.
+    ``cost`` estimates a step's seconds. A step has up to ``most_tokens`` tokens of answers and of
+    short prompts because of drafts: in larger steps products may be rounded otherwise. Runs have 1,
+    2, 4, 8, … tokens, since each number of tokens in a step takes a recording of its own.
     """
 
     def __init__(self, config: SpeculativeConfig, cost: StepCost, most_tokens: int) -> None:
@@ -170,9 +170,12 @@ class Drafts:
         self._drafts = self._draft_tokens = 0
         self._accepted_at = [0] * config.longest_draft
 
-    def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
-        """Return each answer's draft, shorter than the run that it may have; mostly none."""
-        room = self._most_tokens - len(answers)
+    def __call__(self, answers: Sequence[tuple[Answer, int]], beside: int = 0) -> list[list[int]]:
+        """Return each answer's draft, shorter than the run that it may have; mostly none.
+
+        ``beside`` are the tokens of short prompts in the same step.
+        """
+        room = self._most_tokens - len(answers) - beside
         found: list[list[int]] = [[] for _ in answers]
         if room < 1:
             return found

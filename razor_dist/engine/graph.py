@@ -47,6 +47,9 @@ _MOST = 16
 # Steps that are compared so: the one that was recorded, and the next one, which reads other
 # numbers, so that one that has stayed as it was while recording shows.
 _COMPARED = 2
+# NCCL may add up a captured sum in another order, so that with several ranks on CUDA bfloat16's
+# logits may differ by this much of the largest.
+_SUMS_DIFFER = 2.0**-6
 
 
 class Recorder(Protocol):
@@ -208,6 +211,8 @@ class DecodeGraphs:
         self._comm, self._caches, self._forward = comm, caches, forward
         self._recorder, self._most = recorder, most
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
+        sums = comm.size > 1 and caches.pages.k.device.type == "cuda"
+        self._tolerated = _SUMS_DIFFER if sums else 0.0
         self.most_tokens = recorder.most_alike  # of a step with drafts
         self.enabled = True
         self.difference = 0.0  # the largest, relative to the largest logit, of those compared
@@ -290,7 +295,7 @@ class DecodeGraphs:
                 recording.compared += not nothing
                 return logits, tokens
         log.warning(
-            "decode steps are not recorded from here on: %s",
+            "decode steps are not recorded from here on, and slower: %s",
             problem or "another rank could not use its own",
         )
         self.close()
@@ -320,12 +325,12 @@ class DecodeGraphs:
         self, recording: _Recording, batch: DecodeBatch, logits: Tensor, tokens: Tensor
     ) -> str | None:
         replayed, chosen = self._replay(recording, batch)
-        error, most = _difference(replayed, logits), recording.noise
+        error, most = _difference(replayed, logits), max(recording.noise, self._tolerated)
         self.difference = max(self.difference, error)
         found = f"a replay's logits differ from the eager step's by {error:.1e}, relatively"
         # "not" and "<=", so that NaN is a difference.
         if not error <= most:
-            return f"{found}, and two eager steps by {most:.1e}"
+            return f"{found}, and two eager steps by {recording.noise:.1e}"
         if error == 0 and not torch.equal(chosen, tokens):
             return "a replay chooses other tokens than the eager step by the same logits"
         log.info("%s", found)

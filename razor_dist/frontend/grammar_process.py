@@ -151,7 +151,8 @@ class GrammarProcess(ChildProcess):
         try:
             result = await self._ask_twice(question)
         except TimeoutError:
-            result = _failure(f"compiling it took longer than {self.seconds:g} s; {_SIMPLER}")
+            problem = f"compiling it took longer than {self.seconds:g} s; {_SIMPLER}"
+            result = _failure(problem, "structured_outputs_timeout")
             end = self._clock() + _TIME_OUT_KEPT
         except ProcessDiedError as death:
             if self._ended:
@@ -225,8 +226,8 @@ def _question(structured: StructuredOutputsParams) -> bytes:
     return encode(structured.to_wire())
 
 
-def _failure(problem: str) -> Fields:
-    return failure(RequestError(f"{FIELD}: {problem}", param=FIELD))
+def _failure(problem: str, code: str | None = None) -> Fields:
+    return failure(RequestError(f"{FIELD}: {problem}", FIELD, code))
 
 
 def _serve(pipes: Pipes, memory: int) -> None:

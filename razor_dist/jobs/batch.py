@@ -28,7 +28,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
-from razor_dist.jobs.task import OF_SETTINGS, Item, ItemSize, Update, Work
+from razor_dist.jobs.task import RETRYABLE, Item, ItemSize, Update, Work
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 from razor_dist.protocol.messages import CacheScope
@@ -150,7 +150,7 @@ class BatchTask:
             yield ItemSize(0)  # it has read nothing
             failure = Failure.of(error)
             refused = {"status_code": failure.status, "body": failure.body()}
-            return {**refused, "retryable": True} if error.code in OF_SETTINGS else refused
+            return {**refused, "retryable": True} if error.code in RETRYABLE else refused
         return {"status_code": 200, "body": body}
 
     def _limits(self, llm: LLM) -> Limits:

@@ -18,7 +18,7 @@ from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, has_failed, json_line
 from razor_dist.jobs.task import (
-    OF_SETTINGS,
+    RETRYABLE,
     Item,
     PartResult,
     Task,
@@ -158,7 +158,7 @@ def _record(outcome: Outcome) -> Record:
     if error is not None:
         failure = {"type": type(error).__name__, "message": str(error)}
         of_document = isinstance(error, DocumentError) and error.retryable
-        if of_document or (isinstance(error, RequestError) and error.code in OF_SETTINGS):
+        if of_document or (isinstance(error, RequestError) and error.code in RETRYABLE):
             failure["retryable"] = True
     return {
         "id": outcome.item.id,

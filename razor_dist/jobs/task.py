@@ -26,8 +26,10 @@ _INDIFFERENT = """
     world_size max_num_seqs kv_tokens page_size chunked_prefill_size max_step_ms scheduling_policy
     cuda_graphs shared_memory threads collective_timeout heartbeat_timeout
 """
-# Codes of refusals by such settings, which the next run may have changed.
-OF_SETTINGS = frozenset({"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"})
+# Codes of refusals by such settings, which the next run may have changed, and of a refusal that the
+# same request may escape when the machine is less busy.
+RETRYABLE = frozenset({"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"})
+RETRYABLE |= {"structured_outputs_timeout"}
 # Others, with the values by which folders that were begun when they counted can still go on.
 _ONCE = {
     "decode": "replicated",

@@ -73,7 +73,7 @@ class Planted:
         self._truth, self._random = truth, random.Random(seed)
         self.drafted = self.right = 0
 
-    def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
+    def __call__(self, answers: Sequence[tuple[Answer, int]], beside: int) -> list[list[int]]:
         return [self._draft(answer, most) for answer, most in answers]
 
     def _draft(self, answer: Answer, most: int) -> list[int]:

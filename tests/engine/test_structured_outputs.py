@@ -157,7 +157,7 @@ def asked_again(
     core.scheduler.batch.drafter = None
     whole = tokens(ask("whole", "salt"))
     if drafted:
-        core.scheduler.batch.drafter = lambda answers: [
+        core.scheduler.batch.drafter = lambda answers, beside: [
             whole[len(answer.generated) :][: most - 1] for answer, most in answers
         ]
     with mock.patch.object(Grammar, "accept", spoil):

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from packaging.requirements import Requirement
+from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench import attention, gpu, gpu_parts, measure
@@ -26,7 +27,7 @@ from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import CeilingSizes, Rates
 from razor_dist.evals.bench.one_of_eight import RankAlone
 from razor_dist.evals.bench.settings import GpuBenchSettings
-from razor_dist.evals.bench.wheels import unpack_missing
+from razor_dist.evals.bench.wheels import hide_kernels, unpack_missing
 from razor_dist.evals.process import call
 from razor_dist.plan.compute import collectives, traffic
 from tests.tiny_models import make_tiny
@@ -168,10 +169,12 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None:
-    root = Path(__file__).parents[2]
+def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches(tmp_path: Path) -> None:
+    """Nor do the tests for a GPU, which load models."""
+    root, model = Path(__file__).parents[2], make_tiny("llama", tmp_path / "tiny")
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    [needs] = re.findall(r"^GPU_NEEDS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    makefile = (root / "Makefile").read_text()
+    needs = " ".join(re.findall(r"^GPU_NEEDS(?:_ALONE)? := (.*)$", makefile, re.MULTILINE))
     # What transformers brings, and what the machine has.
     there = {*needs.split(), "torch", "transformers", "numpy", "safetensors", "tokenizers"}
     there |= {"httpx", "huggingface-hub"}
@@ -179,7 +182,9 @@ def test_the_parts_need_no_other_packages_than_make_gpu_wheels_fetches() -> None
     assert {"matplotlib", "fastapi", "uvicorn"} <= others
     absent = dict.fromkeys(name.replace("-", "_") for name in others)
     code = f"import sys; sys.modules |= {absent}; import razor_dist.evals.bench.gpu_parts, "
-    code += "razor_dist.cli, razor_dist.commands.bench"
+    code += (
+        f"razor_dist.cli, razor_dist.commands.bench, tests.cases as c; c.all_full({str(model)!r})"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert not said.returncode, said.stderr
 
@@ -275,6 +280,22 @@ def test_missing_packages_come_from_wheels_and_installed_ones_stay(tmp_path: Pat
     assert unpack_missing(tmp_path, target) == ["nobody_has_this"]
     assert [path.name for path in target.iterdir()] == ["nobody_has_this"]
     assert unpack_missing(tmp_path / "nothing", target) == []
+
+
+def test_transformers_leaves_our_kernels_alone(tmp_path: Path) -> None:
+    """Though Hugging Face's package of that name is installed, too."""
+    installed, target = tmp_path / "installed", tmp_path / "target"
+    metadata = f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
+    (installed / "kernels-1.dist-info").mkdir(parents=True)
+    (installed / "kernels-1.dist-info" / "METADATA").write_text(metadata)
+    path = os.pathsep.join(map(str, (Path(__file__).parents[2], target, installed)))
+    code = "from transformers.utils import import_utils; print(import_utils.is_kernels_available())"
+    command, found = [sys.executable, "-c", code], []
+    for prepare in (lambda _: None, hide_kernels):
+        prepare(target)
+        env = os.environ | {"PYTHONPATH": path}
+        found.append(subprocess.check_output(command, env=env, text=True).strip())
+    assert found == ["True", "False"]
 
 
 def test_every_test_for_a_gpu_is_in_the_files_that_are_run() -> None:

@@ -18,6 +18,7 @@ from razor_dist.api.errors import Failure
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.frontend.child_process import Turns
 from razor_dist.frontend.grammar_process import MOST_WAITING, GrammarProcess
+from razor_dist.jobs.task import RETRYABLE
 from razor_dist.protocol.messages import EngineInfo, Fields
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 from tests import fake_engine, hostile_grammars
@@ -168,8 +169,9 @@ async def test_a_time_out_is_kept_for_a_minute(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(grammars, "ask", ask)
     for later, times in ((0.0, 1), (59.0, 1), (61.0, 2), (120.0, 2)):
         now = 1000.0 + later
-        with pytest.raises(RequestError, match="took longer than 3 s"):
+        with pytest.raises(RequestError, match="took longer than 3 s") as error:
             await grammars.compile(good("a"))
+        assert error.value.code in RETRYABLE, "a job tries it again"
         assert asked == times
 
 
