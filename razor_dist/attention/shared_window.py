@@ -65,13 +65,12 @@ def _exchange(
 ) -> Tensor:
     """Keys and values of this rank's part, of all heads: ``[2, K, n, D]``."""
     mine, (_, _, dim) = parts[comm.rank], cache.k.shape
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def own(at: Interval) -> Tensor:
         return torch.stack(cache.read(cache.rows, slot, at.begin, at.end))
 
-    sends = [(rank, own(parts[rank])) for rank in others]
-    receives = [(r, cache.k.new_empty(2, len(rows[r]), len(mine), dim)) for r in others]
+    sends = [(rank, own(parts[rank])) for rank in comm.others]
+    receives = [(r, cache.k.new_empty(2, len(rows[r]), len(mine), dim)) for r in comm.others]
     found = [(comm.rank, own(mine)), *receives]
     comm.exchange(sends, receives, "halo").wait()
     whole = cache.k.new_empty(2, sum(map(len, rows)), len(mine), dim)

@@ -246,10 +246,9 @@ def free_memory(comm: Communicator, device: torch.device) -> float:
 
 def _meet(comm: Communicator, device: torch.device) -> None:
     """Make transfers of each kind, with which NCCL takes the memory for its buffers."""
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
     sent = torch.zeros(1, device=device)
-    arriving = [(rank, torch.empty_like(sent)) for rank in others]
-    comm.exchange([(rank, sent) for rank in others], arriving, "control").wait()
+    arriving = [(rank, torch.empty_like(sent)) for rank in comm.others]
+    comm.exchange([(rank, sent) for rank in comm.others], arriving, "control").wait()
     comm.all_reduce(sent, "control").wait()
 
 

@@ -90,6 +90,11 @@ class Communicator:
         self._run: Run = _at_once
 
     @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    @property
     def host(self) -> Communicator:
         return self if self._host is None else self._host
 

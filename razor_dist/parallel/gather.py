@@ -73,19 +73,17 @@ class FromAll(NamedTuple):
 
 def sent_to_all(comm: Communicator, own: Tensor, shapes: Sequence[Sequence[int]]) -> FromAll:
     """Send ``own`` to all other ranks, and receive theirs, of these shapes."""
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    receives = [(rank, own.new_empty(tuple(shapes[rank]))) for rank in others]
+    receives = [(rank, own.new_empty(tuple(shapes[rank]))) for rank in comm.others]
     sent = own.contiguous()  # a copy of it is freed when it has been sent
-    pending = comm.exchange([(rank, sent) for rank in others], receives, "ring")
+    pending = comm.exchange([(rank, sent) for rank in comm.others], receives, "ring")
     return FromAll(pending, own, comm.rank)
 
 
 def exchanged(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]:
     """Send each rank its part; return, by rank, what all have for this one, of its part's shape."""
     own = [part.contiguous() for part in parts]
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    receives = [(rank, torch.empty_like(own[comm.rank])) for rank in others]
-    pending = comm.exchange([(rank, own[rank]) for rank in others], receives, "ring")
+    receives = [(rank, torch.empty_like(own[comm.rank])) for rank in comm.others]
+    pending = comm.exchange([(rank, own[rank]) for rank in comm.others], receives, "ring")
     return FromAll(pending, own[comm.rank], comm.rank).wait()
 
 

@@ -222,13 +222,12 @@ class SharedMemory(Communicator):
             os.set_blocking(self._inbox, False)
             for poll in (self._inbox_or_end, self._inbox_only):
                 poll.register(self._inbox, select.POLLIN)
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            for rank in others:
+            for rank in self.others:
                 end = opened(os.pidfd_open(processes[rank].pid))
                 self._ranks[end] = rank
                 self._ends.register(end, select.POLLIN)
                 self._inbox_or_end.register(end, select.POLLIN)
-            flags, readers = os.O_WRONLY | os.O_NONBLOCK, others if self.rank == 0 else []
+            flags, readers = os.O_WRONLY | os.O_NONBLOCK, self.others if self.rank == 0 else []
             self._outboxes = [file_of(rank, processes[rank].pipe, flags) for rank in readers]
             self.segment = Segment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
             self._files = files.pop_all()
