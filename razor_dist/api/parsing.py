@@ -26,7 +26,7 @@ from razor_dist.api.tools import knows_tools
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
-from razor_dist.frontend.prompts import Checked, Pool, PromptEncoder, PromptLimits
+from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingParams
 
 BODIES: dict[Endpoint, type[Strict]] = {
@@ -180,7 +180,7 @@ def _prompts(
         limits.vocab_size,
         has_tokenizer=encoder.tokenizer is not None,
         default_max_tokens=limits.default_max_tokens,
-        pool=None if limits.pool is None else Pool(*limits.pool),
+        fit_max_tokens=limits.fit_max_tokens,
     )
     last = body.truncate_prompt_tokens
     if last == -1:  # as many as fit beside the answer

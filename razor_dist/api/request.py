@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     pins: bool = False  # contexts are kept
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     most_logprobs: int | None = None  # of a request's prompts, those of likelier tokens counted
-    pool: Sequence[int] | None = None  # the fields of a `Pool`
+    fit_max_tokens: bool = False  # of requests that name none: as in `SamplingParams`
 
     def check_model(self, name: str) -> None:
         """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""

@@ -15,6 +15,8 @@ from razor_dist.parallel.sharding import shard_sizes
 
 # Pinned prefixes that a refusal names: the server cuts a long message at its end.
 _NAMED = 3
+# Tokens of an answer that are worth giving where pinned prefixes leave no room for more.
+_LEAST_ANSWER = 256
 
 
 class CacheNeed:
@@ -23,6 +25,35 @@ class CacheNeed:
     def __init__(self, cache: CacheConfig, accounts: CacheAccounts, world_size: int) -> None:
         self._cache, self._accounts, self._world_size = cache, accounts, world_size
         self._sizes = accounts.sizes[:-1]
+
+    def fit(self, request: Request, pinned: Seq[Request]) -> None:
+        """Lower ``max_tokens`` to what there is room for, at least `_LEAST_ANSWER` beside pins.
+
+        Where that does not help it stays, for `check` to say so.
+        """
+        wanted, least = request.max_tokens, max(1, request.params.min_tokens)
+        if self._has_room(request, wanted, pinned):
+            return
+        for beside, fewest in (((), least), (pinned, max(least, _LEAST_ANSWER))):
+            low, high = min(fewest, request.max_tokens), request.max_tokens
+            if self._has_room(request, high, beside):
+                continue
+            if not self._has_room(request, low, beside):
+                request.max_tokens = wanted
+                return
+            while high - low > 1:
+                middle = (low + high) // 2
+                fits = self._has_room(request, middle, beside)
+                low, high = (middle, high) if fits else (low, middle)
+            request.max_tokens = low
+
+    def _has_room(self, request: Request, max_tokens: int, pinned: Seq[Request]) -> bool:
+        request.max_tokens = max_tokens
+        try:
+            self.check(request, pinned)
+        except RequestError:
+            return False
+        return True
 
     def check(self, request: Request, pinned: Seq[Request]) -> None:
         """Refuse a request that is too large even for empty caches, or would wait for ever.
@@ -51,7 +82,7 @@ class CacheNeed:
             )
         held = self._lasting(pinned)
         over = self._exceeded(held + own)
-        most = self._cache.max_sequences
+        most, remedy = self._cache.max_sequences, ""
         if self._cache.max_cached:  # pinned prefixes do not take those of answers
             most, sequences = self._cache.max_pinned, int(request.pinned)
         if sequences and len(pinned) + sequences > most:
@@ -64,12 +95,12 @@ class CacheNeed:
                 f"needs {own[over] * unit}"
             )
             if request.max_tokens:
-                held_text += f" for a max_tokens of {request.max_tokens}; give a lower one"
+                remedy = f"give a lower max_tokens than {request.max_tokens}, "
         else:
             return
         names = [one.id for one in pinned[:_NAMED]] + ["..."] * (len(pinned) > _NAMED)
         raise RequestError(
-            f"pinned prefixes hold {held_text}; release one that is not needed, wait until a "
+            f"pinned prefixes hold {held_text}; {remedy}release one that is not needed, wait until a "
             f"context expires, or start the engine with {setting} ({len(pinned)} are pinned: "
             f"{', '.join(names)})",
             code="pinned_prefixes_hold_cache",

@@ -100,14 +100,17 @@ class Scheduler:
         return [r.grammar for r in self.waiting if r.grammar and not r.grammar.done()]
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; lower its ``max_tokens`` first, if that may be (`SamplingParams`).
 
         Raises `RequestError` with the code ``kv_capacity_exceeded`` if it could not be admitted
         with every cache empty but for the prompts it continues; ``pinned_prefixes_hold_cache`` if
         it could not be admitted until a pinned prefix is released.
         """
         request.short = self.prefill_policy.is_short(request, request.base)
-        self.admission.need.check(request, self._held())
+        held = self._held()
+        if request.params.fit_max_tokens:
+            self.admission.need.fit(request, held)
+        self.admission.need.check(request, held)
         if request.prefix is not None:
             request.prefix.continued_by += 1
         for prefix in request.prefixes:  # it waits until they are prefilled

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.passages import Part, PromptText, conversation_parts, question_begin
-from razor_dist.protocol.messages import EngineInfo, Tokens, as_tokens, check_text
+from razor_dist.protocol.messages import Tokens, as_tokens, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # Tokens before a border that must come out again when their text is tokenised.
@@ -179,22 +179,6 @@ class Checked(NamedTuple):
     text: PromptText | None = None  # for ``return_sources``, unless the prompt was token ids
 
 
-class Pool(NamedTuple):
-    """The retrieval KV pool, if `kv_tokens` sets its size."""
-
-    tokens: int
-    row: int  # tokens in one page of each rank
-
-    @classmethod
-    def of(cls, kv_tokens: int | None, info: EngineInfo) -> Pool | None:
-        return None if kv_tokens is None else cls(kv_tokens, info.page_size * info.world_size)
-
-    def room(self, prompt: int, answers: int) -> int:
-        """Tokens that each answer to a prompt may have in an empty pool; below 1 if none fits."""
-        # Each of several answers copies the prompt's last page and leaves its own partly empty.
-        return (self.tokens - prompt) // answers - (self.row if answers > 1 else 0)
-
-
 class PromptLimits(NamedTuple):
     """The bounds of a prompt and its answer: the engine's sizes, and the settings' default."""
 
@@ -202,7 +186,7 @@ class PromptLimits(NamedTuple):
     vocab_size: int
     has_tokenizer: bool = True
     default_max_tokens: int | None = None  # of requests that name none
-    pool: Pool | None = None  # bounds those, too
+    fit_max_tokens: bool = False  # of those: as in `SamplingParams`
 
     def checked(
         self,
@@ -215,8 +199,8 @@ class PromptLimits(NamedTuple):
     ) -> Checked:
         """Check that a request can be served, and settle ``max_tokens``.
 
-        None becomes what fits the context and the ``pool``, at most ``default_max_tokens``, and at
-        least 1 and ``min_tokens``.
+        None becomes what fits the context, at most ``default_max_tokens``, and at least 1 and
+        ``min_tokens``.
 
         The prompt came from the request's field ``param``, and continues a pinned prefix of
         ``before`` tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too
@@ -244,7 +228,6 @@ class PromptLimits(NamedTuple):
         if params.max_tokens is None:
             room = self.max_model_len - length
             most = self.default_max_tokens or room
-            if self.pool is not None:
-                most = min(most, self.pool.room(length, params.n))
-            params = replace(params, max_tokens=min(room, max(1, most, params.min_tokens)))
+            most = min(room, max(1, most, params.min_tokens))
+            params = replace(params, max_tokens=most, fit_max_tokens=self.fit_max_tokens)
         return Checked(tokens, params, text)

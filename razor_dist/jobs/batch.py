@@ -162,7 +162,7 @@ class BatchTask:
             llm.sampling_defaults,
             default_max_tokens=llm.config.default_max_tokens,
             unknown_fields=self.unknown_fields,
-        )  # without a pool: answers do not depend on kv_tokens
+        )  # without fit_max_tokens: answers do not depend on kv_tokens
 
 
 def _warn_of(field: str) -> None:

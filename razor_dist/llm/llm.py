@@ -10,7 +10,7 @@ from typing import Any
 
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.frontend.prompts import Pool, PromptLimits
+from razor_dist.frontend.prompts import PromptLimits
 from razor_dist.llm.conversations import Conversation, conversation_of, conversations_of
 from razor_dist.llm.engine import EngineHandle
 from razor_dist.llm.generation import (
@@ -256,7 +256,7 @@ class LLM(EngineHandle):
             info.vocab_size,
             has_tokenizer=self._encoder.tokenizer is not None,
             default_max_tokens=self.config.default_max_tokens,
-            pool=Pool.of(self.config.kv_tokens, info),
+            fit_max_tokens=True,
         )
         before = 0 if prefix is None else prefix.num_tokens
         return [

@@ -77,6 +77,8 @@ class SamplingParams:
     ``n``                   answers to generate; the prompt is read once for all of them
     ``max_tokens``          tokens to generate at most; None means the setting
                             ``default_max_tokens``, or what fits
+    ``fit_max_tokens``      if the caches cannot hold ``max_tokens``, generate fewer, and refuse
+                            only what cannot have some hundred; set where None became a number
     ``min_tokens``          no stop string, stop token or end of sequence ends the answer before;
                             a stop string may begin before and end after
     ``temperature``         0 is greedy, and so is what lies below 1e-5
@@ -128,6 +130,7 @@ class SamplingParams:
     return_sources: int = 0
     repetition_detection: RepetitionDetectionParams | None = None
     priority: int = 0
+    fit_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

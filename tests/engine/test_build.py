@@ -18,18 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.cache.caches import CacheConfig, new_caches
-from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.errors import ConfigError, ModelError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, capacity
 from razor_dist.engine.cache_need import CacheNeed
 from razor_dist.engine.capacity import RankSizes, chunk_length, free_memory
 from razor_dist.engine.request import Answer, Request
 from razor_dist.engine.worker import check_loaded
-from razor_dist.frontend.prompts import Pool, PromptLimits
+from razor_dist.frontend.prompts import PromptLimits
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import EngineInfo, PromptLogprobs, Token
+from razor_dist.protocol.messages import PromptLogprobs, Token, as_tokens
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.engine.cores import run
 from tests.ranks import RankPool
@@ -273,15 +273,45 @@ def test_answers_without_a_limit_fit_kv_tokens(ranks: int, answers: int, length:
     layout = HeadLayout.from_decision([[True] * 2] * 2, CPU, [(None, None)] * 2)
     config = EngineConfig(attention="full", kv_tokens=4096, max_num_seqs=4, page_size=64)
     cache = RankSizes(config, shape, layout, ranks, torch.float32).caches(8192)
-    info = EngineInfo(8192, 100, world_size=ranks, page_size=64)
-    limits = PromptLimits(8192, 100, pool=Pool.of(config.kv_tokens, info))
+    limits = PromptLimits(8192, 100, fit_max_tokens=True)
     tokens, params, _ = limits.checked([5] * length, SamplingParams(n=answers, max_tokens=None))
-    assert params.max_tokens is not None
+    assert params.max_tokens == 8192 - length and params.fit_max_tokens
     request = Request("a", 0, tokens, params, params.max_tokens, 512)
     request.answers = [Answer(f"a{i}", i, request, params) for i in range(answers)]
-    CacheNeed(cache, CacheAccounts(cache, ranks), ranks).check(request, [])
-    if answers == 1:
-        assert params.max_tokens == 4096 - length
+    need = CacheNeed(cache, CacheAccounts(cache, ranks), ranks)
+    need.fit(request, [])
+    need.check(request, [])
+    # A page of each answer and rank beyond kv_tokens, which sequences may need, is there too.
+    assert (4096 - length) // answers - 64 * ranks <= request.max_tokens
+    assert request.max_tokens <= (4096 - length) // answers + 64 * ranks * 4
+    request.max_tokens += 1
+    with pytest.raises(RequestError, match=r"needs .* start the engine with a larger kv_tokens"):
+        need.check(request, [])
+
+
+@pytest.mark.parametrize(("kept", "room"), [(64, 1532), (1000, 596), (1300, 296), (1400, None)])
+def test_answers_without_a_limit_fit_beside_pinned_prefixes(kept: int, room: int | None) -> None:
+    shape = ModelShape(2, 8, 2, 16, 100, 8192)
+    layout = HeadLayout.from_decision([[True] * 2] * 2, CPU, [(None, None)] * 2)
+    config = EngineConfig(attention="full", kv_tokens=2048, max_num_seqs=4, page_size=4)
+    cache = RankSizes(config, shape, layout, 1, torch.float32).caches(8192)
+    need = CacheNeed(cache, CacheAccounts(cache, 1), 1)
+    params = SamplingParams(max_tokens=1600, fit_max_tokens=True)
+    pinned = Request("p", 1, as_tokens([5] * kept, 100), params, 0, 512)
+    request = Request("a", 0, as_tokens([5] * 452, 100), params, 1600, 512)
+    request.answers = [Answer("a0", 0, request, params)]
+    need.fit(request, [pinned])
+    if room is None:  # a handful of tokens would be no answer, unless it is asked for
+        assert request.max_tokens == 1600
+        with pytest.raises(
+            RequestError, match="needs .*; give a lower max_tokens than 1600, rel"
+        ) as error:
+            need.check(request, [pinned])
+        assert error.value.code == "pinned_prefixes_hold_cache"
+        request.max_tokens = 190
+    else:
+        assert room <= request.max_tokens <= room + 16  # a page of each of four sequences
+    need.check(request, [pinned])
 
 
 def differences(comm: Communicator, models: list[str], maps: list[str]) -> str:

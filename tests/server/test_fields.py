@@ -220,14 +220,9 @@ def test_limits_of_those_who_name_none(route: str) -> None:
         assert params(route, limits, min_tokens=30).max_tokens == 30
         many = LIMITS._replace(default_max_tokens=10_000)
         assert params(route, many).max_tokens == room
-        prompt_tokens = 512 - room
-        small = LIMITS._replace(default_max_tokens=300, pool=(prompt_tokens + 100, 8))
-        assert params(route, small).max_tokens == 100
-        assert params(route, small, min_tokens=120).max_tokens == 120
-        assert params(route, small._replace(pool=(prompt_tokens, 8))).max_tokens == 1
-        if route == "chat":
-            assert params(route, small, n=2).max_tokens == 50 - 8
-    assert params(route, limits, **{limit: 40}).max_tokens == 40
+        assert params(route, limits._replace(fit_max_tokens=True)).fit_max_tokens
+    named = params(route, limits._replace(fit_max_tokens=True), **{limit: 40})
+    assert named.max_tokens == 40 and not named.fit_max_tokens
 
 
 @pytest.mark.parametrize("route", ROUTES)
