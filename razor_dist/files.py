@@ -104,9 +104,17 @@ class Line:
         return data
 
 
+def check_file(path: str | Path) -> None:
+    """Raise `ConfigError` for a pipe or a device: a job reads its input more than once."""
+    found = Path(path)
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise ConfigError(f"{path} is no file; write what comes from it to one, and name that")
+
+
 def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
     """Yield the lines of a file that hold more than white space."""
     absolute, offset = str(Path(path).absolute()), 0
+    check_file(path)
     try:
         with open(path, "rb") as file:
             for number, data in enumerate(file, start=1):

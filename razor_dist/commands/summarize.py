@@ -68,7 +68,7 @@ def summarize(
     Documents that cannot be read are skipped and named at the end; the exit code is 3 then.
     """
     from razor_dist.jobs.job import run_job
-    from razor_dist.jobs.results import RESULTS, read_job
+    from razor_dist.jobs.results import PARTS, RESULTS, read_job
     from razor_dist.jobs.summarize import SummaryTask
     from razor_dist.jobs.summary_pages import write_pages
 
@@ -84,7 +84,7 @@ def summarize(
         engines["default"] = resuming(config, folder.absolute() / _PREFIXES, len(sources))
 
     def drop_prefixes(folder: Path) -> None:
-        if config.prefix_store is None:
+        if config.prefix_store is None and not (folder / PARTS).exists():
             shutil.rmtree(folder / _PREFIXES, ignore_errors=True)
 
     folder = run_job(task, config, out, on_open=keep_prefixes, on_done=drop_prefixes).folder

@@ -26,7 +26,7 @@ from razor_dist.documents.read import (
     kind_of,
     read_document,
 )
-from razor_dist.files import DIGEST, Line, digest_of, read_lines
+from razor_dist.files import DIGEST, Line, check_file, digest_of, read_lines
 
 # What a job leaves in its folder (`razor_dist.jobs.results`), with the pages of summaries.
 _RESULTS = ("job.json", "results.jsonl")
@@ -129,6 +129,7 @@ def _files(name: str, encoding: str | None) -> Iterator[tuple[Path, str | None]]
     elif exists:
         if kind_of(path) is None:
             raise ConfigError(f"{name} cannot be read; these are: {_KNOWN}")
+        check_file(path)
         yield path, None
     elif glob.has_magic(name):
         yield from _matches(path, encoding)

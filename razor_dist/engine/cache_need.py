@@ -100,9 +100,9 @@ class CacheNeed:
             return
         names = [one.id for one in pinned[:_NAMED]] + ["..."] * (len(pinned) > _NAMED)
         raise RequestError(
-            f"pinned prefixes hold {held_text}; {remedy}release one that is not needed, wait until a "
-            f"context expires, or start the engine with {setting} ({len(pinned)} are pinned: "
-            f"{', '.join(names)})",
+            f"pinned prefixes hold {held_text}; {remedy}release one that is not needed, wait "
+            f"until a context expires, or start the engine with {setting} ({len(pinned)} are "
+            f"pinned: {', '.join(names)})",
             code="pinned_prefixes_hold_cache",
         )
 

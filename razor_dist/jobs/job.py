@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import JobConfig
-from razor_dist.jobs.pool import EnginePool, Outcome, run_items
+from razor_dist.jobs.pool import EnginePool, ItemUpdate, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, has_failed, json_line
 from razor_dist.jobs.task import (
@@ -110,17 +110,10 @@ def run_task(
             if missing:
                 missing = list(measured(task, missing))
                 with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
-                    events = run_items(
-                        missing, open_engine, engines, config.attempts, at_once(task)
-                    )
-                    for event in events:
-                        if isinstance(event, Outcome):
-                            store.append(_record(event))
-                            progress.finished(event)
-                            continue
-                        if isinstance(event.update, PartResult):
-                            store.append_part(event.item.id, event.update.key, event.update.result)
-                        progress.updated(event)
+                    run = run_items(missing, open_engine, engines, config.attempts, at_once(task))
+                    # Its threads end before the pool, also where a result cannot be written.
+                    with closing(run) as events:
+                        _take(events, store, progress)
         except KeyboardInterrupt:
             log.warning(
                 "interrupted; what is done is kept in %s: run it again to continue", store.folder
@@ -131,6 +124,20 @@ def run_task(
             on_done(store.folder)
         failed = sum(has_failed(store.records[item.id]) for item in items)
         return JobSummary(store.folder, len(items) - failed, failed, earlier)
+
+
+def _take(
+    events: Iterable[Outcome | ItemUpdate], store: ResultStore, progress: JobProgress
+) -> None:
+    """Keep and show what comes of the items."""
+    for event in events:
+        if isinstance(event, Outcome):
+            store.append(_record(event))
+            progress.finished(event)
+            continue
+        if isinstance(event.update, PartResult):
+            store.append_part(event.item.id, event.update.key, event.update.result)
+        progress.updated(event)
 
 
 def _checked(task: Task) -> Sequence[Item]:

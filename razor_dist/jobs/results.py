@@ -211,14 +211,28 @@ class ResultStore(contextlib.ExitStack):
         return before - len(self.records)
 
     def finish(self, ids: Sequence[str]) -> None:
-        """Order the results by ``ids``, those of other items last; drop parts of finished items."""
+        """Order the results by ``ids``, those of other items last; drop parts of finished items.
+
+        So are those of another digest of a name that is among the ``ids`` (``name#digest``): the
+        file has changed. Other items' parts stay for the run that goes on with them.
+        """
         order = {id: place for place, id in enumerate(ids)}
         records = list(self.records.values())
         self._results.rewrite(sorted(records, key=lambda r: order.get(r["id"], len(order))))
-        unfinished = order.keys() - {r["id"] for r in records if r["status"] == "done"}
-        self._parts.rewrite(p for p in self._parts.records.values() if p["id"] in unfinished)
+        done = {r["id"] for r in records if r["status"] == "done"}
+        names = set(map(_name, ids))
+        self._parts.rewrite(
+            part
+            for part in self._parts.records.values()
+            if part["id"] not in done and (part["id"] in order or _name(part["id"]) not in names)
+        )
         if not self._parts.records:
             self._parts.path.unlink(missing_ok=True)
+
+
+def _name(id: str) -> str:
+    """Return an item's id without the digest behind it, if it has one."""
+    return id.rpartition("#")[0] or id
 
 
 def has_failed(record: Record) -> bool:

@@ -160,6 +160,8 @@ def test_a_file_that_is_gone_is_told_of_with_the_others(folder: Path) -> None:
         (["x" * 300], "cannot read x+: File name too long"),
         (["missing.txt"], "missing.txt: no such file or folder"),
         (["empty.jsonl"], "no line with a document"),
+        (["pipe"], "pipe is no file; write what comes from it to one, and name that"),
+        (["pipe.jsonl"], "pipe.jsonl is no file"),
         (["twice.jsonl"], "the id 'x': line 1 of twice.jsonl and line 2 of twice.jsonl"),
     ],
 )
@@ -167,6 +169,8 @@ def test_inputs_that_name_nothing_are_refused(
     folder: Path, inputs: list[str], problem: str
 ) -> None:
     Path("empty.jsonl").write_text("\n")
+    for pipe in ("pipe", "pipe.jsonl"):
+        os.mkfifo(pipe)
     Path("twice.jsonl").write_text('{"id": "x", "text": "a"}\n{"id": "x", "text": "b"}\n')
     with pytest.raises(ConfigError, match=problem):
         collect(inputs)

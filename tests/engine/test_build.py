@@ -304,7 +304,7 @@ def test_answers_without_a_limit_fit_beside_pinned_prefixes(kept: int, room: int
     if room is None:  # a handful of tokens would be no answer, unless it is asked for
         assert request.max_tokens == 1600
         with pytest.raises(
-            RequestError, match="needs .*; give a lower max_tokens than 1600, rel"
+            RequestError, match=r"needs .*; give a lower max_tokens than 1600, rel"
         ) as error:
             need.check(request, [pinned])
         assert error.value.code == "pinned_prefixes_hold_cache"

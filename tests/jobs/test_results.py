@@ -205,12 +205,17 @@ def test_parts_are_kept_until_their_item_is_done(tmp_path: Path) -> None:
         store.append(record("a"))
         store.append(record("b", "failed"))
         store.finish("ab")
-        assert set(store.parts()) == {"b"}, "the failed item may be tried again"
+        assert set(store.parts()) == {"b", "c"}, "both may be gone on with"
         store.drop_failed()
         store.append(record("b"))
-        store.finish("ab")
+        store.append(record("c"))
+        store.finish("abc")
         assert not path.exists()
-    assert ids(tmp_path) == ["a", "b"]
+        for id in ("d#1", "e#1"):
+            store.append_part(id, "1", {})
+        store.finish(["d#2"])
+        assert set(store.parts()) == {"e#1"}, "d has changed"
+    assert ids(tmp_path) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

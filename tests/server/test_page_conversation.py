@@ -33,6 +33,43 @@ def full(page_server: ServerProcess) -> Iterator[httpx.Response]:
         yield stream
 
 
+def test_new_ends_what_is_being_read_and_asks_nothing(reader: Reader) -> None:
+    held: list[Route] = []
+    reader.page.route("**/documents/text*", lambda route: held.append(route))
+    reader.add(("fox.txt", STORY.encode()))
+    expect(reader.pending).to_contain_text("being read")
+    reader.question.fill("Who went?")
+    reader.question.press("Enter")
+    expect(reader.notice).to_have_text("Your question is asked when the document is there.")
+    assert len(held) == 1
+    reader.new.click()
+    reader.page.unroute("**/documents/text*")
+    # No upload is waited for: another question is asked at once, and the first one never.
+    turn = reader.answered("Hello?")
+    expect(reader.page.locator("article")).to_have_count(1)
+    expect(turn.locator(".documents")).to_be_empty()
+
+
+def test_an_answer_without_text_says_so_and_can_be_removed(reader: Reader) -> None:
+    turn = reader.told("Anything?", "")
+    expect(turn.locator(".note")).to_have_text("The model ended without an answer.")
+    turn.get_by_role("button", name="Delete").click()
+    expect(reader.page.locator("article")).to_have_count(0)
+
+
+def test_stop_ends_the_wait_for_a_server_that_does_not_answer(reader: Reader) -> None:
+    held: list[Route] = []
+    reader.page.route("**/v1/chat/completions", lambda route: route.abort())
+    reader.page.route("**/health", lambda route: held.append(route))
+    reader.ask("Still there?")
+    expect(reader.stop).to_be_visible()
+    reader.page.wait_for_timeout(500)
+    reader.stop.click()
+    expect(reader.notice).to_have_text("Stopped before an answer came.")
+    expect(reader.question).to_have_value("Still there?")
+    reader.page.unroute_all(behavior="ignoreErrors")
+
+
 @pytest.mark.long
 def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: ServerProcess) -> None:
     reader = Reader(browser.new_context(), page_server.url(), max_tokens=8000)

@@ -58,11 +58,12 @@ async function request(path, options = {}) {
 }
 
 /** {status, reason}: "ready", or what the server says instead; "gone" without an answer. */
-export async function health() {
+export async function health(signal = null) {
   try {
-    const response = await fetch("health", { cache: "no-store", credentials: "omit" });
+    const response = await fetch("health", { cache: "no-store", credentials: "omit", signal });
     return await response.json();
-  } catch {
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
     return { status: "gone", reason: "" };
   }
 }

@@ -52,6 +52,7 @@ async function work(action) {
     await action(app.working.signal);
     return null;
   } catch (error) {
+    if (error.code === "model_not_found") app.model = null; // the server has another now
     return error;
   } finally {
     app.working = null;
@@ -155,7 +156,7 @@ function grow(view, text) {
 function finished(view, error, before, note) {
   const { turn } = view;
   const stopped = error?.name === "AbortError";
-  turn.note = stopped ? "Stopped." : error ? tell(error) : note;
+  turn.note = stopped ? "Stopped." : error ? tell(error) : note || (turn.answer ? "" : "The model ended without an answer.");
   if (error && !turn.answer) {
     $("question").value ||= turn.summary ? "" : turn.question;
     app.goBack(before);
@@ -176,7 +177,7 @@ async function regenerate(turn) {
   app.conversation.cut(turn);
   $("turns").lastElementChild.remove();
   if (await send(turn.question, { seed: Math.floor(Math.random() * 2 ** 31) })) return;
-  $("question").value = "";
+  if ($("question").value === turn.question) $("question").value = ""; // else it is being typed
   app.goBack(before);
 }
 
@@ -199,8 +200,10 @@ export async function readAhead() {
 export async function keep(ttl) {
   const { conversation } = app;
   let kept = null;
+  let held = []; // those that the request has: more may be added meanwhile
   const request = () => {
     const { messages, ...context } = conversation.toKeep(ttl);
+    held = conversation.first.map(({ id }) => id);
     return body(messages, 1, context);
   };
   const error = await work((signal) =>
@@ -209,7 +212,7 @@ export async function keep(ttl) {
   if (error && error.name !== "AbortError") notice(tell(error));
   if (error || conversation !== app.conversation) return;
   if (!kept) return notice("This is too short to be kept: it is read in a moment.");
-  conversation.kept = { ...kept, documents: conversation.first.map(({ id }) => id) };
+  conversation.kept = { ...kept, documents: held };
   announce("The documents are kept.");
   store.save(conversation);
   changed();

@@ -9,12 +9,19 @@ import { reader } from "./reader.js";
 import { app, changed } from "./state.js";
 import * as store from "./store.js";
 import { documentItem, documentSize } from "./views.js";
-import { announce, tell } from "./words.js";
+import { announce, notice, tell } from "./words.js";
 
 // Encodings that a text may be read in if it is not UTF-8, by the browser's names.
 const ENCODINGS = { "windows-1252": "Western (Latin-1)", "iso-8859-2": "Central European (Latin-2)", "windows-1251": "Cyrillic", "shift_jis": "Japanese", gb18030: "Chinese" };
 
-export const uploads = { running: 0, askLater: false }; // askLater: a question waits for them
+// Of the files that are being read; askLater: a question waits for them.
+export const uploads = { running: 0, askLater: false, aborts: new Set() };
+
+/** Ends all that is being read, and asks nothing when it has ended. */
+export function endUploads() {
+  uploads.askLater = false;
+  for (const abort of uploads.aborts) abort.abort();
+}
 
 export async function addFiles(files) {
   const all = [...files].map(begun); // all are shown and waited for, and read in their order
@@ -23,9 +30,9 @@ export async function addFiles(files) {
 
 /** Counts the tokens of documents that were added while the server did not tell how many it holds. */
 export async function countAll() {
-  const { pending } = app.conversation;
-  for (const document of pending) document.tokens ||= await countTokens(document.text, app.model.max_model_len);
-  changed();
+  const uncounted = app.conversation.pending.filter(({ tokens }) => !tokens);
+  for (const document of uncounted) document.tokens = await countTokens(document.text, app.model.max_model_len);
+  if (uncounted.some(({ tokens }) => tokens)) changed();
 }
 
 export function addDocument(name, text, tokens = 0) {
@@ -42,6 +49,7 @@ function begun(file) {
     item.remove();
   });
   $("pending").append(item);
+  uploads.aborts.add(abort);
   uploads.running++;
   changed();
   return { file, abort, item };
@@ -67,9 +75,13 @@ async function read({ file, abort, item }) {
     announce(`${file.name}: ${words}`);
     uploads.askLater = false; // without it the question may not be meant
   } finally {
+    uploads.aborts.delete(abort);
     uploads.running--;
     changed();
-    if (uploads.askLater && uploads.running === 0) $("ask").requestSubmit();
+    if (uploads.askLater && uploads.running === 0) {
+      uploads.askLater = false;
+      $("ask").requestSubmit();
+    }
   }
 }
 
@@ -79,9 +91,14 @@ function encodingChoice(file, item) {
   choice.ariaLabel = `Encoding of ${file.name}`;
   choice.append(...Object.entries(ENCODINGS).map(([name, words]) => new Option(words, name)));
   const again = button("Read in this encoding", async () => {
-    const text = new TextDecoder(choice.value).decode(await file.arrayBuffer());
-    item.remove();
-    await addFiles([new File([text], file.name)]);
+    if (app.working) return notice("Documents can be added when the answer is complete.");
+    try {
+      const text = new TextDecoder(choice.value).decode(await file.arrayBuffer());
+      item.remove();
+      await addFiles([new File([text], file.name)]);
+    } catch (error) {
+      notice(`${file.name}: ${error.message}`); // it has changed or is gone
+    }
   });
   return row([choice, again]);
 }
@@ -156,11 +173,12 @@ async function useBeginning(document, most) {
   try {
     const all = tokensOf(document);
     const { end, tokens } = await beginning(document.text, 0, most, document.text.length / all);
+    if (!app.conversation.pending.includes(document)) return; // removed meanwhile, or pressed twice
     const name = `${document.name} (first ${count(tokens)} of ${document.tokens ? "" : "about "}${count(all)} tokens)`;
     app.conversation.remove(document);
     addDocument(name, document.text.slice(0, end), tokens);
   } catch (error) {
-    announce(tell(error));
+    notice(tell(error));
   }
 }
 

@@ -5,7 +5,7 @@ import { keep, knowModel, readAhead, send, summarise, viewOf } from "./asking.js
 import { hide as hideCard } from "./card.js";
 import { kept, showContexts } from "./contexts.js";
 import { Conversation } from "./conversation.js";
-import { addDocument, addFiles, countAll, showDocuments, uploads, whyNot } from "./documents.js";
+import { addDocument, addFiles, countAll, endUploads, showDocuments, uploads, whyNot } from "./documents.js";
 import { $, button, download } from "./dom.js";
 import { toMarkdown } from "./export.js";
 import { chosenFolder, dropped } from "./files.js";
@@ -74,11 +74,14 @@ async function look(counters = true) {
   $("state").dataset.state = state.status;
   const words = stateWords(state);
   if ($("state").textContent !== words) $("state").textContent = words;
+  wasAway ||= state.status !== "ready";
   if (state.status !== "ready" || !counters) return;
   try {
+    if (wasAway) app.model = null; // it may have come back with another
     const isNew = !app.model?.max_model_len;
     await knowModel();
-    if (isNew) await countAll();
+    wasAway = false;
+    if (isNew || app.conversation.pending.some(({ tokens }) => !tokens)) await countAll();
     const found = await api.stats();
     gauge.show(found);
     const readsAhead = String("prefix_cache" in found);
@@ -96,6 +99,7 @@ async function look(counters = true) {
   }
 }
 
+let wasAway = false;
 let keyAsked = false; // once: who has closed the settings has seen them
 let wasBusy = false;
 
@@ -199,6 +203,7 @@ listen("keep", "click", async () => {
   await showContexts().catch((error) => notice(tell(error)));
 });
 listen("new", "click", () => {
+  endUploads();
   $("pending").replaceChildren();
   const isEmpty = !app.conversation.turns.length && !app.conversation.documents.length;
   if (isEmpty) notice("");
@@ -227,7 +232,7 @@ document.addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("dragging");
   if (app.working) notice("Documents can be added when the answer is complete.");
-  else dropped(event.dataTransfer).then(addFolder);
+  else dropped(event.dataTransfer).then(addFolder).catch((error) => notice(tell(error)));
 });
 document.addEventListener("visibilitychange", () => document.hidden || look());
 addEventListener("pagehide", () => sessionStorage.setItem(SCROLLED, String(scrollY)));
@@ -247,7 +252,7 @@ async function begin() {
   if (saved) {
     app.conversation = new Conversation(saved);
     const last = app.conversation.turns.at(-1);
-    if (last && !last.answer) {
+    if (last && !last.answer && !last.usage) {
       $("question").value = app.conversation.takeBack();
       notice("The page was loaded again before an answer came.");
     }

@@ -25,6 +25,7 @@ export function stateWords({ status, reason }) {
 
 function sleep(seconds, signal) {
   return new Promise((resolve, reject) => {
+    if (signal.aborted) return reject(new DOMException("", "AbortError"));
     const timer = setTimeout(resolve, 1000 * seconds);
     signal.addEventListener("abort", () => {
       clearTimeout(timer);
@@ -36,7 +37,7 @@ function sleep(seconds, signal) {
 /** Waits until the server is ready, for one look at least; throws if it will not be. */
 async function untilReady(signal, say) {
   for (let tries = 1; ; tries++) {
-    const state = await api.health();
+    const state = await api.health(signal);
     if (state.status === "failed" || (state.status === "gone" && tries > GONE)) {
       throw new api.ApiError(stateWords(state));
     }

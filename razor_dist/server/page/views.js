@@ -131,7 +131,7 @@ export class TurnView {
     this.part(".note").textContent = note;
     this.part(".note").hidden = !note;
     this.part(".usage").textContent = usage ? usageWords(usage) : "";
-    this.part(".actions").hidden = !answer;
+    this.part(".actions").hidden = !answer && !note;
     // The document of a summary in parts is not there to be read again.
     this.part(".regenerate").hidden = this.part(".edit").hidden = Boolean(this.turn.summary);
     this.part(".sources").hidden = !(passages.length || (grounded !== null && this.turn.hadDocuments));
