@@ -111,6 +111,15 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     check = _verification(options, own[WindowOptions]) if options.verify else None
     # Refused before the work, not after it.
     wanted: BudgetOptions = own[BudgetOptions]
+    if (
+        wanted.budget is not None
+        and wanted.middle_share
+        and getattr(settings, "zero_stage", 0) == 3
+    ):
+        raise ConfigError(
+            "budget: the middle class is chosen by the whole model's attention, on one device, and "
+            "zero_stage is 3; give middle_share 0"
+        )
     budget = None if wanted.budget is None else budget_of(model, wanted)
     reading = None if budget is None else reading_of(model, budget, wanted.mass_tokens)
     if budget is not None and reading is not None:

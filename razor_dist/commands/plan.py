@@ -17,8 +17,8 @@ from razor_dist.config.sources import load_config
 # knows replicated ones only.
 _LEFT_OUT = """
     model device threads collective_timeout heartbeat_timeout seed generation_config ring
-    cuda_graphs shared_memory weights max_step_ms scheduling_policy prefix_store
-    prefix_store_gb source_heads repetition_detection default_max_tokens speculative_config
+    cuda_graphs shared_memory weights max_step_ms scheduling_policy source_heads
+    repetition_detection default_max_tokens speculative_config
 """
 
 

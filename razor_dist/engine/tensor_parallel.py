@@ -174,6 +174,7 @@ class TensorParallel:
         # of the same matrices as a whole. Of experts, those of the busiest rank: `expected_most`.
         self.parameters: list[int] = []
         self.whole_parameters = 0
+        self.sums = 0  # over all ranks, of a step's hidden states
         for layer, heads in zip(layers, layout.short, strict=True):
             self.parameters.append(0)
             self._share_attention(layer.attention, heads)
@@ -295,6 +296,7 @@ class TensorParallel:
 
         counts = Counter(expert * self._part.size // count for expert in range(count))
         busiest = expected_most(tuple(counts.values()), routed)
+        self.sums += 1
         self._change(experts, shared, round(busiest * each), routed * each)
 
     def _change_columns(self, module: nn.Linear, runs: Sequence[tuple[int, int]]) -> None:
@@ -315,6 +317,7 @@ class TensorParallel:
             return total if bias is None else total + bias
 
         own = len(whole) * sum(end - begin for begin, end in runs)
+        self.sums += 1
         self._change(module, shared, own, whole.numel())
 
     def _sum(self, part: Tensor) -> Tensor:

@@ -119,10 +119,12 @@ def _read(file: Path) -> Tensor:
         raise HeadMapError(
             f"{file} is no file of KVzip's head scores: torch.save wrote no tensor there"
         ) from error
-    if not isinstance(found, Tensor) or found.squeeze().ndim != 2:
+    if isinstance(found, Tensor) and found.ndim == 3:  # of a batch of one, in either place
+        found = found.squeeze(1) if found.shape[1] == 1 else found.squeeze(0)
+    if not isinstance(found, Tensor) or found.ndim != 2:
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise HeadMapError(f"{file} must hold a tensor [layers, KV heads], got {what}")
-    table = found.squeeze().double()
+    table = found.double()
     if not bool(((table >= 0) & (table <= 1)).all()):
         raise HeadMapError(f"{file}: scores are attention weights and must be from 0 to 1")
     return table

@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -97,14 +98,28 @@ def _no_turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
+def _rotated(
+    rotate: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first dimensions, as many as there are angles; some models leave others."""
+    width = cos.shape[-1]
+    turned = rotate(q[..., :width], k[..., :width], cos, sin)
+    q, k = (torch.cat([x, of[..., width:]], -1) for x, of in zip(turned, (q, k), strict=True))
+    return q, k
+
+
 def _rotary_function(model: PreTrainedModel) -> Rotate:
     """Find the function by which a model's layers rotate queries and keys, or `ModelError`."""
+    if any(hasattr(module, "query_layernorm") for module in model.base_model.modules()):
+        raise ModelError(  # HunYuan's
+            f"models of type {model.config.model_type!r} normalise queries and keys behind their "
+            "rotation, which cannot be turned back then; use another method"
+        )
     for module in model.base_model.modules():
         if hasattr(module, "layer_idx"):
             found = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
             if found is not None and hasattr(model.base_model, "rotary_emb"):
-                rotate: Rotate = found
-                return rotate
+                return partial(_rotated, found)
     raise ModelError(
         f"models of type {model.config.model_type!r} have no rotary embeddings of transformers' "
         "form, so their queries and keys cannot be separated from their positions; use another "

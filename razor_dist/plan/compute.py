@@ -126,7 +126,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
             if d.shared:
                 sizes = [part_of(d.shape.vocab_size, r, d.world_size) for r in range(others + 1)]
                 logits = others * 4 * max(end - begin for begin, end in sizes)
-                sent["tensor"] = 2 * d.shape.layers * _reduced(d) + logits
+                sent["tensor"] = d.sums * _reduced(d) + logits
         decode[0]["control"] = others * _INT64 * FRAME
     # Without what is zero.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])
@@ -358,14 +358,14 @@ def _waited_for(d: Deployment, window: int) -> int:
 
 
 def collectives(d: Deployment, context: int) -> int:
-    """Count a decode step's collectives: merges, and in tensor mode two sums a layer and logits.
+    """Count a decode step's collectives: merges, and in tensor mode sums and logits.
 
     Where blocks are chosen, masses and estimates are gathered before what they have is merged.
     """
     if d.world_size == 1:
         return 0
     merges = sum(count > 0 for count in d.retrieval_per_layer)
-    return merges * (3 if chosen_from(d, context) else 1) + (2 * d.shape.layers + 1) * d.shared
+    return merges * (3 if chosen_from(d, context) else 1) + (d.sums + 1) * d.shared
 
 
 def kernels(d: Deployment) -> int:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -91,6 +91,14 @@ def _has_head_map(model: str) -> bool:
     except HeadMapError:
         return False
     return True
+
+
+class _Shares(NamedTuple):
+    """`Deployment.spared_parameters`, `copied_bytes` and `sums`."""
+
+    spared: int
+    copied: int
+    sums: int
 
 
 @dataclass(frozen=True)
@@ -278,29 +286,33 @@ class Deployment:
     @property
     def spared_parameters(self) -> int:
         """Parameters that a token does not wait for, since other ranks multiply them."""
-        return self._shares[0]
+        return self._shares.spared
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of a rank's part of weights of which it keeps a copy, on the rank with most."""
-        return self._shares[1]
+        return self._shares.copied
+
+    @property
+    def sums(self) -> int:
+        """Sums of hidden states over all ranks in a step that they share."""
+        return self._shares.sums
 
     @cached_property
-    def _shares(self) -> tuple[int, int]:
-        """`spared_parameters` and `copied_bytes`."""
+    def _shares(self) -> _Shares:
         if not self.shared:
-            return 0, 0
-        model, by_rank, copied, whole = self.meta_model(), [], [], 0
+            return _Shares(0, 0, 0)
+        model, by_rank, copied, whole, sums = self.meta_model(), [], [], 0, 0
         for layout in self.layouts:
             with Allocations() as made:
                 parts = layout, Communicator(None), self.kind
                 tensor = TensorParallel(model, self.shape, *parts)
             by_rank.append(tensor.parameters)
             copied.append(made.live)
-            whole = tensor.whole_parameters
+            whole, sums = tensor.whole_parameters, tensor.sums
             tensor.remove()
         spared = whole - sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
-        return spared, max(copied)
+        return _Shares(spared, max(copied), sums)
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:

@@ -67,7 +67,12 @@ class Device(BaseModel):
         for name, (worst, best) in ranges.items():
             if name not in _RANGED:
                 raise SettingError(unknown(name, _RANGED, "number with a range"), "ranges")
-            if (worst < best) is (name in _TIMES):
+            is_time, low, high = name in _TIMES, min(worst, best), max(worst, best)
+            if low < 0 or not (is_time or 0 < low <= high <= 1):
+                what = "at least 0" if is_time else "above 0 and at most 1"
+                said = f"{name}: both ends must be {what}, got [{worst:g}, {best:g}]"
+                raise SettingError(said, "ranges")
+            if worst < best if is_time else worst > best:
                 said = f"{name}: the worst comes first, got [{worst:g}, {best:g}]"
                 raise SettingError(said, "ranges")
         return ranges

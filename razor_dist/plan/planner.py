@@ -308,15 +308,17 @@ def _deploy(
 def _about_windows(plan: Plan) -> list[str]:
     d, said, size = plan.deployment, [], plan.deployment.world_size
     chunk = min(d.chunked_prefill_size, plan.context)
-    for heads in d.streaming:
-        window = heads.policy.window(plan.context - 1)
-        said += [] if d.shared else about_window(heads.policy, plan.context, size)
-        if size > 1 and not d.exact and chunk <= 2 * size * window and chunk < plan.context:
-            whole = heads.rows * d.streaming_kv_bytes * plan.context
-            moved = plan.links["prefill"]["halo"] / whole
-            said.append(
-                f"a chunk of {tokens(chunk)} tokens is no longer than 2P windows "
-                f"({tokens(2 * size * window)}): the halo moves {moved:.1f} x all streaming keys "
-                "and values; raise chunked_prefill_size or lower window_max"
-            )
+    by_settings = d.head_map.windows is None  # else the head map has them
+    if by_settings and not d.shared:
+        for heads in d.streaming:
+            said += about_window(heads.policy, plan.context, size)
+    window = max((heads.policy.window(plan.context - 1) for heads in d.streaming), default=0)
+    if window and size > 1 and not d.exact and chunk <= 2 * size * window and chunk < plan.context:
+        whole = sum(heads.rows for heads in d.streaming) * d.streaming_kv_bytes * plan.context
+        moved = plan.links["prefill"]["halo"] / whole
+        said.append(
+            f"a chunk of {tokens(chunk)} tokens is no longer than 2P windows "
+            f"({tokens(2 * size * window)}): the halo moves {moved:.1f} x all streaming keys "
+            "and values; raise chunked_prefill_size" + " or lower window_max" * by_settings
+        )
     return said

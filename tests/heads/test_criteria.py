@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, SmolLM3Config
+from transformers import (
+    AutoModelForCausalLM,
+    HunYuanDenseV1Config,
+    LlamaConfig,
+    PhiConfig,
+    PreTrainedModel,
+    SmolLM3Config,
+)
+from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
 
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.heads.decision import Scores
@@ -198,6 +206,30 @@ def test_reach_is_the_area_under_the_weights_of_means(family: str, tmp_path: Pat
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-3)
 
 
+def test_a_part_of_a_head_may_be_rotated_as_phis() -> None:
+    config = PhiConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=1, partial_rotary_factor=0.5,
+        intermediate_size=64, vocab_size=64,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(5)[None])
+    q, k = torch.randn(2, 1, 4, 5, 16)
+    found = reach._rotary_function(model)(q, k, cos, sin)
+    for turned, x, own in zip(
+        found, (q, k), apply_rotary_pos_emb(q[..., :8], k[..., :8], cos, sin), strict=True
+    ):
+        assert torch.equal(turned, torch.cat([own, x[..., 8:]], -1))
+
+
+def test_norms_behind_the_rotation_are_refused() -> None:
+    config = HunYuanDenseV1Config(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
+        intermediate_size=64, vocab_size=64, head_dim=16,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="normalise queries and keys behind their rotation"):
+        Reach(AutoModelForCausalLM.from_config(config), ReachSettings())
+
+
 def test_samples_that_cannot_be(planted: PreTrainedModel, tmp_path: Path) -> None:
     shape = ModelShape.from_config(planted.config)
     with pytest.raises(ConfigError, match="holds texts of up to 2044 tokens twice"):
@@ -227,6 +259,10 @@ def test_published_scores_become_a_head_map(tmp_path: Path) -> None:
     assert found.settings["sparsity"] == 0.4
     assert found.retrieval == ((False, True), (True, True), (True, False))
     code = save_scores(tmp_path / "code.pt", [[[0.5, 0.0], [0.0, 0.875], [0.25, 0.0]]])
+    alone = save_scores(tmp_path / "alone.pt", [[[0.5]], [[0.0]], [[0.25]]])  # one KV head each
+    one = tiny_config()
+    one.num_key_value_heads = 1
+    assert imported_map([alone], "m", one).kv_scores == {kvzip.KIND: ((0.5,), (0.0,), (0.25,))}
     both = imported_map([prose_file, code], "m", config, threshold=0.8)
     want: Scores = ((0.5, 1.0), (0.75, 0.875), (1.0, 0.125))
     assert both.kv_scores == {kvzip.KIND: want}

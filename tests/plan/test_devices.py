@@ -71,6 +71,9 @@ def test_the_ends_of_ranges() -> None:
         ("{bandwith: [0.7, 0.8]}", "unknown number with a range 'bandwith'; did you mean"),
         ("{bandwidth: [0.8, 0.7]}", "bandwidth: the worst comes first"),
         ("{host_us: [100, 700]}", "host_us: the worst comes first"),
+        ("{bandwidth: [0, 0.9]}", "bandwidth: both ends must be above 0 and at most 1, got"),
+        ("{bandwidth: [0.7, 1.4]}", "bandwidth: both ends must be above 0 and at most 1, got"),
+        ("{host_us: [600, -50]}", "host_us: both ends must be at least 0, got"),
     ],
 )
 def test_wrong_ranges_are_named(ranges: str, message: str, tmp_path: Path) -> None:

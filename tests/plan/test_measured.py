@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import Ernie4_5_MoeConfig
 
 from razor_dist.attention import chosen
 from razor_dist.config.schema import EngineConfig
@@ -212,6 +213,19 @@ def test_copies_of_weights_are_those_of_tensor_parallel_decode(family: str, tiny
         copied.append(made.live)
         tensor.remove()
     assert d.shared and d.copied_bytes == max(copied) > 0
+    assert d.sums == tensor.sums == 2 * d.shape.layers
+
+
+def test_shared_experts_are_summed_beside_the_others(tmp_path: Path) -> None:
+    Ernie4_5_MoeConfig(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, moe_num_experts=4, moe_k=2, vocab_size=128,
+        moe_num_shared_experts=2, moe_layer_start_index=1,
+        architectures=["Ernie4_5_MoeForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    config = build_config(EngineConfig, model=str(tmp_path), world_size=2, decode="tensor")
+    d = Deployment.of(config, "cpu", 0.5)
+    assert d.shared and d.sums == 2 + 3 + 3  # the first layer is dense
 
 
 def test_parameters_are_those_of_the_loaded_model(tiny: Tiny) -> None:
