@@ -114,8 +114,8 @@ def check_file(path: str | Path) -> None:
 def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
     """Yield the lines of a file that hold more than white space."""
     absolute, offset = str(Path(path).absolute()), 0
-    check_file(path)
     try:
+        check_file(path)
         with open(path, "rb") as file:
             for number, data in enumerate(file, start=1):
                 if data.strip():

@@ -126,12 +126,12 @@ class SourcesTask:
         material = material_of(self.haystack, self.config.files)
 
         def tokens(sample: Sample) -> int:
-            [asked] = sample.questions
-            return len(prompter.whole(sample.message(asked), asked.cue))
+            asked = sample.questions
+            return max(len(prompter.whole(sample.message(one), one.cue)) for one in asked)
 
         suite = SUITE_OF[task]
         made = suite.sample(task, length, number, self.config.seed, material, tokens)
-        [asked] = made.questions
+        asked = made.questions[0]  # one question a document
         if not asked.places:
             raise ConfigError(f"the data of {task} do not tell where its answer stands")
         content = made.message(asked)

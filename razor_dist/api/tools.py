@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -325,7 +326,8 @@ class ToolParser:
         self._held = ""
         self._calling: bool | None = None
         self._length = 0  # of the text so far that is certainly no call
-        self._adds_markers = False
+        # Of the answer's characters those before the first special token that became text.
+        self._raw, self._exact = 0, math.inf
         # Of the answer's end: is all of it text, as it stands? Sentences that wait to know.
         self._is_text: bool | None = None
         self._withheld: list[AnswerSentence] = []
@@ -351,6 +353,9 @@ class ToolParser:
         Sentences that end behind the first call's beginning come with the last piece, if at all.
         """
         if not self._calling:
+            if self._exact < math.inf:  # what follows is further back in the text
+                own = [s for s in piece.sentences if s.end <= self._exact]
+                piece = replace(piece, sentences=own)
             return piece
         own, self._withheld = [*self._withheld, *piece.sentences], []
         if self._is_text is None:
@@ -361,8 +366,9 @@ class ToolParser:
         return replace(piece, sentences=own)
 
     def _pushed(self, piece: TextPiece) -> str:
-        marker = self._markers.get(piece.token, "")
-        self._adds_markers |= bool(marker)
+        self._raw += len(piece.text)
+        if marker := self._markers.get(piece.token, ""):
+            self._exact = min(self._exact, self._raw)
         text = piece.text + marker
         if self._calling:
             self._held += text
@@ -387,7 +393,7 @@ class ToolParser:
         """
         rest = self._matcher.flush()
         calls, unread = self._form.parse(self._held, self._names)
-        self._is_text = not calls and not self._adds_markers
+        self._is_text = not calls and self._exact == math.inf
         if not calls:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
         cut = unread and finish != "stop"

@@ -19,8 +19,8 @@ from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 _LONGEST_RUN = 64
 
 # From answers, each with the tokens that a step can read of it, its last one among them, and from
-# the tokens of short prompts in the same step, to what may follow the answers: fewer tokens than
-# those that can be read.
+# the tokens of prompts in the same step, to what may follow the answers: fewer tokens than those
+# that can be read.
 Drafter = Callable[[Sequence[tuple[Answer, int]], int], list[list[int]]]
 
 
@@ -61,17 +61,7 @@ class Batch:
             (short if policy.joins(prefill) else long).append(prefill)
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = policy.together(short, part=0.5 if long else 1.0)
-        drafts = self._drafts(running, beside=sum(len(prefill.remaining) for prefill in joining))
-        entries = [
-            BatchEntry(
-                answer.key,
-                torch.tensor(answer.generated[-1:] + draft),
-                sources=answer.params.return_sources > 0,
-                run=len(draft) > 0,
-            )
-            for answer, draft in zip(running, drafts, strict=True)
-        ]
-        entries += [self._entry(p, math.inf, sharded=not p.short) for p in joining]
+        pieces = [self._entry(p, math.inf, sharded=not p.short) for p in joining]
         if long:
             chosen = policy.choose(long)
             # Requests that still wait could not be admitted: shorter steps do not help them.
@@ -83,7 +73,18 @@ class Batch:
             length, sharded = policy.take(
                 chosen, others, answering=lengths, joined=joined, able=able
             )
-            entries.append(self._entry(chosen, length, sharded=sharded))
+            pieces.append(self._entry(chosen, length, sharded=sharded))
+        drafts = self._drafts(running, beside=sum(len(piece.tokens) for piece in pieces))
+        entries = [
+            BatchEntry(
+                answer.key,
+                torch.tensor(answer.generated[-1:] + draft),
+                sources=answer.params.return_sources > 0,
+                run=len(draft) > 0,
+            )
+            for answer, draft in zip(running, drafts, strict=True)
+        ]
+        entries += pieces
         return StepPlan.step(entries) if entries else None
 
     def _drafts(self, running: Sequence[Answer], beside: int) -> list[list[int]]:

@@ -31,15 +31,15 @@ class CacheNeed:
 
         Where that does not help it stays, for `check` to say so.
         """
-        wanted, least = request.max_tokens, max(1, request.params.min_tokens)
-        if self._has_room(request, wanted, pinned):
+        least = max(1, request.params.min_tokens)
+        if self._has_room(request, request.max_tokens, pinned):
             return
         for beside, fewest in (((), least), (pinned, max(least, _LEAST_ANSWER))):
             low, high = min(fewest, request.max_tokens), request.max_tokens
             if self._has_room(request, high, beside):
                 continue
             if not self._has_room(request, low, beside):
-                request.max_tokens = wanted
+                request.max_tokens = high
                 return
             while high - low > 1:
                 middle = (low + high) // 2

@@ -173,9 +173,11 @@ class Drafts:
     def __call__(self, answers: Sequence[tuple[Answer, int]], beside: int = 0) -> list[list[int]]:
         """Return each answer's draft, shorter than the run that it may have; mostly none.
 
-        ``beside`` are the tokens of short prompts in the same step.
+        ``beside`` are the tokens of prompts in the same step.
         """
-        room = self._most_tokens - len(answers) - beside
+        room = self._most_tokens - len(answers)
+        if beside <= room:  # more are no small step without drafts either
+            room -= beside
         found: list[list[int]] = [[] for _ in answers]
         if room < 1:
             return found

@@ -103,7 +103,8 @@ class Intake:
     def accepted(self, request: Request) -> None:
         """Give a request that is queued what others must not use up: keys, seeds, a grammar."""
         self._next_key += max(1, len(request.answers))
-        if request.params.fit_max_tokens and request.prefix is None:  # it may be shorter now
+        fitted = request.params.fit_max_tokens and not request.pinned
+        if fitted and request.prefix is None:  # it may be shorter now
             salt, _ = request.namespace
             request.namespace = salt, self._runner.position_mark(request.total - 1)
         for answer in request.answers:

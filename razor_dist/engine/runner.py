@@ -94,7 +94,8 @@ class ModelRunner:
         self._threads = DecodeThreads(threads, chooses=comm.size == 1, crowded=crowded)
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder)
+            forward, dtype = self.decode_logits, model.dtype
+            self.graphs = DecodeGraphs(comm, self.caches, forward, recorder, dtype=dtype)
         self.sequences = Sequences(comm, self.caches, self.position_mark)
         self.patience = math.inf  # seconds, for the device
         self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)

@@ -25,7 +25,7 @@ from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.protocol.messages import CacheScope, EngineInfo, Fields
-from razor_dist.protocol.sampling_params import SamplingDefaults
+from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
 from razor_dist.server.contexts import Context, Contexts, described
@@ -111,6 +111,13 @@ class Service:
             "max_model_len": info.max_model_len if info is not None else None,
         }
 
+    def _reserved(self, prompt: int, params: SamplingParams) -> int:
+        """Return the most tokens that a prompt and its answers may take of the caches."""
+        tokens = prompt + params.n * (params.max_tokens or 0)
+        if params.fit_max_tokens and self.config.kv_tokens is not None:
+            tokens = max(prompt + params.n, min(tokens, self.config.kv_tokens))
+        return tokens
+
     async def respond(self, endpoint: Endpoint, raw: Body, arrived: float) -> Response:
         """Answer a completion request, streaming or not; its end frees what it holds.
 
@@ -129,7 +136,7 @@ class Service:
                     return raw.answered(parsed.answer)
                 del raw  # megabytes, for as long as the answer takes
                 _, reader = self._require_ready()  # again: it may have died meanwhile
-                charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p, _ in parsed.prompts))
+                charge(sum(self._reserved(len(ids), p) for ids, p, _ in parsed.prompts))
                 seconds = min(seconds, parsed.timeout or math.inf)
                 timeout.reschedule(arrived + seconds)
                 prompts = await self._compiled(parsed)

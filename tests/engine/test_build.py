@@ -296,15 +296,16 @@ def test_answers_without_a_limit_fit_beside_pinned_prefixes(kept: int, room: int
     config = EngineConfig(attention="full", kv_tokens=2048, max_num_seqs=4, page_size=4)
     cache = RankSizes(config, shape, layout, 1, torch.float32).caches(8192)
     need = CacheNeed(cache, CacheAccounts(cache, 1), 1)
-    params = SamplingParams(max_tokens=1600, fit_max_tokens=True)
+    wanted = 1600 if kept % 10 else 7000  # that empty caches hold, too, and that they do not
+    params = SamplingParams(max_tokens=wanted, fit_max_tokens=True)
     pinned = Request("p", 1, as_tokens([5] * kept, 100), params, 0, 512)
-    request = Request("a", 0, as_tokens([5] * 452, 100), params, 1600, 512)
+    request = Request("a", 0, as_tokens([5] * 452, 100), params, wanted, 512)
     request.answers = [Answer("a0", 0, request, params)]
     need.fit(request, [pinned])
     if room is None:  # a handful of tokens would be no answer, unless it is asked for
-        assert request.max_tokens == 1600
+        assert request.max_tokens <= 1612
         with pytest.raises(
-            RequestError, match=r"needs .*; give a lower max_tokens than 1600, rel"
+            RequestError, match=r"needs .*; give a lower max_tokens than 1\d\d\d, rel"
         ) as error:
             need.check(request, [pinned])
         assert error.value.code == "pinned_prefixes_hold_cache"

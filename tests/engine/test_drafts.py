@@ -31,7 +31,7 @@ from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
-from tests.engine.cores import evict_all, prompt
+from tests.engine.cores import GREEDY, evict_all, make_core, prompt, run
 from tests.logits import POLICY, split_of, tokens_of
 from tests.prefix.engines import SETTINGS
 from tests.ranks import Ranks
@@ -114,6 +114,24 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     assert not engine.runner.sequences
     core.stop()
     return answers
+
+
+def test_drafts_know_of_the_prompts_beside_them(tiny: Tiny) -> None:
+    core, seen = make_core(tiny("llama"), max_num_seqs=4), list[int]()
+
+    def noted(answers: Sequence[tuple[Answer, int]], beside: int) -> list[list[int]]:
+        seen.append(beside)
+        return [[] for _ in answers]
+
+    core.scheduler.batch.drafter = noted
+    core.add("a", prompt(20), GREEDY)
+    while not seen or seen[-1]:
+        core.step()
+    core.add("b", prompt(3, 1), GREEDY)
+    core.add("c", prompt(50, 2), GREEDY)  # longer than a chunk
+    run(core)
+    assert sum(seen) == 20 + 3 + 50
+    core.stop()
 
 
 def take(core: EngineCore, answers: Answers, asks: tuple[Ask, ...]) -> None:

@@ -145,6 +145,24 @@ def test_settings_that_defeat_themselves(
         assert any(part in said for said in found.warnings), found.warnings
 
 
+@pytest.mark.usefixtures("any_context")
+def test_windows_of_a_head_map_are_no_settings_fault(tmp_path: Path) -> None:
+    """All of them move one halo, and no setting of windows changes them."""
+    config = settings(window_max=None, chunked_prefill_size=65536)
+    d = Deployment.of(config, "cuda", 0.3)
+    windows = tuple(
+        tuple(None if keep else 4096 * (1 + layer % 2) for keep in row)
+        for layer, row in enumerate(d.head_map.retrieval)
+    )
+    made = dataclasses.replace(d.head_map, windows=windows, fingerprint="any")
+    made.save(tmp_path / "m.json")
+    named = config.model_copy(update={"head_map": str(tmp_path / "m.json")})
+    said = "\n".join(plan(named, load_device("h200"), context=N).warnings)
+    [moved] = re.findall(r"the halo moves ([\d.]+) x all streaming", said)
+    assert 0.2 < float(moved) < 2
+    assert "window_max" not in said and "window_min" not in said
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ async function work(action) {
     await action(app.working.signal);
     return null;
   } catch (error) {
-    if (error.code === "model_not_found") app.model = null; // the server has another now
+    if (error.code === "model_not_found") app.model = await api.model().catch(() => app.model); // another now
     return error;
   } finally {
     app.working = null;

@@ -28,9 +28,9 @@ export async function addFiles(files) {
   for (const one of all) await read(one);
 }
 
-/** Counts the tokens of documents that were added while the server did not tell how many it holds. */
-export async function countAll() {
-  const uncounted = app.conversation.pending.filter(({ tokens }) => !tokens);
+/** Counts the tokens of documents that were added while the server did not tell how many it holds, or of `all`. */
+export async function countAll(all = false) {
+  const uncounted = app.conversation.pending.filter(({ tokens }) => all || !tokens);
   for (const document of uncounted) document.tokens = await countTokens(document.text, app.model.max_model_len);
   if (uncounted.some(({ tokens }) => tokens)) changed();
 }

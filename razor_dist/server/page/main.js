@@ -77,15 +77,17 @@ async function look(counters = true) {
   wasAway ||= state.status !== "ready";
   if (state.status !== "ready" || !counters) return;
   try {
-    if (wasAway) app.model = null; // it may have come back with another
-    const isNew = !app.model?.max_model_len;
+    const before = app.model;
+    if (wasAway) app.model = await api.model(); // it may have come back with another
     await knowModel();
     wasAway = false;
-    if (isNew || app.conversation.pending.some(({ tokens }) => !tokens)) await countAll();
+    const isNew = before?.id !== app.model.id || before?.max_model_len !== app.model.max_model_len;
+    if (isNew) changed();
+    await countAll(isNew);
     const found = await api.stats();
     gauge.show(found);
     const readsAhead = String("prefix_cache" in found);
-    if (isNew || $("ahead").dataset.known !== readsAhead) {
+    if ($("ahead").dataset.known !== readsAhead) {
       $("ahead").dataset.known = readsAhead;
       changed();
     }
