@@ -131,7 +131,7 @@ class SourcesTask:
 
         suite = SUITE_OF[task]
         made = suite.sample(task, length, number, self.config.seed, material, tokens)
-        asked = made.questions[0]  # one question a document
+        asked = made.of_task(task).questions[0]  # one question a document
         if not asked.places:
             raise ConfigError(f"the data of {task} do not tell where its answer stands")
         content = made.message(asked)

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 from razor_dist.protocol.sampling_params import SamplingParams
+
+# The sample that was made last, with what it follows from: fitting one tokenises its text many
+# times, and the next task may ask about the same.
+_last: list[tuple[tuple[object, ...], Sample]] = []
 
 
 class Conversation(NamedTuple):
@@ -140,14 +144,20 @@ class SuiteTask:
 
     def sample(self, prompter: Prompter, task: str, length: int, number: int) -> Sample:
         """Make a sample; see `Suite.sample` for what is refused."""
-        return self.config.suite.sample(
-            task,
-            length,
-            number,
-            self.config.seed,
-            material_of(self.haystack, self.config.files),
-            tokens=lambda sample: max(map(len, self.prompts(prompter, sample))),
-        )
+        suite, seed = self.config.suite, self.config.seed
+        at = None if suite.one_document else task
+        data = tuple(sorted(self.data.items()))
+        key = (suite.name, at, length, number, seed, self.haystack, data, id(prompter.tokenizer))
+        found = next((sample for known, sample in _last if known == key), None)
+        if found is None:
+            material = material_of(self.haystack, self.config.files)
+            longest = partial(self._longest, prompter)
+            found = suite.sample(task, length, number, seed, material, longest)
+            _last[:] = [(key, found)]
+        return found.of_task(task)
+
+    def _longest(self, prompter: Prompter, sample: Sample) -> int:
+        return max(map(len, self.prompts(prompter, sample)))
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
         """Make a sample, ask its questions together, score the answers.

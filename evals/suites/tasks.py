@@ -132,9 +132,10 @@ class Suite:
         material: Material,
         tokens: Callable[[Sample], int],
     ) -> Sample:
-        """Make a task's sample of a number; the same number and seed give the same sample.
+        """Make a sample of a number; the same number and seed give the same sample.
 
-        Tasks that share a document fit it together, so that each reads it in the same tokens.
+        Where all tasks ask about one document it is fitted to all their questions, which the sample
+        has, so that each task reads it in the same tokens; `Sample.of_task` has a task's own.
         ``length`` is of the longest prompt, whose tokens ``tokens`` counts, and its answer
         together. Raises `ConfigError` as `fit`.
         """
@@ -144,7 +145,7 @@ class Suite:
         try:
             make = own.units or material.questions[task].units
             units = make(Making(draw, length, number, material))
-            return fit(units, tokens, length - own.answer_tokens).of_task(task)
+            return fit(units, tokens, length - own.answer_tokens)
         except ConfigError as error:
             raise ConfigError(
                 f"{task} cannot be made at length {length}: {error} "

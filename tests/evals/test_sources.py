@@ -19,7 +19,7 @@ from razor_dist.evals.sources.config import SourcesConfig
 from razor_dist.evals.sources.report import SourcesReport, bm25, page
 from razor_dist.evals.sources.separation import auc_interval, roc_auc, separation
 from razor_dist.evals.sources.task import Document, SourcesTask
-from razor_dist.evals.suites.nonliteral import NONLITERAL
+from razor_dist.evals.suites.nonliteral import NONLITERAL, facts
 from razor_dist.evals.suites.ruler import RULER
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.prompts import PromptEncoder
@@ -88,6 +88,17 @@ def test_another_version_of_a_suite_is_another_job() -> None:
 def documents(task: SourcesTask) -> list[Document]:
     prompter = Prompter(smollm2_tokenizer())
     return [task.document(prompter, item) for item in task.items()]
+
+
+def test_a_question_in_other_words_has_its_sentence() -> None:
+    tasks = ("near", "far")
+    config = SourcesConfig(tasks=",".join(tasks), lengths="900", samples=1, haystack="reference")
+    for task, found in zip(tasks, documents(SourcesTask.plan(config)), strict=True):
+        [name], [(begin, end)] = found.answers, found.places
+        assert found.content[begin:end] == name and name not in found.question
+        said = found.content[: begin - len(" is ")].rpartition("The one who ")[2]
+        [fact] = [fact for fact in facts() if fact.said == said]
+        assert getattr(fact, task) in found.question and found.content.endswith(found.question)
 
 
 def test_places_of_rulers_tasks_are_judged_one_by_one() -> None:

@@ -49,7 +49,7 @@ def material() -> Material:
 
 
 def make(material: Material, suite: str, task: str, number: int = 0, length: int = 2000) -> Sample:
-    return OWN[suite].sample(task, length, number, 0, material, words)
+    return OWN[suite].sample(task, length, number, 0, material, words).of_task(task)
 
 
 @pytest.mark.parametrize(("suite", "task"), EVERY)
