@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from razor_dist.config.logs import LOG_ENV
 from tests import alibi_models, preloaded
 from tests.alibi_models import make_alibi
 from tests.ranks import RankPool, Ranks
@@ -33,6 +34,14 @@ def _threads() -> None:
     # As many test processes as cores: threads of one would wait for those of another. For each
     # test, since commands that compute in this process set their own number.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> None:
+    # Commands that run in this process have set them for the processes that they start; a server
+    # that is started by a later test would not tell what it waits for.
+    for name in LOG_ENV:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture
