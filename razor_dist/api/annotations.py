@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from razor_dist.frontend.outputs import AnswerSentence
@@ -32,6 +34,40 @@ def _unquoted(title: str) -> str:
         return str(json.loads(title))
     except ValueError:
         return title[1:-1]
+
+
+class SentencePlaces:
+    """Keeps the sentences of an answer that stand at the same characters of its text.
+
+    A text lacks the calls of tools that an answer has, and may have special tokens that an answer
+    lacks. Behind the first of either its characters are others, and a sentence has no place there.
+    """
+
+    def __init__(self) -> None:
+        self._same = sys.maxsize  # first characters that answer and text have alike
+        self._has_ended = False
+        self._withheld: list[AnswerSentence] = []
+
+    def differ(self, at: int) -> None:
+        """Note that answer and text may differ from the character ``at`` on."""
+        self._same = min(self._same, at)
+
+    def end(self, *, alike: bool) -> None:
+        """Note that the answer has ended, and whether all of it is its text after all."""
+        self._same = sys.maxsize if alike else self._same
+        self._has_ended = True
+
+    def kept(self, sentences: Iterable[AnswerSentence]) -> list[AnswerSentence]:
+        """Return which of the next sentences have their place in the text.
+
+        Those that end behind it wait for the end, and come then as far as the two are alike.
+        """
+        found, self._withheld = [*self._withheld, *sentences], []
+        if self._has_ended:
+            cut = (replace(one, end=min(one.end, self._same)) for one in found)
+            return [one for one in cut if one.start < one.end]
+        self._withheld = [one for one in found if one.end > self._same]
+        return [one for one in found if one.end <= self._same]
 
 
 def settled(sentences: list[AnswerSentence], length: int, *, last: bool) -> list[AnswerSentence]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.annotations import SentencePlaces
 from razor_dist.api.strict_json import STRICT_JSON, check_characters
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import StopMatcher, token_texts
-from razor_dist.frontend.outputs import AnswerSentence
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 
@@ -325,12 +324,9 @@ class ToolParser:
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
         self._calling: bool | None = None
-        self._length = 0  # of the text so far that is certainly no call
-        # Of the answer's characters those before the first special token that became text.
-        self._raw, self._exact = 0, math.inf
-        # Of the answer's end: is all of it text, as it stands? Sentences that wait to know.
-        self._is_text: bool | None = None
-        self._withheld: list[AnswerSentence] = []
+        self._length = 0  # of the answer so far
+        self._is_plain = True  # no special token has become text
+        self._places = SentencePlaces()
         # Tokens that the text leaves out, since they are special.
         self._markers: dict[int, str] = {}
         if tokenizer is not None and skip_special:
@@ -342,34 +338,11 @@ class ToolParser:
 
     def push(self, piece: TextPiece) -> str:
         """Add a piece; return the text that is certainly no call."""
-        text = self._pushed(piece)
+        text = piece.text
         self._length += len(text)
-        return text
-
-    def cut(self, piece: TextPiece) -> TextPiece:
-        """Return a piece that was pushed with the sentences that are in the text before the calls.
-
-        What stands behind calls is elsewhere in the text than in the answer; it has no sources.
-        Sentences that end behind the first call's beginning come with the last piece, if at all.
-        """
-        if not self._calling:
-            if self._exact < math.inf:  # what follows is further back in the text
-                own = [s for s in piece.sentences if s.end <= self._exact]
-                piece = replace(piece, sentences=own)
-            return piece
-        own, self._withheld = [*self._withheld, *piece.sentences], []
-        if self._is_text is None:
-            self._withheld = [s for s in own if s.end > self._length]
-            own = [s for s in own if s.end <= self._length]
-        elif not self._is_text:
-            own = [replace(s, end=min(s.end, self._length)) for s in own if s.start < self._length]
-        return replace(piece, sentences=own)
-
-    def _pushed(self, piece: TextPiece) -> str:
-        self._raw += len(piece.text)
-        if marker := self._markers.get(piece.token, ""):
-            self._exact = min(self._exact, self._raw)
-        text = piece.text + marker
+        if marker := self._markers.get(piece.token):
+            text, self._is_plain = text + marker, False
+            self._places.differ(self._length)
         if self._calling:
             self._held += text
             return ""
@@ -377,10 +350,14 @@ class ToolParser:
             text, found = self._matcher.push(text)
             if found is not None:
                 self._calling, self._held = True, self._matcher.rest
+                if self._is_plain:  # else they differ before that
+                    self._places.differ(self._length - len(self._form.marker + self._held))
             return text
         if self._calling is None:
             self._held += text
             self._calling = self._form.may_begin(self._held, self._names)
+            if self._calling:
+                self._places.differ(0)
             if self._calling is not False:
                 return ""
             text, self._held = self._held, ""
@@ -393,13 +370,17 @@ class ToolParser:
         """
         rest = self._matcher.flush()
         calls, unread = self._form.parse(self._held, self._names)
-        self._is_text = not calls and self._exact == math.inf
+        self._places.end(alike=not calls and self._is_plain)
         if not calls:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
         cut = unread and finish != "stop"
         reason = finish if cut else self._finish_reason
         messages = [call.message(self._short_ids) for call in calls[: self._most]]
         return rest + unread, messages, reason
+
+    def cut(self, piece: TextPiece) -> TextPiece:
+        """Return a piece that was pushed with the sentences that have their place in the text."""
+        return replace(piece, sentences=self._places.kept(piece.sentences))
 
     def read(
         self, pieces: Iterable[TextPiece], finish: str | None

@@ -81,12 +81,10 @@ class ModelSource:
 
     def passkeys(self, options: PasskeyOptions) -> Passkeys:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
-        most = options.max_tokens
-        if most is None:
-            most = min(self.shape.max_positions, PasskeySettings.max_tokens)
-        settings = PasskeySettings(
-            passkeys=options.passkeys, max_tokens=most, seed=self.options.seed
-        )
+        longest = min(self.shape.max_positions, PasskeySettings.max_tokens)
+        most = longest if options.max_tokens is None else options.max_tokens
+        passkeys, seed = options.passkeys, self.options.seed
+        settings = PasskeySettings(passkeys=passkeys, max_tokens=most, seed=seed)
         return open_passkeys(self.text_tokenizer(), settings, self.options.haystack)
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -111,18 +109,11 @@ def run(method: str, options: CommonOptions, settings: Any, own: Own) -> None:
     check = _verification(options, own[WindowOptions]) if options.verify else None
     # Refused before the work, not after it.
     wanted: BudgetOptions = own[BudgetOptions]
-    if (
-        wanted.budget is not None
-        and wanted.middle_share
-        and getattr(settings, "zero_stage", 0) == 3
-    ):
-        raise ConfigError(
-            "budget: the middle class is chosen by the whole model's attention, on one device, and "
-            "zero_stage is 3; give middle_share 0"
-        )
     budget = None if wanted.budget is None else budget_of(model, wanted)
     reading = None if budget is None else reading_of(model, budget, wanted.mass_tokens)
     if budget is not None and reading is not None:
+        if getattr(settings, "zero_stage", 0) == 3:  # masses are measured on one device
+            raise ConfigError("--zero-stage 3 excludes --budget, unless --middle-share is 0")
         budget = replace(budget, longest=reading.tokens // 2)
     found = _FINDERS[method](model, settings, own)
     if found is None:  # another rank writes

@@ -88,7 +88,7 @@ class Batch:
         return StepPlan.step(entries) if entries else None
 
     def _drafts(self, running: Sequence[Answer], beside: int) -> list[list[int]]:
-        """What may follow each answer; it is read with the answer's last token, and verified."""
+        """Return each answer's draft, which is read with its last token and verified."""
         if self.drafter is None:
             return [[] for _ in running]
         return self.drafter([(answer, self._longest_run(answer)) for answer in running], beside)

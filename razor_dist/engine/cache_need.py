@@ -26,14 +26,22 @@ class CacheNeed:
         self._cache, self._accounts, self._world_size = cache, accounts, world_size
         self._sizes = accounts.sizes[:-1]
 
-    def fit(self, request: Request, pinned: Seq[Request]) -> None:
-        """Lower ``max_tokens`` to what there is room for, at least `_LEAST_ANSWER` beside pins.
+    def check_or_fit(self, request: Request, pinned: Seq[Request]) -> None:
+        """Check a request; with ``fit_max_tokens`` lower ``max_tokens`` before refusing it.
 
-        Where that does not help it stays, for `check` to say so.
+        Beside pinned prefixes an answer keeps `_LEAST_ANSWER` tokens at least. Raises as `check`.
         """
+        try:
+            self.check(request, pinned)
+        except RequestError:
+            if not request.params.fit_max_tokens:
+                raise
+            self._fit(request, pinned)
+            self.check(request, pinned)
+
+    def _fit(self, request: Request, pinned: Seq[Request]) -> None:
+        """Lower ``max_tokens`` to the most that there is room for, if that is enough."""
         least = max(1, request.params.min_tokens)
-        if self._has_room(request, request.max_tokens, pinned):
-            return
         for beside, fewest in (((), least), (pinned, max(least, _LEAST_ANSWER))):
             low, high = min(fewest, request.max_tokens), request.max_tokens
             if self._has_room(request, high, beside):

@@ -68,6 +68,13 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
     return length
 
 
+def _policies(
+    config: EngineConfig, shape: ModelShape, windows: Sequence[int | None]
+) -> list[StreamingPolicy]:
+    policy = StreamingPolicy.of(config)
+    return [policy.with_window(window, alibi=shape.alibi) for window in windows]
+
+
 def chunk_length(
     config: EngineConfig,
     shape: ModelShape,
@@ -83,8 +90,7 @@ def chunk_length(
         return world_size * _CHUNK_CPU
     if world_size == 1 or config.prefill == "exact":
         return world_size * _CHUNK_CUDA  # no halo
-    policy = StreamingPolicy.of(config)
-    policies = [policy.with_window(window, alibi=shape.alibi) for window in windows]
+    policies = _policies(config, shape, windows)
     longest = max((policy.window(max_model_len - 1) for policy in policies), default=0)
     wanted = max(_CHUNK_CUDA, _WINDOWS_IN_CHUNK * longest)
     width = max(shape.query_heads * shape.head_dim, _WIDTH_OF_LONGEST)
@@ -96,7 +102,7 @@ def chunk_length(
 
 @dataclass(frozen=True)
 class RankSizes:
-    """What the sizes of a rank's caches and windows follow from, for queries of ``dtype``."""
+    """Computes the sizes of a rank's caches and windows, for queries of ``dtype``."""
 
     config: EngineConfig
     shape: ModelShape
@@ -105,15 +111,19 @@ class RankSizes:
     dtype: torch.dtype
 
     @property
-    def _kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """What retrieval and streaming heads keep keys and values in."""
-        kv_dtype = torch_kv_dtype(self.config, self.dtype)
-        return kv_dtype, streaming_dtype(kv_dtype, self.dtype)
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of retrieval heads' keys and values."""
+        return torch_kv_dtype(self.config, self.dtype)
 
-    def _policies(self) -> list[StreamingPolicy]:
-        """Return the policy of each of the layout's windows."""
-        policy = StreamingPolicy.of(self.config)
-        return [policy.with_window(own, alibi=self.shape.alibi) for own in self.layout.windows]
+    @property
+    def streaming_dtype(self) -> torch.dtype:
+        """The dtype of streaming heads' keys and values."""
+        return streaming_dtype(self.kv_dtype, self.dtype)
+
+    @property
+    def policies(self) -> list[StreamingPolicy]:
+        """The policy of each of the layout's windows."""
+        return _policies(self.config, self.shape, self.layout.windows)
 
     def caches(self, max_model_len: int, room: float = math.inf) -> CacheConfig:
         """Return a rank's caches in ``room`` bytes.
@@ -129,7 +139,7 @@ class RankSizes:
         return self._caches(max_model_len, min(self.config.max_num_seqs, 1 + more))
 
     def _caches(self, max_model_len: int, sequences: float) -> CacheConfig:
-        config, policies, tail = self.config, self._policies(), cached_tail(self.config)
+        config, tail = self.config, cached_tail(self.config)
         longest = shard_sizes(0, max_model_len, max_model_len, self.world_size)
         # How a sequence splits into prompt and answer moves a few tokens between ranks.
         pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
@@ -138,16 +148,17 @@ class RankSizes:
             per_rank = -(-config.kv_tokens // self.world_size)
             num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
         # A head's key and value.
-        token, streaming_token = (2 * row_bytes(self.shape.head_dim, of) for of in self._kv_dtypes)
+        dtypes = self.kv_dtype, self.streaming_dtype
+        token, streaming_token = (2 * row_bytes(self.shape.head_dim, of) for of in dtypes)
         return CacheConfig(
-            arenas=tuple(Arena.of(own, max_model_len, sequences, tail) for own in policies),
+            arenas=tuple(Arena.of(own, max_model_len, sequences, tail) for own in self.policies),
             max_sequences=config.max_num_seqs,
             max_tokens=max_model_len,
             num_pages=num_pages,
             page_size=config.page_size,
             scratch_pages=pages if config.prefill == "exact" else 0,
-            dtype=self._kv_dtypes[0],
-            streaming_dtype=self._kv_dtypes[1],
+            dtype=self.kv_dtype,
+            streaming_dtype=self.streaming_dtype,
             max_cached=_CACHED * config.max_num_seqs if config.caches_prefixes else 0,
             page_bytes=self.layout.retrieval_rows * config.page_size * token,
             place_bytes=tuple(rows * streaming_token for rows in self.layout.most_rows),
@@ -185,11 +196,11 @@ class RankSizes:
         one layer both are there.
         """
         tokens = 0
-        for index, policy in enumerate(self._policies()):
+        for index, policy in enumerate(self.policies):
             rows = self.layout.streaming_in_layers(index)
             held = self._window_tokens(policy, length, chunked_prefill_size)
             tokens += (sum(rows) + max(rows)) * held
-        return 2 * row_bytes(self.shape.head_dim, self._kv_dtypes[1]) * tokens
+        return 2 * row_bytes(self.shape.head_dim, self.streaming_dtype) * tokens
 
     def _window_tokens(self, policy: StreamingPolicy, prompt: int, chunk: int) -> int:
         """Tokens of window that the fullest rank holds of each head between two chunks.

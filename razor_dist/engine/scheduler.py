@@ -107,10 +107,7 @@ class Scheduler:
         it could not be admitted until a pinned prefix is released.
         """
         request.short = self.prefill_policy.is_short(request, request.base)
-        held = self._held()
-        if request.params.fit_max_tokens:
-            self.admission.need.fit(request, held)
-        self.admission.need.check(request, held)
+        self.admission.need.check_or_fit(request, self._held())
         if request.prefix is not None:
             request.prefix.continued_by += 1
         for prefix in request.prefixes:  # it waits until they are prefilled

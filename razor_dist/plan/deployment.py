@@ -21,11 +21,10 @@ from razor_dist.engine.capacity import (
     cache_room,
     cached_tail,
     chunk_length,
-    streaming_dtype,
 )
 from razor_dist.engine.checks import check_shape
 from razor_dist.engine.decode_mode import why_replicated
-from razor_dist.engine.device import torch_dtype, torch_kv_dtype
+from razor_dist.engine.device import torch_dtype
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
 from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
@@ -212,11 +211,11 @@ class Deployment:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return torch_kv_dtype(self.config, self.dtype)
+        return self.sizes.kv_dtype
 
     @property
     def streaming_dtype(self) -> torch.dtype:
-        return streaming_dtype(self.kv_dtype, self.dtype)
+        return self.sizes.streaming_dtype
 
     @property
     def sizes(self) -> RankSizes:
@@ -317,11 +316,8 @@ class Deployment:
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:
         """The streaming heads, by window, in the order of `HeadLayout.windows`."""
-        policy, found = StreamingPolicy.of(self.config), []
-        for index, window in enumerate(self.layout.windows):
-            own = policy.with_window(window, alibi=self.shape.alibi)
-            found.append(StreamingHeads(own, self.layout.streaming_in_layers(index)))
-        return tuple(found)
+        policies, layers = self.sizes.policies, self.layout.streaming_in_layers
+        return tuple(StreamingHeads(own, layers(index)) for index, own in enumerate(policies))
 
     def meta_model(self, layers: int | None = None) -> PreTrainedModel:
         config = self.model

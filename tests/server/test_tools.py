@@ -120,11 +120,11 @@ def test_a_call_that_cannot_be_read_is_the_same_text_whole_and_streamed() -> Non
 
 
 def test_nothing_is_cited_behind_a_token_that_became_text() -> None:
-    """Of a call that cannot be read the marker is text, which the answer's characters lack."""
+    """An unreadable call's marker is part of the text, but not of the answer's characters."""
     tokenizer = copy.deepcopy(smollm2_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
     tag, sources = tokenizer.get_vocab()["<|python_tag|>"], [Source(0, 5, 0.9, "Fact.", 0)]
-    own = [AnswerSentence(0, 5, sources, 0.9), AnswerSentence(5, 11, sources, 0.9)]
+    own = [AnswerSentence(*place, sources, 0.9) for place in sentences("Sure. Well.")]
     pieces = [
         TextPiece(5, "Sure. "), TextPiece(tag, "", sentences=own[:1]), TextPiece(5, "Well."),
         TextPiece(5, "", finish_reason="stop", sentences=own[1:]),
@@ -139,8 +139,8 @@ def test_nothing_is_cited_behind_a_token_that_became_text() -> None:
     found = [annotation["url_citation"] for annotation in message["annotations"]]
     assert [(one["start_index"], one["end_index"]) for one in found] == [(0, 5)]
     chunks = [chunk["choices"][0] for piece in pieces for chunk in form.piece(0, piece)]
-    told = [a["url_citation"] for c in chunks for a in c["delta"].get("annotations", ())]
-    assert told == found
+    streamed = [a["url_citation"] for c in chunks for a in c["delta"].get("annotations", ())]
+    assert streamed == found
 
 
 @pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case[0]}-{case[1][:12]!r}")

@@ -63,12 +63,12 @@ async function work(action) {
 /** Runs a request; `use` gets its chunks. */
 async function stream(request, place, signal, use) {
   const reading = new Reading(place, announce);
-  let told = "";
+  let announced = "";
   const say = (words) => {
     reading.say(words);
     const sentence = words.replace(/\d+/g, "");
-    if (sentence !== told) announce(words); // not each second of a countdown
-    told = sentence;
+    if (sentence !== announced) announce(words); // not each second of a countdown
+    announced = sentence;
   };
   try {
     for await (const chunk of ask(request, signal, say, withoutContext)) {
