@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -49,7 +50,7 @@ class ServerProcess:
         self, *command: str, stderr: int | None = subprocess.STDOUT, **settings: Any
     ) -> None:
         self.ended_late = False  # by SIGKILL, since it did not end in time
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the object
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the object
         self.process = subprocess.Popen(command, stdout=self._log, stderr=stderr, **settings)
 
     def __enter__(self) -> Self:
@@ -72,8 +73,9 @@ class ServerProcess:
     @property
     def log(self) -> str:
         """All that the process and its children have printed."""
-        self._log.seek(0)
-        return self._log.read()
+        # Without a seek: the position is also the children's, who would write over the start.
+        descriptor = self._log.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def url(self, line: str = SERVING, timeout: float = _START_SECONDS) -> str:
         """The server's address, once it has printed the line that tells it; of several the last."""

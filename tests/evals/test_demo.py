@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,15 @@ def test_too_little_prose_is_refused() -> None:
 def test_events_are_the_data_lines_up_to_done() -> None:
     lines = [": heartbeat", "", 'data: {"a": 1}', "", "data: [DONE]", 'data: {"a": 2}']
     assert list(serving.events(lines)) == [{"a": 1}]
+
+
+def test_a_log_read_while_it_is_written_keeps_every_line() -> None:
+    """The program's standard output and the reader are one open file: a seek would move both."""
+    program = "for i in range(20_000): print('line', i, flush=True)"
+    with serving.ServerProcess(sys.executable, "-c", program) as server:
+        while server.process.poll() is None:
+            assert "line 0\n".startswith(server.log[:7])
+    assert server.log.splitlines() == [f"line {i}" for i in range(20_000)]
 
 
 def test_decode_speed_leaves_the_first_token_out() -> None:
