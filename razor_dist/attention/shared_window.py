@@ -15,8 +15,7 @@ from torch import Tensor
 
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence, SharedWindow
-from razor_dist.cache.slots import StreamingSlot
-from razor_dist.cache.streaming import SinksAndSums, StreamingCache
+from razor_dist.cache.streaming import SinksAndSums
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Interval
@@ -34,13 +33,14 @@ def shared_windows(
     windows: list[dict[int, list[KVPiece]]] = []
     for index, (cache, slot) in enumerate(zip(caches.streaming, sequence.streaming, strict=True)):
         rows = layout.kept[index]
-        fixed = _gather_fixed(comm, cache, slot, rows, sequence.length)
         begin = max(cache.policy.sinks, slot.start)
         whole = Interval(begin, max(begin, sequence.length))
         parts = _equal_parts(whole, comm.size)
         held = [(at, rank) for rank, at in enumerate(parts) if len(at)]
-        shared.append(SharedWindow(fixed, held))
-        both = _exchange(comm, cache, slot, rows, parts) if held else None
+        fixed = cache.sinks_and_sums(slot)
+        own = [torch.stack(cache.read(cache.rows, slot, at.begin, at.end)) for at in parts]
+        both = _exchange(comm, own, rows) if held else None
+        shared.append(SharedWindow(_gather(comm, fixed, rows, sequence.length), held))
         pieces: dict[int, list[KVPiece]] = {}
         for layer, heads in enumerate(layout.layers):
             for group in heads.groups:
@@ -56,47 +56,35 @@ def _equal_parts(whole: Interval, parts: int) -> list[Interval]:
     return [Interval(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def _exchange(
-    comm: Communicator,
-    cache: StreamingCache,
-    slot: StreamingSlot,
-    rows: Seq[list[int]],
-    parts: Seq[Interval],
-) -> Tensor:
-    """Keys and values of this rank's part, of all heads: ``[2, K, n, D]``."""
-    mine, (_, _, dim) = parts[comm.rank], cache.k.shape
+def _exchange(comm: Communicator, own: Seq[Tensor], rows: Seq[list[int]]) -> Tensor:
+    """Keys and values ``[2, K, n, D]`` of this rank's part, of all heads.
 
-    def own(at: Interval) -> Tensor:
-        return torch.stack(cache.read(cache.rows, slot, at.begin, at.end))
-
-    sends = [(rank, own(parts[rank])) for rank in comm.others]
-    receives = [(r, cache.k.new_empty(2, len(rows[r]), len(mine), dim)) for r in comm.others]
-    found = [(comm.rank, own(mine)), *receives]
+    ``own`` has those of this rank's heads, for each rank's part; ``rows`` each rank's heads.
+    """
+    mine = own[comm.rank]
+    _, _, tokens, dim = mine.shape
+    sends = [(rank, own[rank]) for rank in comm.others]
+    receives = [(rank, mine.new_empty(2, len(rows[rank]), tokens, dim)) for rank in comm.others]
     comm.exchange(sends, receives, "halo").wait()
-    whole = cache.k.new_empty(2, sum(map(len, rows)), len(mine), dim)
-    for rank, part in found:
+    whole = mine.new_empty(2, sum(map(len, rows)), tokens, dim)
+    for rank, part in [(comm.rank, mine), *receives]:
         whole[:, rows[rank]] = part
     return whole
 
 
-def _gather_fixed(
-    comm: Communicator,
-    cache: StreamingCache,
-    slot: StreamingSlot,
-    rows: Seq[list[int]],
-    length: int,
+def _gather(
+    comm: Communicator, own: SinksAndSums, rows: Seq[list[int]], length: int
 ) -> SinksAndSums:
     """Sinks and sums of all heads; zeros for a sequence without prefilled tokens."""
-    total, sinks, dim = sum(map(len, rows)), cache.policy.sinks, cache.k.shape[2]
-    k, v = cache.k.new_zeros(2, total, sinks, dim)
-    sums = cache.sums.new_zeros(2, total, dim)
+    total, (_, sinks, dim) = sum(map(len, rows)), own.k.shape
+    k, v = own.k.new_zeros(2, total, sinks, dim)
+    sums = own.sums.new_zeros(2, total, dim)
     if not length:
         return SinksAndSums(k, v, sums)
-    mine = cache.sinks_and_sums(slot)
     # float32 holds what is of another dtype exactly.
-    own = torch.cat([mine.k.float(), mine.v.float(), mine.sums.transpose(0, 1)], dim=1)
-    padded = own.new_zeros(max(map(len, rows)), *own.shape[1:])
-    padded[: len(own)] = own
+    sent = torch.cat([own.k.float(), own.v.float(), own.sums.transpose(0, 1)], dim=1)
+    padded = sent.new_zeros(max(map(len, rows)), *sent.shape[1:])
+    padded[: len(sent)] = sent
     for rank, of_rank in enumerate(comm.all_gather(padded, "sinks")):
         at = rows[rank]
         part = of_rank[: len(at)]
