@@ -15,17 +15,16 @@ from typing import Any, cast
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.methods import FULL, FULL_METHOD, Method, shape_of
 from razor_dist.evals.needle.config import GridConfig, Place
-from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot
+from razor_dist.evals.needle.documents import Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS, Preset
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here
 from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel, dropped_tokens
 from razor_dist.evals.settings import STREAMING_SETTINGS, streaming_settings
-from razor_dist.evals.texts import Haystack, Prompter, same_haystack
+from razor_dist.evals.texts import Corpus, Haystack, Prompter, same_haystack
 from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
@@ -57,8 +56,7 @@ def grid_reading(
     """Make the document at a place, and its question; the same for every method."""
     length, depth, needle = place
     spots, own = [Spot(depth, needle)], place_seed(place, seed)
-    test = NeedleTest(preset, "after", prompter, haystack)
-    [made] = test.readings(length, spots, own, document_alone=True)
+    [made] = readings(preset, "after", prompter, haystack, length, spots, own, document_alone=True)
     return made
 
 
@@ -73,7 +71,7 @@ class GridTask:
     config: ReplayConfig  # shared by all methods; one rank
     grid: GridConfig
     methods: tuple[Method, ...]
-    haystack: tuple[str, str] | None  # name and fingerprint; None where the preset makes the text
+    haystack: Corpus | None  # None where the preset makes the text
     preset: Preset = PRESET
 
     @classmethod
@@ -86,10 +84,7 @@ class GridTask:
     ) -> GridTask:
         """Settle the haystack by what is installed, and see that head maps fit the model."""
         shape_of(grid, *head_maps)
-        haystack = None
-        if preset.haystack:
-            name, paragraphs = haystack_paragraphs(grid.haystack)
-            haystack = (name, fingerprint(paragraphs))
+        haystack = Corpus.of(grid.haystack) if preset.haystack else None
         own = grid.model_dump(include=set(EngineConfig.model_fields))
         # Attention is the methods', and so are the windows and the blocks that are chosen.
         names = (*STREAMING_SETTINGS, "retrieval_share")
@@ -233,17 +228,15 @@ class Check:
         of_full, of_map = found.summary(FULL), found.summary(own.name)
         right = [cell.method for cell in found.cells if cell.score == 1]
         assert task.haystack is not None, "numbers are hidden in prose"
-        name, text = task.haystack
         begin, _ = model.prompter.around("", "", chat=False)
-        haystack = same_haystack(name, text, model.prompter.tokenizer)
+        haystack = same_haystack(*task.haystack, model.prompter.tokenizer)
         prose = [*begin, *haystack.hide(tokens - len(begin), [], self.seed)]
         figures, _ = model.measure(own, Scored(tuple(prose), tokens // 2))
         about_prose = figures.summary()
         return Verification(
             documents=of_map.cells,
             tokens=tokens,
-            haystack=name,
-            haystack_fingerprint=text,
+            **task.haystack._asdict(),
             seed=self.seed,
             dtype=model.dtype,
             settings=settings,

@@ -19,13 +19,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-import numpy as np
-
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.documents.corpus import haystack_paragraphs
 from razor_dist.evals.fidelity.config import FidelityConfig
+from razor_dist.evals.fidelity.model import Scored
 from razor_dist.evals.fidelity.task import GROUP, FidelityTask, Text
 from razor_dist.evals.grid import GridTask
 from razor_dist.evals.methods import FULL_METHOD, Method, shape_of
@@ -294,7 +293,7 @@ def texts_of(config: MapsConfig) -> tuple[Text, ...]:
         if name == "copies":
             count = config.tokens - prompt
             own, _ = repeat_passages(own, (config.tokens,), count, _first(prompt), 0)
-        texts.append(Text(name, np.array(own, "<i4").tobytes(), prompt))
+        texts.append(Text(name, Scored(tuple(own), prompt)))
     return tuple(texts)
 
 

@@ -168,8 +168,7 @@ class InProcess:
 class TracedConfig(ExternalEngineConfig):
     """Settings of a one-rank engine in this process of which every step's trace is seen."""
 
-    def open(self) -> TracedModel:
-        return TracedModel(self)
+    opens = "razor_dist.evals.one_rank:TracedModel"
 
 
 class TracedModel(InProcess):
@@ -196,8 +195,7 @@ class TracedModel(InProcess):
 class ReplayConfig(ExternalEngineConfig):
     """Settings that all methods of a grid share, of one rank in this process; frozen."""
 
-    def open(self) -> ReplayModel:
-        return ReplayModel(self)
+    opens = "razor_dist.evals.one_rank:ReplayModel"
 
 
 class ReplayModel(InProcess):

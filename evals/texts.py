@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import JOB_TEMPLATE, PromptEncoder
+from razor_dist.identify.prose import Prose
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 
@@ -25,8 +26,13 @@ _MARK = "<<document>>"
 
 
 def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
-    """Return `haystack_paragraphs`; refuse others than those with the fingerprint ``text``."""
+    """Return `haystack_paragraphs`; refuse none, or another ``text`` than of this fingerprint."""
     name, paragraphs = haystack_paragraphs(name)
+    if not paragraphs:
+        raise ConfigError(
+            f"the haystack {name} has no prose: give texts with paragraphs of at least 200 "
+            "characters"
+        )
     if text not in (None, fingerprint(paragraphs)):
         raise ConfigError(
             f"the text of the haystack {name} differs from that which the job was begun with; give "
@@ -35,23 +41,24 @@ def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
     return name, paragraphs
 
 
-class Haystack:
+class Corpus(NamedTuple):
+    """Which text needles are hidden in, as the settings of a job say it."""
+
+    haystack: str  # of `haystack_paragraphs`, settled
+    haystack_fingerprint: str
+
+    @classmethod
+    def of(cls, name: str) -> Corpus:
+        """Settle a name by what is installed; refuse a text without prose."""
+        name, paragraphs = same_paragraphs(name, None)
+        return cls(name, fingerprint(paragraphs))
+
+
+class Haystack(Prose):
     """The sentences of a corpus, over and over, to hide others among."""
 
     def __init__(self, name: str, encode: Encode, text: str | None = None) -> None:
-        name, paragraphs = same_paragraphs(name, text)
-        self._encode = encode
-        # Sentences are tokenised one by one, so that a needle between two changes neither.
-        self._sentences = [
-            encode((" " if index else "\n\n") + sentence)
-            for paragraph in paragraphs
-            for index, sentence in enumerate(sentences_of(paragraph))
-        ]
-        if not self._sentences:
-            raise ConfigError(
-                f"the haystack {name} has no prose: give texts with paragraphs of at least "
-                "200 characters"
-            )
+        super().__init__(encode, same_paragraphs(name, text)[1])
 
     def hide(self, length: int, sentences: Sequence[tuple[str, float]], seed: int) -> list[int]:
         """Hide sentences at the sentence ends nearest their depths, in percent.
@@ -59,8 +66,11 @@ class Haystack:
         ``length``, in tokens, includes them; raises `ConfigError` if they do not fit. The seed
         chooses the sentence that the document begins with.
         """
-        hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
-        filler = self._filler(length - sum(map(len, hidden)), seed)
+        hidden = [self.encode(" " + sentence) for sentence, _ in sentences]
+        room = length - sum(map(len, hidden))
+        if room < 1:
+            raise ConfigError("the document is too short for its needles")
+        filler = self.take(room, random.Random(seed), self.encode("."))
         ends = [0, *itertools.accumulate(map(len, filler))]
         wanted = [depth * ends[-1] / 100 for _, depth in sentences]
         slots = [min((abs(end - at), slot) for slot, end in enumerate(ends))[1] for at in wanted]
@@ -70,21 +80,6 @@ class Haystack:
                 ids += own if place == slot else []
             ids += sentence
         return ids
-
-    def _filler(self, length: int, seed: int) -> list[list[int]]:
-        """Return consecutive sentences of ``length`` tokens, the last cut short by a full stop."""
-        if length < 1:
-            raise ConfigError("the document is too short for its needles")
-        index = random.Random(seed).randrange(len(self._sentences))
-        filler: list[list[int]] = []
-        while length > 0:
-            sentence = self._sentences[index % len(self._sentences)]
-            if len(sentence) > length:
-                sentence = (sentence[: length - 1] + self._encode("."))[-length:]
-            filler.append(sentence)
-            length -= len(sentence)
-            index += 1
-        return filler
 
 
 def repeat_passages(

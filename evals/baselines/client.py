@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError
+from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
 from razor_dist.evals.process import Child
 from razor_dist.frontend.guard import child_environment
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
@@ -28,12 +28,10 @@ class PressLLM:
 
     It is a process of its own because kvpress replaces transformers' attention functions, and
     because attention weights of a long text (H2O) may need more memory than there is.
-
-    ``method`` is the press's name; ``eager`` says that it needs the attention weights.
     """
 
-    def __init__(self, config: ExternalEngineConfig, method: str, *, eager: bool) -> None:
-        self.config, self._method, self._eager = config, method, eager
+    def __init__(self, config: BaselineConfig) -> None:
+        self.config = config
         trust = config.trust_remote_code
         folder = resolve_model(config.model, trust_remote_code=trust)
         self._tokenizer = load_tokenizer(folder, trust_remote_code=trust)
@@ -127,11 +125,11 @@ class PressLLM:
         try:
             status, value = self._child.connection.recv()
         except (EOFError, OSError) as error:
-            code = self._child.process.wait()
+            press, code = self.config.press, self._child.process.wait()
             advice = "; the attention weights of a long text may need more memory than is"
             raise EngineError(
-                f"the process of the method {self._method} ended (code {code})"
-                + (advice if self._eager else "")
+                f"the process of the method {press} ended (code {code})"
+                + (advice if PRESSES[press].attention == "eager" else "")
             ) from error
         if status == "failed":
             raise value

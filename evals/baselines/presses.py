@@ -17,7 +17,6 @@ from razor_dist.evals.settings import refuse_attention
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
-    from razor_dist.evals.baselines.client import PressLLM
     from razor_dist.models.shape import ModelShape
 
 KVPRESS = "0.5.5"  # the release that was read and tested
@@ -48,6 +47,8 @@ PRESSES: Mapping[str, Press] = {
 class BaselineConfig(ExternalEngineConfig):
     """Settings of transformers' own model with a press; build it with `of`. Frozen."""
 
+    opens = "razor_dist.evals.baselines.client:PressLLM"
+
     press: str  # of `PRESSES`
     # Part of full attention's keys and values that it keeps; None: as many bytes as razor.
     kv_budget: float | None
@@ -67,12 +68,6 @@ class BaselineConfig(ExternalEngineConfig):
         # One rank, which holds all: what razor keeps on it is the budget.
         shared = {**engine, **own, "head_map": head_map, "world_size": 1}
         return cls(**shared, press=press, kv_budget=kv_budget)
-
-    def open(self) -> PressLLM:
-        from razor_dist.evals.baselines.client import PressLLM
-
-        eager = PRESSES[self.press].attention == "eager"
-        return PressLLM(self, self.press, eager=eager)
 
 
 class ComparingConfig(JobConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,9 +19,6 @@ from razor_dist.evals.settings import (
 )
 from razor_dist.jobs.task import ExternalEngineConfig
 
-if TYPE_CHECKING:
-    from razor_dist.evals.fidelity.model import FidelityModel
-
 _BUILT_IN: Mapping[str, Mapping[str, Any]] = {
     "razor": {},
     "no-compensation": {"compensation": False},
@@ -33,10 +30,7 @@ _BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 class FidelityEngineConfig(ExternalEngineConfig):
     """Settings that full attention and all methods share, of one rank in a process; frozen."""
 
-    def open(self) -> FidelityModel:
-        from razor_dist.evals.fidelity.model import FidelityModel
-
-        return FidelityModel(self)
+    opens = "razor_dist.evals.fidelity.model:FidelityModel"
 
 
 class FidelityConfig(JobConfig):
@@ -87,12 +81,17 @@ class FidelityConfig(JobConfig):
                 f"prompt_tokens is {self.prompt_tokens}, but of {self.tokens} tokens 2 at least "
                 "must follow the prompt"
             )
-
         if self.repeat_at:
             if list(self.repeat_at) != sorted(self.repeat_at):
                 raise ConfigError(f"repeat_at must be ascending, got {list(self.repeat_at)}")
             if self.tokens is not None:
                 raise ConfigError("tokens is the last of repeat_at; leave it out")
+            last, count = self.repeat_at[-1], self.repeat_tokens
+            if self.prompt_tokens and self.prompt_tokens > last - count:
+                raise ConfigError(
+                    f"prompt_tokens is {self.prompt_tokens}, but the prompt must end before the "
+                    f"last copy, of {count} tokens (repeat_tokens) up to {last} (repeat_at)"
+                )
         _ = self.method_settings
 
     @property

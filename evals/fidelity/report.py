@@ -174,12 +174,15 @@ def _copying(texts: Mapping[str, Sequence[Result]]) -> Iterator[str]:
 
 def _copying_row(name: str, results: Sequence[Result]) -> dict[str, str]:
     copies = [result["ranges"][-1] for result in results]
-    text = [part for r in results for part in r["ranges"] if "copied" not in part]
+    texts = [[part for part in r["ranges"] if "copied" not in part] for r in results]
+    text = list(itertools.chain.from_iterable(texts))
     low, high = interval([group for copy in copies for group in copy["copied"]])
     weights = [part["tokens"] for part in text]
-    ends = {"text": [r["ranges"][-2] for r in results], "copy": copies}
+    ends = {"text": [own[-1] for own in texts if own], "copy": copies}
     read = {
-        f"{kind}_{what}": f"{fmean(p[what] for p in parts):.1%}" if what in parts[0] else "-"
+        f"{kind}_{what}": f"{fmean(p[what] for p in parts):.1%}"
+        if parts and what in parts[0]
+        else "-"
         for kind, parts in ends.items()
         for what in ("blocks", "tiles")
     }
@@ -188,8 +191,8 @@ def _copying_row(name: str, results: Sequence[Result]) -> dict[str, str]:
         "right": f"{fmean(c['right'] for c in copies):.3f} ({low:.3f}-{high:.3f})",
         "right_full": f"{fmean(c['right_full'] for c in copies):.3f}",
         "loss": f"{fmean(c['loss'] - c['loss_full'] for c in copies):+.3f}",
-        "kl": f"{fmean((part['kl'] for part in text), weights):.4f}",
-        "same": f"{fmean((part['same'] for part in text), weights):.3f}",
+        "kl": f"{fmean((part['kl'] for part in text), weights):.4f}" if text else "-",
+        "same": f"{fmean((part['same'] for part in text), weights):.3f}" if text else "-",
     }
 
 

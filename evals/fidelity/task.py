@@ -31,18 +31,13 @@ GROUP = 32  # tokens of a copy that are counted together: those side by side are
 @dataclass(frozen=True)
 class Text:
     name: str
-    ids: bytes  # int32 token ids
-    prompt: int  # tokens that are read before the first that is compared
+    scored: Scored
     copies: tuple[range, ...] = ()  # tokens that stand in the text before
 
     @property
     def digest(self) -> str:
-        about = self.ids + self.prompt.to_bytes(8)
+        about = np.array(self.scored.ids, "<i4").tobytes() + self.scored.prompt.to_bytes(8)
         return hashlib.sha256(about).hexdigest()[:12]
-
-    @property
-    def scored(self) -> Scored:
-        return Scored(tuple(np.frombuffer(self.ids, "<i4").tolist()), self.prompt)
 
     def parts(self, count: int) -> list[tuple[int, int, bool]]:
         """Return begin and end of the positions to report on, and whether they copy.
@@ -50,15 +45,15 @@ class Text:
         Text and copies, without the tokens between them, which cannot be foreseen; or ``count``
         ranges of text.
         """
-        end = self.scored.positions.stop
-        edges = [self.prompt + (end - self.prompt) * part // count for part in range(count + 1)]
+        prompt, end = self.scored.prompt, self.scored.positions.stop
+        edges = [prompt + (end - prompt) * part // count for part in range(count + 1)]
         parts = [(*pair, False) for pair in itertools.pairwise(edges)]
         if self.copies:
-            starts = [self.prompt, *(copy.stop for copy in self.copies)]
+            starts = [prompt, *(copy.stop for copy in self.copies)]
             parts = []
             for start, copy in zip(starts, self.copies, strict=False):
                 parts += [(start, copy.start - 1, False), (copy.start, copy.stop - 1, True)]
-        return [part for part in parts if self.prompt <= part[0] < part[1]]
+        return [part for part in parts if prompt <= part[0] < part[1]]
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,8 @@ class FidelityTask:
                     raise ConfigError(f"{name}: {error}") from None
             if len(ids) < wanted:
                 raise ConfigError(f"{name} has {len(ids)} tokens, fewer than the {wanted} wanted")
-            packed = np.array(ids, "<i4").tobytes()
-            texts.append(Text(name, packed, prompt or len(ids) // 2, tuple(copies)))
+            scored = Scored(tuple(ids), prompt or len(ids) // 2)
+            texts.append(Text(name, scored, tuple(copies)))
         return cls(config, tuple(texts), methods)
 
     @property
@@ -131,7 +126,7 @@ class FidelityTask:
         return [
             Item(
                 "/".join((text.name, text.digest, method.name, method.fingerprint)),
-                len(text.ids) // 4,
+                len(text.scored.ids),
                 "shared",
                 {"text": number, "method": index},
             )
@@ -149,8 +144,8 @@ class FidelityTask:
             "text": text.name,
             "digest": text.digest,
             "fingerprint": method.fingerprint,
-            "tokens": len(text.ids) // 4,
-            "prompt_tokens": text.prompt,
+            "tokens": len(text.scored.ids),
+            "prompt_tokens": text.scored.prompt,
             "method": method.name,
             "method_settings": dict(method.settings),
             "retrieval_heads": None
@@ -166,9 +161,10 @@ class FidelityTask:
 
 
 def _about(figures: Figures, text: Text, begin: int, end: int, copies: bool) -> dict[str, Any]:
-    found = figures.summary(begin - text.prompt, end - text.prompt)
+    first, last = begin - text.scored.prompt, end - text.scored.prompt
+    found = figures.summary(first, last)
     if copies:
-        groups = figures.right[begin - text.prompt : end - text.prompt].double().split(GROUP)
+        groups = figures.right[first:last].double().split(GROUP)
         found["copied"] = [group.mean().item() for group in groups]
     return {"begin": begin, "end": end, **found}
 

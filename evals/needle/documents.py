@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
@@ -87,54 +86,49 @@ def share_out(depths: Sequence[float], needles: int, *, together: bool) -> list[
     ]
 
 
-@dataclass(frozen=True)
-class NeedleTest:
-    """A preset whose question stands somewhere, for a model, with the text around its facts.
+def readings(
+    preset: Preset,
+    query: str,
+    prompter: Prompter,
+    haystack: Haystack | None,
+    length: int,
+    spots: Sequence[Spot],
+    seed: int,
+    *,
+    document_alone: bool = False,
+) -> list[Reading]:
+    """Make one document with its questions; no haystack for a preset that makes its own text.
 
-    There is no haystack for the preset that makes its own text.
+    Asked after the document, all questions continue one prefix; else each has its own. ``length``
+    is of the document if ``document_alone``, else of the longest prompt with its answer; raises
+    `ConfigError` if the document does not hold the needles.
     """
+    if haystack is None:
+        return [_of_words(preset, prompter, length, spots, seed)]
+    layout, depths = preset.layouts[query], [spot.depth for spot in spots]
+    facts, parts = preset.draw(depths, seed), ("before", "after", "cue")
+    frames = [
+        prompter.around(*(layout.fill(part, fact) for part in parts), chat=preset.chat)
+        for fact in facts
+    ]
+    room = length
+    if not document_alone:
+        room -= preset.answer_tokens + max(len(head) + len(tail) for head, tail in frames)
+    questions = [
+        Question(spot, fact.answer, tail)
+        for spot, fact, (_, tail) in zip(spots, facts, frames, strict=True)
+    ]
 
-    preset: Preset
-    query: str
-    prompter: Prompter
-    haystack: Haystack | None
+    def document(asked: Fact | None) -> list[int]:
+        hidden = [layout.fill("hidden", f) if f is asked else f.sentence for f in facts]
+        return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)
 
-    def readings(
-        self, length: int, spots: Sequence[Spot], seed: int, *, document_alone: bool = False
-    ) -> list[Reading]:
-        """Make one document with its questions.
-
-        Asked after the document, all questions continue one prefix; else each has its own.
-        ``length`` is of the document if ``document_alone``, else of the longest prompt with its
-        answer; raises `ConfigError` if the document does not hold the needles.
-        """
-        preset, haystack = self.preset, self.haystack
-        if haystack is None:
-            return [_of_words(preset, self.prompter, length, spots, seed)]
-        layout, depths = preset.layouts[self.query], [spot.depth for spot in spots]
-        facts, parts = preset.draw(depths, seed), ("before", "after", "cue")
-        frames = [
-            self.prompter.around(*(layout.fill(part, fact) for part in parts), chat=preset.chat)
-            for fact in facts
-        ]
-        room = length
-        if not document_alone:
-            room -= preset.answer_tokens + max(len(head) + len(tail) for head, tail in frames)
-        questions = [
-            Question(spot, fact.answer, tail)
-            for spot, fact, (_, tail) in zip(spots, facts, frames, strict=True)
-        ]
-
-        def document(asked: Fact | None) -> list[int]:
-            hidden = [layout.fill("hidden", f) if f is asked else f.sentence for f in facts]
-            return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)
-
-        if self.query == "after":
-            return [Reading(frames[0][0] + document(None), questions)]
-        return [
-            Reading(head + document(fact), [question])
-            for fact, (head, _), question in zip(facts, frames, questions, strict=True)
-        ]
+    if query == "after":
+        return [Reading(frames[0][0] + document(None), questions)]
+    return [
+        Reading(head + document(fact), [question])
+        for fact, (head, _), question in zip(facts, frames, questions, strict=True)
+    ]
 
 
 def with_questions(made: Sequence[Reading]) -> list[Reading]:

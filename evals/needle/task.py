@@ -13,14 +13,13 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig, JobConfig
-from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
-from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot, share_out, with_questions
+from razor_dist.evals.needle.documents import Reading, Spot, readings, share_out, with_questions
 from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
-from razor_dist.evals.texts import Prompter, same_haystack
+from razor_dist.evals.texts import Corpus, Prompter, same_haystack
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
@@ -39,7 +38,7 @@ class NeedleTask:
 
     config: NeedleConfig
     lengths: tuple[int, ...]  # tokens of prompt and answer
-    haystack: tuple[str, str] | None  # name and fingerprint; None where the preset makes the text
+    haystack: Corpus | None  # None where the preset makes the text
 
     @classmethod
     def plan(cls, config: NeedleConfig) -> NeedleTask:
@@ -54,10 +53,8 @@ class NeedleTask:
                     f"duo_head_map is {config.duo_head_map}, made by method {found.method!r}, "
                     "not duo"
                 )
-        haystack = None
-        if config.settings.haystack:
-            name, paragraphs = haystack_paragraphs(config.haystack or config.settings.haystack)
-            haystack = (name, fingerprint(paragraphs))
+        own = config.settings.haystack
+        haystack = Corpus.of(config.haystack or own) if own else None
         return cls(config, config.lengths(most), haystack)
 
     @property
@@ -103,9 +100,9 @@ class NeedleTask:
         haystack = None
         if self.haystack is not None:
             haystack = same_haystack(*self.haystack, prompter.tokenizer)
-        test = NeedleTest(preset, self.config.query, prompter, haystack)
         number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
-        made = test.readings(length, self._documents[document], number)
+        query, spots = self.config.query, self._documents[document]
+        made = readings(preset, query, prompter, haystack, length, spots, number)
         if item.engine in PRESSES and PRESSES[item.engine].with_question:
             made = with_questions(made)
         about = {"method": item.engine, "length": length, "repeat": repeat}

@@ -28,14 +28,13 @@ from typing import Any
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.report import join, markdown
 from razor_dist.evals.serving import connect, serve
 from razor_dist.evals.sources.config import CitationsConfig
 from razor_dist.evals.sources.task import document_at, fact_at
-from razor_dist.evals.texts import Prompter, same_haystack
+from razor_dist.evals.texts import Corpus, Prompter, same_haystack
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name
 
@@ -122,8 +121,7 @@ def sent(kind: str, place: Place, text: str) -> list[Sent]:
 class CitingEngineConfig(ExternalEngineConfig):
     """Settings of a server, asked by Anthropic's client; frozen."""
 
-    def open(self) -> CitingServer:
-        return CitingServer(self)
+    opens = "razor_dist.evals.sources.citations:CitingServer"
 
 
 class CitingServer:
@@ -178,17 +176,15 @@ class CitationsTask:
     """A task of `razor_dist.jobs`; build it with `plan`."""
 
     config: CitationsConfig
-    haystack: tuple[str, str]  # name and fingerprint
+    haystack: Corpus
 
     @classmethod
     def plan(cls, config: CitationsConfig) -> CitationsTask:
-        name, paragraphs = haystack_paragraphs(config.haystack)
-        return cls(config, (name, fingerprint(paragraphs)))
+        return cls(config, Corpus.of(config.haystack))
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        name, text = self.haystack
-        about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
+        about = {**self.haystack._asdict(), "seed": self.config.seed}
         model = display_name(self.config.model)
         return {"kind": "citations", "model": model, **about, **PRESET.versions}
 

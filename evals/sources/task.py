@@ -19,7 +19,6 @@ import numpy as np
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.presets import Fact
@@ -29,7 +28,7 @@ from razor_dist.evals.suites.job import data_fingerprints, material_of
 from razor_dist.evals.suites.published import has_word
 from razor_dist.evals.suites.sample import Sample, Span
 from razor_dist.evals.suites.tasks import Score
-from razor_dist.evals.texts import Haystack, Prompter, same_haystack
+from razor_dist.evals.texts import Corpus, Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import Item
 from razor_dist.models.registry import display_name
@@ -73,22 +72,20 @@ class SourcesTask:
 
     config: SourcesConfig
     traced: TracedConfig
-    haystack: tuple[str, str]  # name and fingerprint
+    haystack: Corpus
     data: Mapping[str, str]  # fingerprint of each question task's file
 
     @classmethod
     def plan(cls, config: SourcesConfig) -> SourcesTask:
-        name, paragraphs = haystack_paragraphs(config.haystack)
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
         traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
-        data = data_fingerprints(config.files)
-        return cls(config, traced, (name, fingerprint(paragraphs)), data)
+        haystack = Corpus.of(config.haystack)
+        return cls(config, traced, haystack, data_fingerprints(config.files))
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        name, text = self.haystack
-        about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
+        about = {**self.haystack._asdict(), "seed": self.config.seed}
         data = {"data": self.data} if self.data else {}
         suites = [SUITE_OF[name] for name in self.config.task_names if name != GRID]
         # The report makes their documents again.

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.documents.corpus import sentences_of
 from razor_dist.evals.suites.config import SuiteConfig
 from razor_dist.evals.suites.sample import Sample
 from razor_dist.evals.suites.tasks import DataFile, Material
-from razor_dist.evals.texts import Prompter, same_paragraphs
+from razor_dist.evals.texts import Corpus, Prompter, same_paragraphs
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
@@ -27,20 +27,12 @@ from razor_dist.protocol.sampling_params import SamplingParams
 _last: list[tuple[tuple[object, ...], Sample]] = []
 
 
-class Conversation(NamedTuple):
-    """A message, the beginning of its answer, and the messages and answers before it."""
-
-    text: str
-    cue: str
-    earlier: tuple[tuple[str, str], ...]
-
-
 @dataclass(frozen=True)
 class SuiteTask:
     """A task of `razor_dist.jobs`; build it with `plan`."""
 
     config: SuiteConfig
-    haystack: tuple[str, str]  # name and fingerprint of the prose
+    haystack: Corpus
     data: dict[str, str]  # fingerprint of each file that a task reads
 
     @classmethod
@@ -52,13 +44,7 @@ class SuiteTask:
                 f"lengths: {longest} is beyond {config.model}, which holds {most} tokens of prompt "
                 "and answer"
             )
-        name, paragraphs = haystack_paragraphs(config.haystack)
-        if not paragraphs:
-            raise ConfigError(
-                f"the haystack {name} has no prose: give texts with paragraphs of at least 200 "
-                "characters"
-            )
-        return cls(config, (name, fingerprint(paragraphs)), data_fingerprints(config.files))
+        return cls(config, Corpus.of(config.haystack), data_fingerprints(config.files))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -71,8 +57,7 @@ class SuiteTask:
             "lengths": sorted(config.lengths),
             "samples": config.samples,
             "methods": list(config.method_settings),
-            "haystack": self.haystack[0],
-            "haystack_fingerprint": self.haystack[1],
+            **self.haystack._asdict(),
             "data": self.data,
             "seed": config.seed,
             **({"in_turns": True} if config.in_turns else {}),
@@ -124,16 +109,18 @@ class SuiteTask:
         counts = {task: self.config.count(task) for task in self.config.task_names}
         return {task: count for task, count in counts.items() if count < self.config.samples}
 
-    def conversations(self, sample: Sample) -> list[Conversation]:
+    def conversations(self, sample: Sample) -> list[tuple[str, str, tuple[tuple[str, str], ...]]]:
         """Return what asks each question of a sample.
+
+        It is a message, the beginning of its answer, and the messages and answers before it.
 
         In turns, the questions before it stand with their right answers, whatever was answered:
         one that is wrong spoils no other, and every method is asked the same.
         """
-        found, earlier = list[Conversation](), list[tuple[str, str]]()
+        found, earlier = [], list[tuple[str, str]]()
         for question in sample.questions:
             text = question.text if earlier else sample.message(question)
-            found.append(Conversation(text, question.cue, tuple(earlier)))
+            found.append((text, question.cue, tuple(earlier)))
             if self.config.in_turns:
                 earlier.append((text, question.answered))
         return found
@@ -194,8 +181,8 @@ class SuiteTask:
         }
 
 
-def material_of(haystack: tuple[str, str], files: Mapping[str, DataFile]) -> Material:
-    """Return what samples are made of: prose by name and fingerprint, questions by their files."""
+def material_of(haystack: Corpus, files: Mapping[str, DataFile]) -> Material:
+    """Return what samples are made of: prose of a corpus, questions by their files."""
     return Material(_essay(*haystack), {task: file.content for task, file in files.items()})
 
 

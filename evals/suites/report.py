@@ -81,7 +81,8 @@ class Scores:
             for number in own.keys() & full.keys():
                 document = number if self._one_document else (task, number)
                 found[document].append(own[number] - full[number])
-        return [fmean(changes) for _, changes in sorted(found.items())]
+        # Rounded: scores of thirds add up to a little beside a tie.
+        return [round(fmean(changes), 9) for _, changes in sorted(found.items())]
 
     def beside_full(self, method: str, tasks: Sequence[str], length: int) -> dict[str, Any]:
         """Return what a method changes of the tasks' scores.

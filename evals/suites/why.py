@@ -48,8 +48,7 @@ _OF_MODEL = ("device", "dtype", "weight_dtype", "rope_scaling")
 class WhyEngineConfig(ExternalEngineConfig):
     """Settings that the method and its variants share, of one rank in this process; frozen."""
 
-    def open(self) -> WhyModel:
-        return WhyModel(self)
+    opens = "razor_dist.evals.suites.why:WhyModel"
 
 
 def variants(method: Method, others: Method | None, tokens: int) -> dict[str, Method]:

@@ -37,15 +37,18 @@ class Prose:
         """Digest of the sentences' tokens."""
         return digest_of(json.dumps(self._sentences).encode())
 
-    def take(self, tokens: int, draw: random.Random) -> list[list[int]]:
+    def take(self, tokens: int, draw: random.Random, end: Sequence[int] = ()) -> list[list[int]]:
         """Take consecutive sentences of ``tokens`` tokens in all, the last one cut.
 
-        They begin at a random one; text that is too short begins again.
+        They begin at a random one; text that is too short begins again. What is cut ends with the
+        tokens ``end``.
         """
         first = draw.randrange(len(self._sentences))
         text: list[list[int]] = []
         while tokens > 0:
-            sentence = self._sentences[(first + len(text)) % len(self._sentences)][:tokens]
+            sentence = self._sentences[(first + len(text)) % len(self._sentences)]
+            if len(sentence) > tokens:
+                sentence = [*sentence[: tokens - bool(end)], *end][-tokens:]
             text.append(sentence)
             tokens -= len(sentence)
         return text

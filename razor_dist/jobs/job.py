@@ -17,15 +17,7 @@ from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, ItemUpdate, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, has_failed, json_line
-from razor_dist.jobs.task import (
-    RETRYABLE,
-    Item,
-    PartResult,
-    Task,
-    at_once,
-    job_settings,
-    measured,
-)
+from razor_dist.jobs.task import RETRYABLE, Item, PartResult, Task, job_settings
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +75,11 @@ def run_task(
     """Compute the results of a task that its folder does not hold yet, on any engines.
 
     When nothing is missing any more, the results are put into the order of the task's items.
-    A task may have a method ``extends``, as `ResultStore.open` takes it. ``pool`` is entered only
-    if anything is missing. ``on_open`` is called before any work with the folder, which may be
-    another than the one asked for; what it writes there stays however the run ends. ``on_done`` is
-    called at the end, while no other process may write to the folder. Raises `ConfigError` if the
-    folder or the items do not fit (`ResultStore.open`), and another `RazorError` if no engine can
-    be opened any more; the results so far are kept.
+    ``pool`` is entered only if anything is missing. ``on_open`` is called before any work with the
+    folder, which may be another than the one asked for; what it writes there stays however the run
+    ends. ``on_done`` is called at the end, while no other process may write to the folder. Raises
+    `ConfigError` if the folder or the items do not fit (`ResultStore.open`), and another
+    `RazorError` if no engine can be opened any more; the results so far are kept.
     """
     config = config or JobConfig()
     items = _checked(task)
@@ -108,9 +99,10 @@ def run_task(
         earlier = len(items) - len(missing)
         try:
             if missing:
-                missing = list(measured(task, missing))
+                missing = list(getattr(task, "measured", list)(missing))
+                at_once = getattr(task, "at_once", 1)
                 with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
-                    run = run_items(missing, open_engine, engines, config.attempts, at_once(task))
+                    run = run_items(missing, open_engine, engines, config.attempts, at_once)
                     # Its threads end before the pool, also where a result cannot be written.
                     with closing(run) as events:
                         _take(events, store, progress)

@@ -33,7 +33,7 @@ from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
-from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, at_once
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
 from razor_dist.llm.llm import LLM
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ class RayEngine:
         self._closed, self._busy = False, 1  # calls that have not come back
         # The bundle's resources are the rank's, where there is one.
         own = reservation.bundle if isinstance(config, ExternalEngineConfig) else {"CPU": 0}
-        self._actor = make_actor(EngineActor, self._group, 0, own, at_once(task))
+        at_once = getattr(task, "at_once", 1)
+        self._actor = make_actor(EngineActor, self._group, 0, own, at_once)
         try:
             ready = self._actor.open.remote(task, config, reservation)
             self.pids: list[int] = self._get(ready)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
+import pkgutil
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -56,13 +56,15 @@ class ExternalEngineConfig(EngineConfig):
     Its fields beside the engine's decide the results, too.
     """
 
-    @abstractmethod
+    opens: ClassVar[str]  # the class to open, "module:class", which takes these settings
+
     def open(self) -> Any:
         """Return what items get as their ``llm``, ready for use, in a process of its own.
 
         It has the methods of `razor_dist.LLM` that the task calls, ``failed``, ``close()`` and
         ``pids``, its processes.
         """
+        return pkgutil.resolve_name(self.opens)(self)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,16 @@ def work_of(result: Mapping[str, Any] | Work) -> Work:
 
 
 class Task(Protocol):
-    """A job's work. It travels to every engine by pickle, so it holds plain data only."""
+    """A job's work. It travels to every engine by pickle, so it holds plain data only.
+
+    A task may also have
+
+    - ``extends``, as `ResultStore.open` takes it;
+    - ``measured(items)``, which gets the items that are to be worked on, before any engine is
+      opened, and returns them with their true sizes;
+    - ``at_once``, how many items an engine gets at a time: so many threads call `run` at the same
+      time. Without it that is one.
+    """
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -161,7 +172,7 @@ class Task(Protocol):
         """Return all items, in the order in which the finished results list them."""
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
-        """Do one item's work while it has the engine to itself, or shares it (`at_once`).
+        """Do one item's work while it has the engine to itself, or shares it (``at_once``).
 
         Runs in a process on the node of the engine's rank 0. Whatever it leaves in ``llm`` (a
         prefix that is not released) takes room in the caches from the next item.
@@ -175,23 +186,6 @@ class Task(Protocol):
         Raises `EngineError` if the engine fails: the item is tried again, on this engine or
         another. Anything else is recorded as the item's failure, and it is not tried again.
         """
-
-
-def measured(task: Task, items: Sequence[Item]) -> Sequence[Item]:
-    """Return items with their true sizes, if the task has a method ``measured`` that tells them.
-
-    It gets the items that are to be worked on, before any engine is opened.
-    """
-    measure = getattr(task, "measured", None)
-    return items if measure is None else measure(items)
-
-
-def at_once(task: Task) -> int:
-    """Return how many items an engine gets at a time: a task's ``at_once``, 1 if it has none.
-
-    With more, threads call its `Task.run` at the same time.
-    """
-    return getattr(task, "at_once", 1)
 
 
 def job_settings(task: Task) -> dict[str, Any]:

@@ -126,16 +126,12 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
             if d.shared:
                 sizes = [part_of(d.shape.vocab_size, r, d.world_size) for r in range(others + 1)]
                 logits = others * 4 * max(end - begin for begin, end in sizes)
-                sent["tensor"] = d.sums * _reduced(d) + logits
+                # Of each rank, to sum one token's hidden state over all.
+                reduced = 2 * d.model.hidden_size * d.dtype.itemsize * others // d.world_size
+                sent["tensor"] = d.shares.sums * reduced + logits
         decode[0]["control"] = others * _INT64 * FRAME
     # Without what is zero.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])
-
-
-def _reduced(d: Deployment) -> int:
-    """Bytes that each rank sends to sum one token's hidden state over all."""
-    nbytes = d.model.hidden_size * d.dtype.itemsize
-    return int(2 * nbytes * (d.world_size - 1) // d.world_size)
 
 
 def full_attention(d: Deployment) -> Deployment:
@@ -341,7 +337,7 @@ def decode_reads(d: Deployment, context: int, sequences: int = 1) -> int:
     nbytes = sum(d.retrieval_per_layer) * least_read(d, context, _shard(d, context)) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
         nbytes += _waited_for(d, index) * heads.policy.seen(context - 1) * d.streaming_kv_bytes
-    weights = d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize
+    weights = d.weights.step_bytes - d.shares.spared * d.dtype.itemsize
     return weights + sequences * nbytes
 
 
@@ -365,7 +361,7 @@ def collectives(d: Deployment, context: int) -> int:
     if d.world_size == 1:
         return 0
     merges = sum(count > 0 for count in d.retrieval_per_layer)
-    return merges * (3 if chosen_from(d, context) else 1) + (d.sums + 1) * d.shared
+    return merges * (3 if chosen_from(d, context) else 1) + (d.shares.sums + 1) * d.shared
 
 
 def kernels(d: Deployment) -> int:
@@ -384,7 +380,7 @@ def decode_time(
         _waited_for(d, index) * heads.policy.capacity(context)
         for index, heads in enumerate(d.streaming)
     )
-    parameters = d.weights.matmul + d.weights.head - d.spared_parameters
+    parameters = d.weights.matmul + d.weights.head - d.shares.spared
     return _Load(
         matmul=sequences * (2 * parameters + 4 * d.shape.head_dim * d.shape.group * keys),
         attention=0,

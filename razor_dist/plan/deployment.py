@@ -92,12 +92,12 @@ def _has_head_map(model: str) -> bool:
     return True
 
 
-class _Shares(NamedTuple):
-    """`Deployment.spared_parameters`, `copied_bytes` and `sums`."""
+class Shares(NamedTuple):
+    """What ranks that share short steps spare and cost; all 0 where they do not."""
 
-    spared: int
-    copied: int
-    sums: int
+    spared: int  # parameters that a token does not wait for, since other ranks multiply them
+    copied: int  # bytes of a rank's part of weights that it keeps a copy of, on the rank with most
+    sums: int  # of hidden states over all ranks in a step that they share
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,6 @@ class Deployment:
         return self.sizes.kv_dtype
 
     @property
-    def streaming_dtype(self) -> torch.dtype:
-        return self.sizes.streaming_dtype
-
-    @property
     def sizes(self) -> RankSizes:
         return RankSizes(self.config, self.shape, self.layout, self.world_size, self.dtype)
 
@@ -282,25 +278,10 @@ class Deployment:
             for rank in ranks
         ]
 
-    @property
-    def spared_parameters(self) -> int:
-        """Parameters that a token does not wait for, since other ranks multiply them."""
-        return self._shares.spared
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of a rank's part of weights of which it keeps a copy, on the rank with most."""
-        return self._shares.copied
-
-    @property
-    def sums(self) -> int:
-        """Sums of hidden states over all ranks in a step that they share."""
-        return self._shares.sums
-
     @cached_property
-    def _shares(self) -> _Shares:
+    def shares(self) -> Shares:
         if not self.shared:
-            return _Shares(0, 0, 0)
+            return Shares(0, 0, 0)
         model, by_rank, copied, whole, sums = self.meta_model(), [], [], 0, 0
         for layout in self.layouts:
             with Allocations() as made:
@@ -311,7 +292,7 @@ class Deployment:
             whole, sums = tensor.whole_parameters, tensor.sums
             tensor.remove()
         spared = whole - sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
-        return _Shares(spared, max(copied), sums)
+        return Shares(spared, max(copied), sums)
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:
@@ -341,7 +322,7 @@ class Deployment:
     @property
     def streaming_kv_bytes(self) -> int:
         """The same of a streaming head."""
-        return 2 * row_bytes(self.shape.head_dim, self.streaming_dtype)
+        return 2 * row_bytes(self.shape.head_dim, self.sizes.streaming_dtype)
 
     @property
     def full_kv_bytes(self) -> int:

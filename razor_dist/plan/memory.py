@@ -244,7 +244,7 @@ class MemoryPlanner:
         self._weights = d.weights.nbytes - mapped + mapped // d.world_size
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
         self._prefixes = prefix_bytes(d.config, d.kind)
-        self._fixed = self._weights + d.copied_bytes + self._prefixes
+        self._fixed = self._weights + d.shares.copied + self._prefixes
         self._dry_run = DryRun(d, self.budget - self._fixed)
         self._activations = functools.cache(self._dry_run.activations)
         self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
@@ -262,7 +262,7 @@ class MemoryPlanner:
         """Memory without the activations, which take seconds to look up."""
         return Memory(
             weights=self._weights,
-            weight_copies=self._d.copied_bytes,
+            weight_copies=self._d.shares.copied,
             prefixes=self._prefixes,
             window_between_chunks=self._window(context),
             activations={},

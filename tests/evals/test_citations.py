@@ -12,6 +12,7 @@ import pytest
 from anthropic.types import CitationCharLocation, CitationContentBlockLocation, CitationPageLocation
 
 from razor_dist import cli
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.sources.citations import CitationsTask, exact, figures, page, sent
 from razor_dist.evals.sources.config import CitationsConfig
 
@@ -74,6 +75,12 @@ def test_what_is_asked() -> None:
     assert {item.id for item in CitationsTask(some, task.haystack).items()} == {
         name for name in ids if name.startswith("pdf") and name.endswith("needle")
     }
+
+
+def test_prose_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Too short.")
+    with pytest.raises(ConfigError, match=r"the haystack .* has no prose: give texts with"):
+        CitationsTask.plan(CitationsConfig(haystack=str(tmp_path)))
 
 
 def test_shares_are_of_what_they_say() -> None:

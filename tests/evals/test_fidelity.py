@@ -17,7 +17,7 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.fidelity import report
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
-from razor_dist.evals.fidelity.task import FidelityTask
+from razor_dist.evals.fidelity.task import FidelityTask, Text
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
@@ -202,6 +202,12 @@ def test_a_run_goes_on_with_other_methods_and_texts(
         ({"methods": ("razr",)}, "methods: unknown method 'razr'; give razor, no-compensation, "),
         ({"world_size": 2}, "world_size is 2, but eval fidelity compares in one process"),
         ({"tokens": 100, "prompt_tokens": 99}, "prompt_tokens is 99, but of 100 tokens 2"),
+        (
+            {"repeat_at": (2000,), "prompt_tokens": 3000},
+            "prompt_tokens is 3000, but the prompt must end before the last copy, of 256 tokens "
+            "(repeat_tokens) up to 2000 (repeat_at)",
+        ),
+        ({"repeat_at": (900, 2000), "prompt_tokens": 1745}, "prompt_tokens is 1745, but the "),
         ({"attention": "razor"}, "attention is what methods differ in"),
         ({"retrieval_share": 0.5}, "retrieval_share is 0.5, but full attention reads all blocks"),
         ({"methods": {"a": {"page_size": 16}}}, "methods: a: page_size is no setting of a method"),
@@ -256,6 +262,33 @@ def test_copying_is_of_methods_that_read_every_text() -> None:
     }
     page = "\n".join(report._copying(texts))
     assert "| b |" in page and "| a |" not in page
+
+
+@pytest.mark.parametrize(
+    ("prompt", "copies", "read"),
+    [
+        (1744, [range(1744, 2000)], "-"),  # nothing but a copy is compared
+        (640, [range(800, 900), range(900, 1000)], "10.0%"),
+        (640, [range(800, 900), range(1000, 1100)], "30.0%"),
+    ],
+)
+def test_copies_stand_beside_the_last_text(
+    letters: Path, prompt: int, copies: list[range], read: str
+) -> None:
+    lengths = {"repeat_at": [copy.stop for copy in copies], "repeat_tokens": len(copies[0])}
+    FidelityConfig(model=str(letters), methods=("full",), prompt_tokens=prompt, **lengths)
+    text = Text("one", Scored((0,) * copies[-1].stop, prompt), tuple(copies))
+    figures = dict.fromkeys(("kl", "same", "loss", "loss_full", "right", "right_full"), 0.5)
+    ranges: list[dict[str, Any]] = []
+    for number, (begin, end, copied) in enumerate(text.parts(6), start=1):
+        shares = dict.fromkeys(("blocks", "tiles"), number / 10)
+        part = {"begin": begin, "end": end, "tokens": end - begin, **shares, **figures}
+        ranges.append(part | ({"copied": [1.0, 1.0]} if copied else {}))
+    page = "\n".join(report._copying({"one": [{"method": "a", "ranges": ranges}]}))
+    found, by_length = (line.split(" | ") for line in page.splitlines() if line.startswith("| a |"))
+    assert found[1] == found[2] == read and found[3] == f"{len(ranges) / 10:.1%}"
+    assert found[-2:] == (["-", "- |"] if read == "-" else ["0.5000", "0.500 |"])
+    assert len(by_length) == 1 + len(ranges)
 
 
 def test_texts_that_are_refused(letters: Path, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ import torch
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
+from razor_dist.evals.baselines.client import PressLLM
+from razor_dist.evals.baselines.presses import BaselineConfig
+from razor_dist.evals.fidelity.config import FidelityEngineConfig
+from razor_dist.evals.fidelity.model import FidelityModel
 from razor_dist.evals.grid import PRESET, GridTask, grid_reading, place_seed
 from razor_dist.evals.methods import FULL_METHOD, Method
 from razor_dist.evals.needle.config import GridConfig
@@ -21,14 +25,18 @@ from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.one_rank import (
     ReplayConfig,
     ReplayModel,
+    TracedConfig,
     TracedModel,
     kept_layers,
     prefill,
     run_core,
 )
+from razor_dist.evals.sources.citations import CitingEngineConfig, CitingServer
+from razor_dist.evals.suites.why import WhyEngineConfig, WhyModel
 from razor_dist.evals.texts import Haystack, Prompter
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tiny_models import save_head_map
 from tests.tokenizer import smollm2_tokenizer
@@ -96,7 +104,7 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     torch.testing.assert_close(
         other_cache.sums[:, :, other_slot.index], cache.sums[:, :, slot.index]
     )
-    assert own.runner.kv_bytes == replayed.runner.kv_bytes
+    assert own.runner.sequences.kv_bytes == replayed.runner.sequences.kv_bytes
     assert _decode(replayed.core, question) == _decode(own.core, question)
 
 
@@ -196,3 +204,24 @@ def test_prompts_with_and_without_a_chat_template(model: ReplayModel) -> None:
     assert text.startswith(f"\n\n{fact.question}") and text.rstrip().endswith("assistant")
     with pytest.raises(ModelError, match="has no tokenizer"):
         Prompter(None)
+
+
+@pytest.mark.parametrize(
+    ("config", "opened"),
+    [
+        (BaselineConfig, PressLLM),
+        (CitingEngineConfig, CitingServer),
+        (FidelityEngineConfig, FidelityModel),
+        (ReplayConfig, ReplayModel),
+        (TracedConfig, TracedModel),
+        (WhyEngineConfig, WhyModel),
+    ],
+)
+def test_what_stands_in_an_engines_place(
+    config: type[ExternalEngineConfig], opened: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(opened, "__init__", lambda _, own: given.append(own))
+    own = config.model_construct()
+    assert type(own.open()) is opened and given == [own]
+    assert "opens" not in config.model_fields, "it decides no result"

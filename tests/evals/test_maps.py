@@ -140,7 +140,7 @@ def test_no_middle_window_holds_the_passage_that_is_repeated(letters: Path) -> N
         model=str(letters), tokens=400, window_min=40, window_ratio=None, block=8, threads=1
     )
     [copies] = [text for text in maps.texts_of(config) if text.name == "copies"]
-    ids, copy, away = copies.scored.ids, range(copies.prompt, 400), 270
+    ids, copy, away = copies.scored.ids, range(copies.scored.prompt, 400), 270
     assert ids[copy.start : copy.stop] == ids[copy.start - away : copy.stop - away]
     # With 320 tokens, which the bytes hold as well, copies would test no distance.
     assert maps.budget_of(config, maps.shape_of(config), 60, 0.5).middles == (80, 160)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.grid import place_seed
-from razor_dist.evals.methods import METHODS, named_method
-from razor_dist.evals.needle.config import Place
+from razor_dist.evals.grid import GridTask, place_seed
+from razor_dist.evals.methods import FULL_METHOD, METHODS, named_method
+from razor_dist.evals.needle.config import GridConfig, NeedleConfig, Place
 from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
 from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.needle.task import NeedleTask
+from razor_dist.evals.sources.config import SourcesConfig
+from razor_dist.evals.sources.task import SourcesTask
 from razor_dist.evals.texts import Haystack
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)
@@ -119,6 +123,21 @@ def test_folder_of_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ConfigError, match="has no prose"):
         Haystack(str(tmp_path), encode)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda haystack: GridTask.plan(GridConfig(haystack=haystack), [FULL_METHOD]),
+        lambda haystack: NeedleTask.plan(NeedleConfig(haystack=haystack)),
+        lambda haystack: SourcesTask.plan(SourcesConfig(haystack=haystack)),
+    ],
+    ids=["grid", "needle", "sources"],
+)
+def test_a_plan_wants_prose(plan: Callable[[str], Any], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Too short.")
+    with pytest.raises(ConfigError, match=r"the haystack .* has no prose: give texts with"):
+        plan(str(tmp_path))
 
 
 def test_methods_are_engine_settings() -> None:

@@ -288,7 +288,8 @@ def test_copies_beside_text(
     )
     task = FidelityTask.plan(config, [tmp_path / "text"])
     [text] = task.texts
-    assert text.copies == (range(800, 900), range(1300, 1400)) and text.prompt == RECENT + BLOCK
+    assert text.copies == (range(800, 900), range(1300, 1400))
+    assert text.scored.prompt == RECENT + BLOCK
     ids = text.scored.ids
     assert ids[800:900] == ids[128:228] and ids[1300:1400] == ids[228:328]
     # And the text goes on behind a copy where it stopped.

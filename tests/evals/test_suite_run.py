@@ -25,7 +25,7 @@ from razor_dist.evals.suites.config import (
 from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.report import Scores, report, sign_test
 from razor_dist.evals.suites.sample import Question, Sample
-from razor_dist.evals.texts import Prompter
+from razor_dist.evals.texts import Corpus, Prompter
 from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import job_settings
@@ -166,11 +166,11 @@ def test_a_folder_grows_by_more_of_its_kind(
 ) -> None:
     def settings(**given: Any) -> dict[str, Any]:
         config = GraphConfig(model=str(letters), head_map=shipped_map, **given)
-        return job_settings(SuiteTask(config, ("essays", ""), {}))
+        return job_settings(SuiteTask(config, Corpus("essays", ""), {}))
 
     shipped_map = str(shipped_head_map("smollm2"))
     own = {"samples": 2, "lengths": (1200,), "tasks": "children", "methods": ("full", "streaming")}
-    task = SuiteTask(GraphConfig(model=str(letters)), ("essays", ""), {})
+    task = SuiteTask(GraphConfig(model=str(letters)), Corpus("essays", ""), {})
     assert task.extends(settings(**own), settings(**own | changed)) is grows
     assert not task.extends({"task": {"kind": "needle"}, "engines": {}}, settings(**own))
 
@@ -181,7 +181,7 @@ def test_prompts(ask: str, letters: Path) -> None:
     sample = Sample("A story.", questions)
     for tokenizer in (smollm2_tokenizer(), load_tokenizer(letters)):
         prompter = Prompter(tokenizer)
-        task = SuiteTask(SharedConfig(ask=ask), ("essays", ""), {})
+        task = SuiteTask(SharedConfig(ask=ask), Corpus("essays", ""), {})
         first, second = task.prompts(prompter, sample)
         shown = prompter.decode(second).replace(" ", "")
         assert shown.count("Astory.") == 1 and shown.endswith("Inthe")
@@ -263,6 +263,20 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
         "Test", shared, [*results, *more], {}, {}
     )
     assert razor["score"] == 50 and full["interval"] == pytest.approx((24.85, 100), abs=0.01)
+
+
+def test_an_exact_tie_is_neither_lost_nor_gained() -> None:
+    """Two thirds of a score up and two thirds down are no tie in floating point."""
+    about = {"methods": ["full", "razor"], "tasks": ["a", "b"], "lengths": [100]}
+    scores = {"full": {"a": 0.0, "b": 1.0}, "razor": {"a": 2 / 3, "b": 1 / 3}}
+    results = [
+        {"method": method, "task": task, "length": 100, "number": 0, "score": score}
+        for method, own in scores.items()
+        for task, score in own.items()
+    ]
+    assert 100 * (2 / 3) + (100 * (1 / 3) - 100) != 0
+    found = Scores(about | {"one_document": True}, results).beside_full("razor", ["a", "b"], 100)
+    assert (found["compared"], found["lost"], found["gained"], found["p"]) == (1, 0, 0, 1)
 
 
 def test_losses_where_few_samples_score_are_seen() -> None:

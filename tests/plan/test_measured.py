@@ -87,7 +87,7 @@ def measure(
 
     comm.bytes_sent.clear()
     step(StepPlan(Op.OPEN, 0, end=prompt, total=prompt + STEPS))
-    used, activations = runner.kv_bytes, []
+    used, activations = runner.sequences.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
         allocations, before = Allocations(), runner.sequences[0].prefill
@@ -212,8 +212,8 @@ def test_copies_of_weights_are_those_of_tensor_parallel_decode(family: str, tiny
             tensor = TensorParallel(model, shape, layout, Communicator(None))
         copied.append(made.live)
         tensor.remove()
-    assert d.shared and d.copied_bytes == max(copied) > 0
-    assert d.sums == tensor.sums == 2 * d.shape.layers
+    assert d.shared and d.shares.copied == max(copied) > 0
+    assert d.shares.sums == tensor.sums == 2 * d.shape.layers
 
 
 def test_shared_experts_are_summed_beside_the_others(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_shared_experts_are_summed_beside_the_others(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)  # fmt: skip
     config = build_config(EngineConfig, model=str(tmp_path), world_size=2, decode="tensor")
     d = Deployment.of(config, "cpu", 0.5)
-    assert d.shared and d.sums == 2 + 3 + 3  # the first layer is dense
+    assert d.shared and d.shares.sums == 2 + 3 + 3  # the first layer is dense
 
 
 def test_parameters_are_those_of_the_loaded_model(tiny: Tiny) -> None:

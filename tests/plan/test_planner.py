@@ -91,7 +91,7 @@ def test_decode_in_tensor_mode() -> None:
     assert 1.6 < replicated.seconds / found.decode_time.seconds < 1.8
     # A rank's rows of gate and up lie apart in one matrix; those of its heads may, too.
     copies = found.memory.weight_copies
-    assert copies == found.deployment.copied_bytes
+    assert copies == found.deployment.shares.copied
     assert 2 * 40 * 4096 * 2 * 107 * 16 < copies < 1.8e9
     # 112 streaming heads, 14 on every rank.
     slot = 14 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
@@ -198,9 +198,9 @@ def test_a_token_waits_for_the_rank_with_most_of_its_experts(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(model=str(tiny("qwen3_moe")), decode="tensor", world_size=4)
-    spared = Deployment.of(config, "cpu", 0.5).spared_parameters
+    spared = Deployment.of(config, "cpu", 0.5).shares.spared
     monkeypatch.setattr(tensor_parallel, "expected_most", lambda *_: 1.0)  # the fewest
-    most = Deployment.of(config, "cpu", 0.5).spared_parameters
+    most = Deployment.of(config, "cpu", 0.5).shares.spared
     mean = expected_most((2, 2, 2, 2), 3)
     assert 1.4 < mean < 1.5 and most - spared == 2 * round((mean - 1) * 3 * 64 * 32)
 
