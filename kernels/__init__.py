@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from types import ModuleType
 
 import torch
@@ -144,21 +143,16 @@ def _attend_converted(
 
 
 def compensate(
-    q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, *, scale: float
+    q: Tensor, k_mean: Tensor, v_mean: Tensor, count: Tensor, *, scale: float
 ) -> Partial:
     """Attention to one compensation token: a segment of ``count`` identical keys.
 
     RazorAttention's equation 5: the token has weight ``count * exp(scale * q . k_mean)``, so its
     ``lse`` is ``scale * q . k_mean + log(count)`` and its ``out`` is ``v_mean``.
 
-    ``q`` is ``[K, G, T, D]``; ``k_mean`` and ``v_mean``, float32 ``[K, D]``, are the means of the
-    dropped keys and values. Where queries differ in what was dropped, they are ``[K, T, D]``, and
-    ``count`` is a tensor ``[T]``; a query with a count of 0 sees nothing.
+    ``q`` is ``[K, G, T, D]``; ``k_mean`` and ``v_mean``, float32 ``[K, T, D]``, are the means of
+    the keys and values that were dropped for each query, and ``count``, ``[T]``, is how many they
+    were; a query with a count of 0 sees nothing. All queries may share one: T is 1 then.
     """
-    if isinstance(count, Tensor):
-        scores = torch.linalg.vecdot(q.float(), k_mean.unsqueeze(1)) * scale + count.log()
-        v_mean = v_mean.unsqueeze(1)
-    else:
-        scores = (q.float() @ k_mean[:, None, :, None]).squeeze(-1) * scale + math.log(count)
-        v_mean = v_mean[:, None, None]
-    return Partial(v_mean.expand(*q.shape[:-1], v_mean.shape[-1]), scores)
+    scores = torch.linalg.vecdot(q.float(), k_mean.unsqueeze(1)) * scale + count.log()
+    return Partial(v_mean.unsqueeze(1).expand(*q.shape[:-1], v_mean.shape[-1]), scores)

@@ -84,7 +84,7 @@ def attend_at_places(
     that the result merges with any other segment's.
     """
     partials = []
-    for begin, positions in _blocks(places.queries):
+    for begin, positions in blocks(places.queries, BLOCK):
         end = begin + len(positions)
         seen = [(slice(0, k.shape[1]), False)]
         if causal:
@@ -103,12 +103,18 @@ def attend_at_places(
     return joined(partials)
 
 
-def _blocks(queries: Sequence[range]) -> Iterator[tuple[int, range]]:
-    """Yield blocks of queries: the index of the first one, and their positions."""
+def blocks(queries: Sequence[range], length: int) -> Iterator[tuple[int, range]]:
+    """Cut runs of queries at the multiples of a length.
+
+    Yields the index of each block's first query, and the positions of all.
+    """
     done = 0
     for run in queries:
-        for begin in range(0, len(run), BLOCK):
-            yield done + begin, run[begin : begin + BLOCK]
+        begin = run.start
+        while begin < run.stop:
+            end = min(run.stop, (begin // length + 1) * length)
+            yield done + begin - run.start, range(begin, end)
+            begin = end
         done += len(run)
 
 

@@ -66,12 +66,6 @@ def compile_ahead() -> None:
         threading.Thread(target=compile_quietly, daemon=True).start()
 
 
-def new_tape() -> Any:
-    """Return an empty ``Tape`` of ``cpu/tape.h``; there must be `operations`."""
-    assert operations() is not None
-    return torch.classes.razor_dist_cpu.Tape()
-
-
 def _library() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "razor_dist" / f"cpu-{_key()}.so"

@@ -185,7 +185,7 @@ def _see_window(query: Query, windows: Windows, t: int) -> Partial:
             # It stands in the middle of the tokens that it stands for, or in the first chunk.
             away = query.q.new_tensor([(first + sinks - 1) / 2 - position], dtype=torch.float32)
             one = query.seen_by(0, range(position, position + 1))
-            k, v = windows.k[:, begin].float(), windows.v[:, begin].float()
-            yield one.compensate(k, v, first - sinks, away)
+            k, v = (x[:, begin : begin + 1].float() for x in (windows.k, windows.v))
+            yield one.compensate(k, v, torch.full_like(away, first - sinks), away)
 
     return merge(parts())

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels import attend
-from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.alibi import Places, blocks
 from razor_dist.kernels.fused import turn
 from razor_dist.kernels.partial import Partial, empty_partial, joined, merge
 from razor_dist.kernels.quantized import KeysOrValues
@@ -89,7 +89,7 @@ def attend_in_chunks(
         return empty_partial(q)
     runs = list(_key_runs(places.keys, dual.length))
     partials = []
-    for begin, at in _blocks(places, dual.length):
+    for begin, at in blocks(places.queries, dual.length):
         end, chunk = begin + len(at), at.start // dual.length
         seen = begin if causal else k.shape[1]
         parts = [(slice(run.start, min(run.stop, seen)), m, False) for run, m in runs]
@@ -106,18 +106,6 @@ def attend_in_chunks(
             found.append(attend(turned[away], k[:, span], v[:, span], scale=scale, causal=own))
         partials.append(merge(found) if found else empty_partial(q[:, :, begin:end]))
     return joined(partials)
-
-
-def _blocks(places: Places, length: int) -> Iterator[tuple[int, range]]:
-    """Yield runs of queries within one chunk: the index of the first one, and their positions."""
-    done = 0
-    for run in places.queries:
-        begin = run.start
-        while begin < run.stop:
-            end = min(run.stop, (begin // length + 1) * length)
-            yield done + begin - run.start, range(begin, end)
-            begin = end
-        done += len(run)
 
 
 def _key_runs(keys: Tensor, length: int) -> Iterator[tuple[slice, int]]:

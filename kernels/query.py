@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
 
-from razor_dist.kernels import (
-    attend,
-    attend_windows,
-    compensate,
-    empty_partial,
-    joined,
-    merge,
-    takes_windows,
-)
+from razor_dist.kernels import attend, attend_windows, compensate, empty_partial, takes_windows
 from razor_dist.kernels.alibi import (
     Distance,
     Places,
@@ -28,14 +18,6 @@ from razor_dist.kernels.decode import Rotation
 from razor_dist.kernels.dual_chunk import DualChunk, attend_in_chunks
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import KeysOrValues, unpacked
-
-
-class Keys(NamedTuple):
-    """One segment that all queries of a sequence see alike: `Query.attend`'s arguments."""
-
-    k: KeysOrValues  # [K, S, D]
-    v: KeysOrValues
-    where: Places | Distance | None = None
 
 
 class Query(NamedTuple):
@@ -108,9 +90,6 @@ class Query(NamedTuple):
             return attend_at_distance(*both, where, scale=self.scale, causal=causal)
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
 
-    def _attend_keys(self, keys: Keys) -> Partial:
-        return self.attend(keys.k, keys.v, where=keys.where)
-
     def takes_windows(self, k: KeysOrValues) -> bool:
         return not self.by_distance and takes_windows(self.q, k)
 
@@ -118,22 +97,8 @@ class Query(NamedTuple):
         """See `razor_dist.kernels.attend_windows`."""
         return attend_windows(self.q, k, v, first, scale=self.scale)
 
-    def attend_each(self, sequences: Sequence[tuple[slice, Iterable[Keys]]]) -> Partial:
-        """Attention of several sequences' queries, each to its own segments, in float32.
-
-        A sequence is its queries, as a slice of the tokens, and its segments. The results are in
-        the order of the sequences.
-        """
-        found = []
-        for at, segments in sequences:
-            query = self.tokens(at)
-            parts = map(query._attend_keys, segments)
-            first = next(parts, None)
-            found.append(empty_partial(query.q) if first is None else merge(chain([first], parts)))
-        return joined(found)
-
     def compensate(
-        self, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, away: Tensor | None = None
+        self, k_mean: Tensor, v_mean: Tensor, count: Tensor, away: Tensor | None = None
     ) -> Partial:
         """Attention to a compensation token: see `razor_dist.kernels.compensate`.
 

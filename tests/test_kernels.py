@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.kernels import (
-    BACKENDS,
     HIDDEN,
     Partial,
     attend,
@@ -130,7 +129,7 @@ def test_merge_of_nothing_is_nothing_and_huge_scores_do_not_overflow(
 def test_compensation_token_is_that_many_equal_keys() -> None:
     q, k, v = draw(2, 3, 4, 1)
     count = 17
-    got = compensate(q, k[:, 0], v[:, 0], count, scale=0.4)
+    got = compensate(q, k, v, torch.tensor([count]), scale=0.4)
     want = attend(q, k.repeat(1, count, 1), v.repeat(1, count, 1), scale=0.4, backend="reference")
     torch.testing.assert_close(got.out, want.out, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-5, rtol=1e-6)
@@ -219,10 +218,6 @@ def test_merges_on_cuda_are_the_whole(dtype: torch.dtype) -> None:
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for got in (merge(parts), merge(parts[::-1]), stacked):
         assert_close(got, want, atol=tolerance, rtol=tolerance)
-
-
-def test_backends_are_listed_in_order_of_preference() -> None:
-    assert BACKENDS == ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, INT8, INT4])

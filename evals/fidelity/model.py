@@ -198,7 +198,7 @@ class FidelityModel(ReplayModel):
         on_begin()
         core, runner, count = engine.core, engine.runner, len(text.positions)
         # What the prompt's own streaming caches hold: those of what continues it are copies.
-        before = runner.kv_bytes - runner.caches.pages.used_bytes
+        before = runner.sequences.kv_bytes - runner.caches.pages.used_bytes
         rest = list(text.ids[text.prompt : text.positions.stop])
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
         if one_by_one:
@@ -210,7 +210,7 @@ class FidelityModel(ReplayModel):
                 if isinstance(message, Failed):
                     raise message.exception
                 if isinstance(message, Token) and message.finish is None:
-                    kv_bytes = runner.kv_bytes - before
+                    kv_bytes = runner.sequences.kv_bytes - before
         except BaseException:
             self._read = None  # it may be full attention's engine, with its work half done
             raise

@@ -10,7 +10,6 @@ tokens that it would own had they been decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import torch
@@ -21,10 +20,11 @@ from razor_dist.attention.step import ReplicatedTokens
 from razor_dist.attention.streaming_prefill import StreamingChunk
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads
-from razor_dist.kernels import Partial, merge
+from razor_dist.kernels import Partial, joined, merge
 from razor_dist.kernels.alibi import Places
-from razor_dist.kernels.query import Keys, Query
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.earlier import Earlier
 from razor_dist.parallel.gather import merged_over_ranks
 
 
@@ -100,11 +100,8 @@ class ReplicatedContext:
         continuing = [prompt for prompt in self._prompts if prompt.chunk.begin]
         if not continuing:
             return torch.cat([partial.out.float() for partial in own], dim=2)
-        segments = (self._before(prompt, rows, query.by_distance) for prompt in continuing)
-        before = merged_over_ranks(
-            self._comm,
-            query.attend_each([(p.at, of) for p, of in zip(continuing, segments, strict=True)]),
-        )
+        found = [self._before(p, query.tokens(p.at), rows) for p in continuing]
+        before = merged_over_ranks(self._comm, joined(found))
         outs, first = [], 0
         for prompt, partial in zip(self._prompts, own, strict=True):
             if prompt.chunk.begin:
@@ -125,15 +122,14 @@ class ReplicatedContext:
         assert choice is not None
         return attend_together(self._comm, choice, query, readers)
 
-    def _before(self, prompt: ReplicatedTokens, rows: slice, by_distance: bool) -> Iterator[Keys]:
-        """Yield what this rank holds of the tokens before a prompt's."""
-        pages = self._caches.pages
-        for span, (k, v) in zip(prompt.seen, pages.segments(rows, prompt.seen), strict=True):
-            where = None
-            if by_distance:
-                assert pages.positions is not None
-                where = Places(prompt.chunk.ranges(0), pages.positions[span])
-            yield Keys(k, v, where)
+    def _before(self, prompt: ReplicatedTokens, query: Query, rows: slice) -> Partial:
+        """Attention of a prompt's tokens to what this rank holds of those before them."""
+        pages, positions = self._caches.pages, list[Tensor]()
+        if query.by_distance and prompt.seen:
+            assert pages.positions is not None
+            positions = [torch.cat([pages.positions[span] for span in prompt.seen])]
+        earlier = Earlier(pages.segments(rows, prompt.seen), [], positions)
+        return earlier.seen_by(query, prompt.chunk.ranges(0), 0)
 
 
 def _own(prompt: ReplicatedTokens, query: Query, k: Tensor, v: Tensor) -> Partial:

@@ -8,7 +8,6 @@ sequence, for any number of ranks. Steps without a request for sources skip this
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -139,17 +138,12 @@ class SourceTracer:
 
     def gather(self) -> list[Sources]:
         """Return, on rank 0, each token's sources; all ranks must call it, after the pass."""
-        rows = [
-            _positions(token.runs, indices.flatten().tolist())
-            for token, indices in zip(self._tokens, self._indices.cpu(), strict=True)
+        positions = [
+            token.places[at] if len(token.places) else torch.zeros_like(at)
+            for token, at in zip(self._tokens, self._indices, strict=True)
         ]
-        positions = torch.tensor(rows, dtype=torch.float64).view(self._indices.shape)
         # They are exact in float64.
-        parts = [
-            self._scores.double(),
-            positions.to(self._lse.device),
-            self._lse.double()[..., None],
-        ]
+        parts = [x.double() for x in (self._scores, torch.stack(positions), self._lse[..., None])]
         every = self._comm.all_gather(torch.cat(parts, dim=-1), "sources").cpu()
         if self._comm.rank:
             return []
@@ -184,12 +178,3 @@ def scores_of(q: Tensor, keys: KeysOrValues) -> Tensor:
 
     begins = range(0, max(1, keys.shape[1]), _WIDENED)
     return torch.cat([score(keys[:, at : at + _WIDENED]) for at in begins])
-
-
-def _positions(shard: tuple[list[range], list[int]], indices: Seq[int]) -> list[int]:
-    """Positions of tokens of this rank's shard, by their indices in it: `SourceToken.runs`."""
-    runs, begins = shard
-    if not runs:
-        return [0] * len(indices)
-    at = [bisect.bisect_right(begins, index, hi=len(runs)) - 1 for index in indices]
-    return [runs[run][index - begins[run]] for run, index in zip(at, indices, strict=True)]

@@ -226,8 +226,7 @@ class SourceToken:
     index: int  # among the tokens of the pass
     position: int
     spans: list[Span]  # slots of this rank's shard, the new token's included
-    # Positions of this rank's shard, and how many of its tokens are before each run.
-    runs: tuple[list[range], list[int]]
+    places: Tensor  # int64 [S], the positions of this rank's shard
 
 
 @dataclass(frozen=True)

@@ -46,35 +46,22 @@ class PageTable:
     pages: list[int] = field(default_factory=list)  # in the order in which tokens fill them
     tokens: int = 0  # stored so far; their order does not matter: keys are stored rotated
     cached: bool = False  # not in use: it may be evicted
-    _found: tuple[list[int], list[tuple[int, int, int]]] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
-    _numbers: tuple[list[int], npt.NDArray[np.int64]] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
 
-    @property
+    @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
         """Runs of consecutive pages: index in the table and number of the first, and how many.
 
         Found once: every decode step asks, and a million tokens have thousands of pages on a rank.
         """
-        if self._found is None or self._found[0] is not self.pages:
-            runs: list[tuple[int, int, int]] = []
-            for index, page in enumerate(self.pages):
-                if runs and page == runs[-1][1] + runs[-1][2]:
-                    runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-                else:
-                    runs.append((index, page, 1))
-            self._found = (self.pages, runs)
-        return self._found[1]
+        begins = np.flatnonzero(np.diff(self.numbers, prepend=-2) != 1)
+        counts = np.diff(begins, append=len(self.pages))
+        found = begins.tolist(), self.numbers[begins].tolist(), counts.tolist()
+        return list(zip(*found, strict=True))
 
-    @property
+    @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
         """The pages as int64 ``[n]``, made once: rank 0 asks for those of hundreds of sequences."""
-        if self._numbers is None or self._numbers[0] is not self.pages:
-            self._numbers = (self.pages, np.asarray(self.pages, np.int64))
-        return self._numbers[1]
+        return np.asarray(self.pages, np.int64)
 
 
 def held_by(tables: Iterable[PageTable], num_pages: int) -> npt.NDArray[np.bool_]:
@@ -205,6 +192,8 @@ class PagePool:
         if not table.cached:
             self._users[pages] -= 1
         table.pages = table.pages[:kept]
+        for made in ("runs", "numbers"):
+            table.__dict__.pop(made, None)
 
     def cache(self, table: PageTable) -> None:
         """Mark a sequence as cached: not in use. Pages that it has not filled become free."""

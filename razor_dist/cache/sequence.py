@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -64,7 +63,6 @@ class Sequence:
     # Added to positions wherever the model gets them (`razor_dist.models.longrope`).
     position_mark: int = 0
     prefill: ChunkedPrefill | None = None  # until the last chunk of its prompt
-    _runs: tuple[list[range], list[int]] | None = field(default=None, init=False, repr=False)
     _shard: Shard | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,20 +75,14 @@ class Sequence:
         self.length += sum(sizes)
         assert self.length <= self.total and self.table.tokens == self.shard_tokens[rank]
 
-    def runs(self, rank: int) -> tuple[list[range], list[int]]:
-        """Positions of this rank's shard, up to `total`, and the tokens before each run of them.
+    def shard(self, rank: int, device: torch.device) -> Shard:
+        """This rank's shard, up to `total`.
 
         Found once, when prefill is over: an answer's tokens are stored by position.
         """
-        if self._runs is None:
-            runs = shard_positions(self.chunks, self.total, rank, len(self.shard_tokens))
-            self._runs = runs, list(itertools.accumulate(map(len, runs), initial=0))
-        return self._runs
-
-    def shard(self, rank: int, device: torch.device) -> Shard:
-        """This rank's shard up to `total`, found once as `runs` is."""
         if self._shard is None:
-            self._shard = Shard.of(self.runs(rank)[0], self.total, device)
+            runs = shard_positions(self.chunks, self.total, rank, len(self.shard_tokens))
+            self._shard = Shard.of(runs, self.total, device)
         return self._shard
 
     def end_answer(self) -> None:

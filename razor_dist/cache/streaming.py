@@ -121,19 +121,12 @@ class StreamingCache:
         slot.cached = True
         if self.arena.kept_total(total, length) == total:
             return
-        old, begin = replace(slot), slot.tail_begin
+        old = replace(slot)
         slot.capacity, slot.tail_capacity = self._pool.capacities(length)
         if length <= slot.capacity and slot.start <= self.policy.sinks:
             return  # each token has its place already
-        window = max(slot.ring_begin, self.policy.sinks)
-        slot.tail_begin = max(begin, window - slot.tail_capacity)
-        at = self.indices(slot, window, length)
-        for row in range(self.rows.stop):  # one by one: a copy of them is small
-            rows = slice(row, row + 1)
-            in_ring = self.read(rows, old, window, length)
-            in_tail = self.read(rows, old, slot.tail_begin, window)
-            self.write(rows, slot, at, *in_ring)
-            self.put_tail(rows, slot, slot.tail_begin, window, *in_tail)
+        for rows in self.batches(length):
+            self.restore(slot, rows, self.state(old, rows, length))
 
     def fork(
         self, slot: StreamingSlot, length: int, total: int, *, instead: bool = False

@@ -60,7 +60,7 @@ class Admission:
         stays_beside: Callable[[Request, Ints], bool],
     ) -> None:
         self.cache, self.world_size, self._prefill_policy = cache, world_size, prefill_policy
-        self.room = Room(cache, world_size, prefill_policy.cost, share=share)
+        self.room = Room(cache, world_size, prefill_policy.cost.work, share=share)
         self.accounts = self.room.accounts
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)

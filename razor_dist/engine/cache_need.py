@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 
@@ -43,25 +45,22 @@ class CacheNeed:
         """Lower ``max_tokens`` to the most that there is room for, if that is enough."""
         least = max(1, request.params.min_tokens)
         for beside, fewest in (((), least), (pinned, max(least, _LEAST_ANSWER))):
-            low, high = min(fewest, request.max_tokens), request.max_tokens
-            if self._has_room(request, high, beside):
-                continue
-            if not self._has_room(request, low, beside):
-                request.max_tokens = high
+            most = request.max_tokens
+            counts = range(min(fewest, most), most + 1)
+            full = partial(self._is_full, request, beside)
+            fitting = bisect.bisect_left(counts, True, key=full)
+            request.max_tokens = counts[fitting - 1] if fitting else most
+            if not fitting:
                 return
-            while high - low > 1:
-                middle = (low + high) // 2
-                fits = self._has_room(request, middle, beside)
-                low, high = (middle, high) if fits else (low, middle)
-            request.max_tokens = low
 
-    def _has_room(self, request: Request, max_tokens: int, pinned: Seq[Request]) -> bool:
+    def _is_full(self, request: Request, pinned: Seq[Request], max_tokens: int) -> bool:
+        """True if there is no room for so many tokens of an answer."""
         request.max_tokens = max_tokens
         try:
             self.check(request, pinned)
         except RequestError:
-            return False
-        return True
+            return True
+        return False
 
     def check(self, request: Request, pinned: Seq[Request]) -> None:
         """Refuse a request that is too large even for empty caches, or would wait for ever.
@@ -90,11 +89,12 @@ class CacheNeed:
             )
         held = self._lasting(pinned)
         over = self._exceeded(held + own)
-        most, remedy = self._cache.max_sequences, ""
+        most, of_all, remedy = self._cache.max_sequences, "engine's {} sequences", ""
         if self._cache.max_cached:  # pinned prefixes do not take those of answers
             most, sequences = self._cache.max_pinned, int(request.pinned)
+            of_all = "{} prefixes that the engine keeps pinned"
         if sequences and len(pinned) + sequences > most:
-            held_text = f"{len(pinned)} of the engine's {most} sequences"
+            held_text = f"{len(pinned)} of the {of_all.format(most)}"
             setting = "a larger max_num_seqs"
         elif over is not None:
             unit, what, setting = self._resource(over[0])

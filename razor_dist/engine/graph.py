@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,45 +53,37 @@ _COMPARED = 2
 _SUMS_DIFFER = 2.0**-16
 
 
-class Recorder(Protocol):
-    """Records steps: `CudaRecorder`, or `razor_dist.engine.tape.Tape` on CPU."""
-
-    most_sequences: int  # of a step that is recorded
-    most_alike: int  # tokens of a step whose results do not depend on how many there are
-    pad: int  # lengths are padded to a multiple of at least this, in tokens
-
-    def rows(self, sequences: int) -> int:
-        """The number of sequences that the recording of a step is for."""
-
-    def warm_up(self, step: Step) -> None:
-        """Run the step as when it is recorded, but at once."""
-
-    def record(self, step: Step) -> Step:
-        """Record the step without running it; return what replays it and gives its results."""
-
-
 class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory."""
 
-    most_sequences = most_alike = 1 << 30
-    pad = 1024  # tokens; padding by less than this costs next to nothing
+    most_sequences = 1 << 30  # of a step that is recorded
+    most_alike = 1 << 30  # tokens of a step whose results do not depend on how many there are
+    # Lengths are padded to a multiple of at least this, in tokens: by less costs next to nothing.
+    pad = 1024
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def rows(self, sequences: int) -> int:
-        """See `batch_bucket`: a recording takes long, and rows that no sequence has little."""
+        """The number of sequences that the recording of a step is for: see `batch_bucket`.
+
+        A recording takes long, and rows that no sequence has little.
+        """
         return batch_bucket(sequences)
 
     def warm_up(self, step: Step) -> None:
-        """See `Recorder`: loads kernels and makes workspaces, which a capture cannot."""
+        """Run the step as when it is recorded, but at once.
+
+        It loads kernels and makes workspaces, which a capture cannot.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             step()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, step: Step) -> Step:
+        """Record the step without running it; return what replays it and gives its results."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # thread_local: NCCL's watchdog thread queries events, which would break a global capture.
         capture = torch.cuda.graph(
@@ -119,6 +111,10 @@ class CudaRecorder:
             return tuple(result.clone() for result in results)
 
         return replay
+
+
+# What records steps: into graphs, or on CPU on a tape.
+Recorder = CudaRecorder | Tape
 
 
 def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) -> Recorder | None:

@@ -199,7 +199,8 @@ class Preparation:
                 stored += owner_of(position, self._comm.size) == rank
                 if entry.sources:
                     spans = self._caches.pages.spans(sequence.table, 0, stored)
-                    of = entry.sequence, index, position, spans, sequence.runs(rank)
+                    places = sequence.shard(rank, self._device).places
+                    of = entry.sequence, index, position, spans, places
                     found.append(SourceToken(*of))
                 index += 1
         return found

@@ -278,11 +278,6 @@ class ModelRunner:
         logits = output.logits[0].float()
         return logits if tensor is None else tensor.gather_logits(logits)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values that sequences in use hold on this rank now."""
-        return self.sequences.kv_bytes
-
     def _stats(self) -> Tensor | None:
         """Every rank's `RankStats.row`, int64 ``[P, n]``."""
         row = RankStats.now(self.comm, self.caches, self.sequences).row

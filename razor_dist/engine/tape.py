@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
-from razor_dist.kernels.compiled import new_tape
 from razor_dist.kernels.linear import ALIKE
 from razor_dist.parallel.comm import Communicator
 
@@ -199,7 +198,7 @@ def _compiled(calls: Sequence[_Operation | Call]) -> list[Call]:
         if not noted:
             found += cast("Iterator[Call]", run)
             continue
-        tape = new_tape()
+        tape = torch.classes.razor_dist_cpu.Tape()  # of kernels/cpu/tape.h
         for operation in cast("Iterator[_Operation]", run):
             tape.note(True)
             try:

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed, press_slopes
 
@@ -53,17 +52,6 @@ class BaichuanConfig(PretrainedConfig):
         return self.z_loss_weight is not None or self.vocab_size == _VOCAB_2
 
 
-class _Norm(nn.Module):
-    def __init__(self, config: BaichuanConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.hidden_size))
-        self.epsilon = config.rms_norm_eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=self.epsilon)
-        return self.weight * normed.to(self.weight.dtype)
-
-
 class _Attention(nn.Module):
     def __init__(self, config: BaichuanConfig, layer: int) -> None:
         super().__init__()
@@ -84,8 +72,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.self_attn = _Attention(config, index)
         self.mlp: nn.Module = MistralMLP(config)
-        self.input_layernorm = _Norm(config)
-        self.post_attention_layernorm = _Norm(config)
+        self.input_layernorm = MistralRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = MistralRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, biased: Biased) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), biased)
@@ -103,7 +91,7 @@ class _Body(_PreTrained):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = _Norm(config)
+        self.norm = MistralRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
     def forward(self, input_ids: Tensor, biased: Biased) -> Tensor:

@@ -37,18 +37,24 @@ class Process(NamedTuple):
 
 
 def own_files(nbytes: int, files: contextlib.ExitStack) -> tuple[Process | None, int]:
-    """Make this rank's pipe, and a segment if it has bytes; the caller closes ``files``."""
+    """Make this rank's pipe, and a segment if it has bytes; the caller closes ``files``.
+
+    Where they cannot be made, the process is None.
+    """
     works = sys.platform == "linux" and platform.machine() == "x86_64"
     if not works or not hasattr(os, "pidfd_open"):
         return None, -1
-    reading, writing = os.pipe2(os.O_CLOEXEC)
     segment = -1
-    if nbytes:
-        segment = os.memfd_create("razor_dist")
-        files.callback(os.close, segment)
-        os.ftruncate(segment, nbytes)
-    for fd in (reading, writing):
-        files.callback(os.close, fd)
+    try:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        for fd in (reading, writing):
+            files.callback(os.close, fd)
+        if nbytes:
+            segment = os.memfd_create("razor_dist")
+            files.callback(os.close, segment)
+            os.ftruncate(segment, nbytes)
+    except OSError:  # such as a limit on the size of files
+        return None, -1
     return Process(os.getpid(), writing, segment), reading
 
 

@@ -179,12 +179,6 @@ class ShardedWeights:
             for param in self._body.parameters():
                 _count_gathers(param, note)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of weights that this rank holds now: its shares, and what is gathered."""
-        params: list[Any] = list(self._body.parameters())
-        return sum(p.ds_tensor.nbytes + p.data.nbytes for p in params)
-
     def _config(self, prefetch: int) -> dict[str, Any]:
         zero: dict[str, Any] = {
             "stage": 3,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,14 +22,8 @@ from razor_dist.prefix.manifest import Names, Tokens
 Tier = Literal["device", "host", "disk"]
 # A cache salt, and the mark of positions (`razor_dist.models.longrope`).
 Namespace = tuple[str | None, int]
-
-
-class PrefillCost(Protocol):
-    """Estimates the seconds that prefilling again would take."""
-
-    def work(self, tokens: float, context: int) -> float:
-        """Return the seconds of prefilling ``tokens`` after ``context`` others."""
-        ...
+# Estimates the seconds of prefilling so many tokens after so many others.
+PrefillCost = Callable[[float, int], float]
 
 
 @dataclass(eq=False)
@@ -205,7 +199,7 @@ class PrefixIndex:
 
     def worth(self, entry: Entry, tier: Tier, covered: int, nbytes: float) -> float:
         """Return an entry's worth in a tier, if ``covered`` tokens could be had from others."""
-        seconds = self._cost.work(entry.end - covered, covered)
+        seconds = self._cost(entry.end - covered, covered)
         return entry.used_at[tier] + seconds / max(1.0, nbytes)
 
     def went(self, tier: Tier, worth: float) -> None:

@@ -12,9 +12,11 @@ node only if both have this copy.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -38,6 +40,7 @@ class Node(Entry):
     parent: Node | None
     last_use: float  # by the wall clock: of what is worth the same, the oldest goes first
     stamp: Stamp | None = None  # of its folder on disk, when its manifest was read or written
+    lost: bool = False  # on disk only: it, or one that it follows on, could not be loaded
     children: set[Node] = field(default_factory=set)
 
     @property
@@ -102,13 +105,12 @@ class Nodes:
 
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
         """Return what a prompt can begin from, of at most ``most`` tokens."""
-        return self._index.match(Node, namespace, tokens, most)
+        return self._index.match(Node, namespace, tokens, most, lambda node: not node.lost)
 
     def held(self, namespace: Namespace, tokens: Tokens, *, on_disk: bool) -> int:
         """Return how many of a text's first tokens a node has, ``on_disk`` if wanted."""
-        return self._index.match(
-            Node, namespace, tokens, len(tokens), lambda node: not on_disk or "disk" in node.where
-        ).tokens
+        among = partial(_is_there, on_disk=on_disk)
+        return self._index.match(Node, namespace, tokens, len(tokens), among).tokens
 
     def sharing(
         self, namespace: Namespace, tokens: Tokens, *, on_disk: bool
@@ -117,9 +119,8 @@ class Nodes:
 
         All that is before is in it and in those that it follows on, on disk if that is wanted.
         """
-        node, begin = self._index.sharing(
-            Node, namespace, tokens, lambda node: not on_disk or "disk" in node.where
-        )
+        among = partial(_is_there, on_disk=on_disk)
+        node, begin = self._index.sharing(Node, namespace, tokens, among)
         while node is not None and begin <= node.manifest.begin:
             node = node.parent
         return node, 0 if node is None else begin
@@ -186,6 +187,7 @@ class Nodes:
         if parent is not None:
             parent.children.add(node)
         node.parent = parent  # maybe another copy of it than when the node was on disk before
+        node.lost = parent is not None and parent.lost
         if tier == "disk":
             other = self._on_disk.get(manifest.node)
             if other is not None and other is not node:  # which this one has replaced
@@ -245,12 +247,17 @@ class Nodes:
                 one.last_use = max(one.last_use, self._store.used(one.manifest.node))
 
     def failed(self, node: Node) -> None:
-        """Forget a node that cannot be read; another copy of it may be there by the next look."""
-        if "disk" in node.where:
-            self._unreadable[node.manifest.node] = node.stamp
-        for tier in list(node.where):
-            self.counts[f"{tier}_failures"] += 1
-            self.leave(node, tier)
+        """Look no more for a node that cannot be loaded, nor for what follows on it.
+
+        They leave host memory. On disk, where another copy may take its place, they go first.
+        """
+        self.counts.update(f"{tier}_failures" for tier in node.where)
+        after = [node]
+        for one in after:
+            after += one.children
+        for one in reversed(after):
+            one.lost = True
+            self.leave(one, "host")
 
     def make_room(self, tier: Tier, nbytes: int, keep: set[Node]) -> bool:
         """Evict from a tier until so much fits; False, and nothing is evicted, if it cannot."""
@@ -302,6 +309,8 @@ class Nodes:
         return True
 
     def _worth(self, node: Node, tier: Tier) -> float:
+        if node.lost:
+            return -math.inf
         return self._index.worth(node, tier, node.manifest.begin, node.manifest.nbytes)
 
     def stats(self, tier: Tier) -> dict[str, int]:
@@ -309,3 +318,7 @@ class Nodes:
         names = ("hits", "hit_tokens", "evictions", "failures", "no_room")
         counts = {name: self.counts[f"{tier}_{name}"] for name in names}
         return counts | {"entries": self.entries(tier), "bytes": self.bytes[tier]}
+
+
+def _is_there(node: Node, *, on_disk: bool) -> bool:
+    return not node.lost and (not on_disk or "disk" in node.where)

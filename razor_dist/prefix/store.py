@@ -59,7 +59,8 @@ _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
 # those older than `_FILE_SECONDS` have no writer.
 _FOLDER_LEFT = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(new|old)")
 _FILE_LEFT = re.compile(
-    r"(about\.json|ctx_[0-9a-f]{32}\.context\.|[0-9a-f]{32}\.title\.)[0-9a-f]{8}\.new"
+    r"secret\.[0-9a-f]{16}|"
+    r"(about\.json\.?|ctx_[0-9a-f]{32}\.context\.|[0-9a-f]{32}\.title\.)[0-9a-f]{8}\.new"
 )
 _TITLE = re.compile(r"[0-9a-f]{32}\.title")
 _FILE_SECONDS = 600.0
@@ -83,10 +84,8 @@ class PrefixStore:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.names = Names(_secret_of(directory))
-            if not (self.folder / _ABOUT).exists():
-                draft = self.folder / f"{_ABOUT}{secrets.token_hex(4)}{_NEW}"
-                write_file(draft, json.dumps(about, indent=1, default=str).encode())
-                draft.replace(self.folder / _ABOUT)
+            if not (file := self.folder / _ABOUT).exists():
+                replace_file(file, json.dumps(about, indent=1, default=str).encode())
         except OSError as error:
             raise ConfigError(f"prefix_store {directory} cannot be used: {error}") from None
         self.lock = WriterLock(directory)
@@ -359,7 +358,8 @@ def remove_leftovers(directory: Path, remove: Callable[[Path], None] = _remove_f
     """
     removed, old = 0, time.time() - _FILE_SECONDS
     own = [folder / name for folder in folders(directory) for name in ("", CONTEXTS, _REMOVED)]
-    for path in [path for folder in own if folder.is_dir() for path in folder.iterdir()]:
+    inside = [path for folder in own if folder.is_dir() for path in folder.iterdir()]
+    for path in [*directory.glob(f"{_SECRET}.*"), *inside]:
         with contextlib.suppress(OSError):
             if _FOLDER_LEFT.fullmatch(path.name):
                 remove(path)

@@ -8,7 +8,6 @@ that it then continues. Both go part by part, beside other requests' steps.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
@@ -318,7 +317,8 @@ class Tiers:
                 self.writing.failed(None)
             return self._abandon()
         parent, on_disk = saving.parent, saving.draft is not None
-        if parent is not None and not parent.where & ({"disk"} if on_disk else {"disk", "host"}):
+        tiers = {"disk"} if on_disk else {"disk", "host"}
+        if parent is not None and (parent.lost or not parent.where & tiers):
             return self._abandon()
         if left.any():
             busy = answers[:, 1].any()
@@ -360,5 +360,4 @@ class Tiers:
 
     def pause(self) -> None:
         """Sleep until the ranks' writers are to be asked again: nothing else is to be done."""
-        with contextlib.suppress(ValueError):
-            time.sleep(min(_WRITER_SECONDS, max(0.0, self._wait_until - time.monotonic())))
+        time.sleep(min(_WRITER_SECONDS, max(0.0, self._wait_until - time.monotonic())))

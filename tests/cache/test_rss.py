@@ -90,9 +90,9 @@ def measure(model: str, attention: str) -> Growth:
             pass
         # What the allocator keeps of freed activations comes and goes by tens of MB.
         ctypes.CDLL(None).malloc_trim(0)
-        found = process.memory_full_info().uss, core.runner.kv_bytes
+        found = process.memory_full_info().uss, core.runner.sequences.kv_bytes
         core.abort("a")
-        assert core.runner.kv_bytes == 0
+        assert core.runner.sequences.kv_bytes == 0
         return found
 
     held(SHORT)  # buffers and lazily loaded code come with the first prompt
@@ -115,7 +115,7 @@ def measure_many(model: str) -> tuple[int, int, int]:
         core.add(str(index), [index] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
     core.step()
     assert core.scheduler.sequences == 64
-    held = core.runner.kv_bytes
+    held = core.runner.sequences.kv_bytes
     while core.has_work:
         core.step()
     return core.runner.caches.reserved_bytes, held, process.memory_full_info().uss - before

@@ -154,14 +154,20 @@ class Peak:
         self.bytes = of_process("VmHWM")
 
 
+def resident_bytes(model: torch.nn.Module) -> int:
+    """Bytes of weights that this rank holds now: its shares, and what is gathered."""
+    params: list[Any] = list(model.parameters())
+    return sum(p.ds_tensor.nbytes + p.data.nbytes for p in params)
+
+
 class Watch:
     """Attends to nothing, and notes what weights are in memory while each layer runs."""
 
-    def __init__(self, shares: ShardedWeights) -> None:
-        self._shares, self.bytes = shares, list[int]()
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self.bytes = model, list[int]()
 
     def attend(self, layer: int, query: Query, *_: torch.Tensor) -> torch.Tensor:
-        self.bytes.append(self._shares.resident_bytes)
+        self.bytes.append(resident_bytes(self._model))
         return torch.zeros_like(query.q).flatten(0, 1).transpose(0, 1)
 
 
@@ -188,7 +194,7 @@ def memory(comm: Communicator, path: str) -> dict[str, int]:
     token = torch.ones(1, 1, dtype=torch.int64)
 
     for _ in range(3):  # at first DeepSpeed learns the order of layers
-        watch = Watch(shares)
+        watch = Watch(model)
         with torch.inference_mode():
             logits = model(token, position_ids=token, attention_context=watch).logits
     assert logits.isfinite().all() and logits.std() > 0
@@ -196,7 +202,7 @@ def memory(comm: Communicator, path: str) -> dict[str, int]:
         "loading": loading.bytes - before,
         "loaded": loaded - before,
         "running": max(watch.bytes),
-        "idle": shares.resident_bytes,
+        "idle": resident_bytes(model),
     }
 
 

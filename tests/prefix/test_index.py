@@ -48,7 +48,7 @@ class Index(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(Cost())
+        self.index = PrefixIndex(Cost().work)
         self.entries: dict[Entry, tuple[Namespace, list[int]]] = {}
 
     @rule(space=SPACES, text=TEXTS.filter(bool), kept=st.floats(0, 1), kind=KINDS)
@@ -126,7 +126,7 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=30, deadline
 
 def test_a_prompt_with_nothing_in_common_looks_at_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may hold thousands of entries, and waiting prompts are looked up at every step."""
-    index, space = PrefixIndex(Cost()), (None, 0)
+    index, space = PrefixIndex(Cost().work), (None, 0)
     for key in range(3):
         index.add(space, ids([key, 5, 6]), Stored(key, 3, 0, 0.0, {"disk"}))
 

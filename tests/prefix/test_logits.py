@@ -85,7 +85,7 @@ def branched(
         pairs = zip(arenas, begins, strict=True)
         tails.append([arena.tail_begin(begin + text.tokens, at) for arena, at in pairs])
         found.append((read[-1], None if logits is None else logits.clone()))
-    assert runner.kv_bytes == 0
+    assert runner.sequences.kv_bytes == 0
     assert runner.sequences.cached_bytes > 0
     for key in range(len(texts)):
         runner.execute(StepPlan(Op.CLOSE, key))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def accounts() -> CacheAccounts:
 
 
 def host(room: float) -> Nodes:
-    return Nodes(accounts(), PrefixIndex(Cost()), None, {"host": room})
+    return Nodes(accounts(), PrefixIndex(Cost().work), None, {"host": room})
 
 
 def enter(
@@ -74,7 +75,7 @@ def test_what_was_used_last_stays_after_something_old_went_for_little() -> None:
 
 
 def test_the_devices_clock_never_goes_back() -> None:
-    of, index = accounts(), PrefixIndex(Cost())
+    of, index = accounts(), PrefixIndex(Cost().work)
     cache = PrefixCache(of, index)
     for key, source, length in ((1, None, 8), (2, 1, 8), (3, None, 4)):
         of.open(key, source, length if source else 0, length, length)
@@ -90,7 +91,7 @@ def test_the_devices_clock_never_goes_back() -> None:
 
 def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again what goes: for a long prompt hundreds of sequences may have to."""
-    draw, room = random.Random(0), Room(accounts().cache, 1, Cost(), share=True)
+    draw, room = random.Random(0), Room(accounts().cache, 1, Cost().work, share=True)
     of, cache = room.accounts, room.prefix_cache
     assert cache is not None
     worths = {key: draw.random() for key in range(60)}
@@ -113,7 +114,7 @@ def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatc
 
 def test_what_alone_is_left_of_shared_pages_goes_before_what_was_used_later() -> None:
     """A long prompt's copy frees little; once it has gone, the prompt holds its pages alone."""
-    room = Room(accounts().cache, 1, Cost(), share=True)
+    room = Room(accounts().cache, 1, Cost().work, share=True)
     of, cache = room.accounts, room.prefix_cache
     assert cache is not None
     long = np.arange(2400, dtype=np.int32) + 10
@@ -163,8 +164,42 @@ def test_what_another_server_has_used_stays_on_disk() -> None:
     store: Any = SimpleNamespace(
         changed=lambda: False, used=times.__getitem__, touch=lambda _: None, remove=gone.append
     )
-    nodes = Nodes(accounts(), PrefixIndex(Cost()), store, {"disk": 20})
+    nodes = Nodes(accounts(), PrefixIndex(Cost().work), store, {"disk": 20})
     for name in (1, 2):
         enter(nodes, name, 10, tier="disk")
     times[first] = 3.0
     assert nodes.make_room("disk", 10, set()) and gone == [second] and names(nodes) == {1}
+
+
+def test_what_follows_on_a_node_that_cannot_be_read_is_counted_and_goes_first() -> None:
+    gone: list[str] = []
+    store: Any = SimpleNamespace(changed=lambda: False, used=lambda _: 0.0, remove=gone.append)
+    index = PrefixIndex(Cost().work)
+    index.names = cast("Any", SimpleNamespace(namespace=lambda *_: "space"))
+    nodes = Nodes(accounts(), index, store, {"disk": 40})
+    first = enter(nodes, 1, 10, tier="disk")
+    enter(nodes, 2, 10, first, "disk")
+    enter(nodes, 3, 10, tier="disk")
+    text = np.array([1] * 10 + [2] * 10, np.int32)
+    assert nodes.find(NO_SALT, text, 20).tokens == 20
+    first.used_at["disk"] = 1e9
+    nodes.failed(first)
+    assert nodes.counts["disk_failures"] == 1 and nodes.bytes["disk"] == 30
+    assert nodes.find(NO_SALT, text, 20).entry is None
+    assert not nodes.held(NO_SALT, text, on_disk=True)
+    assert nodes.sharing(NO_SALT, text, on_disk=True) == (None, 0)
+    assert nodes.make_room("disk", 20, set()) and gone == [f"{2:032x}"]
+    assert nodes.make_room("disk", 30, set()) and gone == [f"{2:032x}", f"{1:032x}"]
+    assert names(nodes) == {3}
+
+
+def test_another_copy_takes_the_place_of_a_node_that_cannot_be_read() -> None:
+    store: Any = SimpleNamespace(changed=lambda: False, used=lambda _: 0.0)
+    nodes = Nodes(accounts(), PrefixIndex(Cost().work), store, {"disk": 40})
+    first = enter(nodes, 1, 10, tier="disk")
+    enter(nodes, 2, 10, first, "disk")
+    nodes.failed(first)
+    copy = replace(first.manifest, copy="another")
+    nodes.enter(copy, np.full(10, 1, np.int32), None, "disk", (1, 1))
+    [node] = nodes._nodes.values()  # what follows is looked for again
+    assert node.manifest is copy and not node.lost and nodes.bytes["disk"] == 10

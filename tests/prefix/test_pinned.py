@@ -309,7 +309,8 @@ def test_one_sequence_leaves_room_for_as_many_prefixes_as_a_request_marks(model:
         prefixes = [llm.prefill(DOCUMENT[: 20 * n]) for n in range(1, 5)]
         for prefix in (*prefixes, None):
             assert llm.generate(QUESTIONS[0], GREEDY, prefix=prefix)
-        with pytest.raises(RequestError, match="hold 4 of the engine's 4 sequences"):
+        what = "hold 4 of the 4 prefixes that the engine keeps pinned"
+        with pytest.raises(RequestError, match=what):
             llm.prefill(DOCUMENT)
 
 

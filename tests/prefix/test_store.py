@@ -36,24 +36,27 @@ def test_leftovers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, {"model": "m"})
     ours, node = store.folder, "0" * 32
     (contexts := ours / "contexts.d").mkdir()
-    drafts = [ours / f"about.json{1:08x}.new", contexts / f"ctx_{node}.context.{2:08x}.new"]
+    drafts = [ours / f"about.json.{1:08x}.new", contexts / f"ctx_{node}.context.{2:08x}.new"]
+    drafts.append(tmp_path / f"secret.{1:016x}")
     dead = [contexts / f"ctx_{node}.context.{3:08x}.new", store.draft(node)]
     dead.append(ours / f"{node}.{4:08x}.old")
     dead[-1].mkdir()
     dead.append(ours / f"{1:032x}.title")  # of a node that is gone
+    dead.append(tmp_path / f"secret.{2:016x}")
     (ours / node).mkdir()
     stays = [*drafts, ours / "notes.old", ours / f"{node}.title", tmp_path / "project/thesis.old"]
+    stays.append(tmp_path / "secret.txt")
     (tmp_path / "project/site.new").mkdir(parents=True)
     for path in (
         *stays,
         tmp_path / "project/site.new/index.html",
         dead[0],
         dead[1] / "kv",
-        dead[3],
+        *dead[3:],
     ):
         path.write_text("my only copy")
     past = time.time() - 3600
-    for path in (dead[0], ours / "notes.old"):
+    for path in (dead[0], dead[-1], ours / "notes.old", tmp_path / "secret.txt"):
         os.utime(path, (past, past))
     lock = WriterLock(tmp_path)
     assert lock.acquire() and remove_leftovers(tmp_path) == len(dead)
