@@ -134,6 +134,12 @@ def test_a_mistake_is_one_sentence(
         assert str(file) in str(raised.value)
 
 
+def test_a_setting_by_two_names_is_refused_as_keyword_too() -> None:
+    both = {"wave_tokens": 1024, "chunked_prefill_size": 2048}
+    with pytest.raises(ConfigError, match=r"are the same setting; give one of them$"):
+        build_config(EngineConfig, **both)
+
+
 def test_a_mistake_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(SettingError("a is below b", "a", "b")))
     assert (str(error), error.names) == ("a is below b", ("a", "b"))

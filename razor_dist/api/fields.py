@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,7 +23,6 @@ from pydantic import (
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import CONTENT, called_arguments
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
-from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 
 class Strict(BaseModel):
@@ -293,11 +292,6 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         # At the beginning of the message, or quoted.
         problem = re.sub(rf"(^|'){field}\b", rf"\g<1>{names[field]}", str(error))
         raise RequestError(problem, names[field] + bracket + rest, error.code) from None
-
-
-def naming(field: str) -> AbstractContextManager[None]:
-    """Let errors of structured outputs name the field that asks for them."""
-    return renamed({STRUCTURED: field})
 
 
 def _off(value: object) -> object:

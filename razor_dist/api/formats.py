@@ -241,7 +241,7 @@ class ChatFormat(ChoicesFormat):
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
-        message: Json = {"role": "assistant", "content": _text(pieces)}
+        message: Json = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
         finish = pieces[-1].finish_reason
         if finish and (parser := self._parser()):
             said, calls, finish = parser.read(pieces, finish)
@@ -347,10 +347,6 @@ def _moved(piece: TextPiece, by: int) -> TextPiece:
     """Return a piece of an answer that stands behind ``by`` characters."""
     own = [replace(s, start=s.start + by, end=s.end + by) for s in piece.sentences]
     return replace(piece, offset=piece.offset + by, sentences=own)
-
-
-def _text(pieces: Sequence[TextPiece]) -> str:
-    return "".join(piece.text for piece in pieces)
 
 
 def rendered_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:

@@ -48,36 +48,25 @@ _ANSWER = 1024
 
 def parse_request(
     endpoint: Endpoint,
-    raw: bytes | bytearray,
+    body: object,
     encoder: PromptEncoder,
     limits: Limits,
     files: Sequence[Document] = (),
     kept: KeptContext | None = None,
 ) -> ParsedRequest:
-    """Read a request's body; `RequestError` if anything about it cannot be served.
+    """Read a request's body, as bytes or parsed; `RequestError` if it cannot be served.
 
     ``files`` are the documents in the files that the first call has returned as ``unread``, and
     ``kept`` what the context is that it has named.
     """
-    return parse_value(endpoint, parse_json(raw), encoder, limits, files, kept)
-
-
-def parse_value(
-    endpoint: Endpoint,
-    value: object,
-    encoder: PromptEncoder,
-    limits: Limits,
-    files: Sequence[Document] = (),
-    kept: KeptContext | None = None,
-) -> ParsedRequest:
-    """Read a body whose JSON was parsed; raises as `parse_request` does."""
+    value = parse_json(body) if isinstance(body, bytes | bytearray) else body
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
     try:
         if endpoint == "detokenize":
             DetokenizeBody.check_length(value, limits.max_model_len)
         _check_size(value)
-        body = validated(BODIES[endpoint], value, ignored)
-        parsed = _parsed(body, encoder, limits, files, kept)
+        read = validated(BODIES[endpoint], value, ignored)
+        parsed = _parsed(read, encoder, limits, files, kept)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     return replace(parsed, ignored=[*(ignored or ()), *parsed.ignored])

@@ -27,7 +27,6 @@ from razor_dist.api.field_types import (
     in_range,
 )
 from razor_dist.api.fields import (
-    STRUCTURED,
     ChosenTool,
     Hints,
     Messages,
@@ -38,15 +37,16 @@ from razor_dist.api.fields import (
     Tool,
     Verbosity,
     check_contents,
-    naming,
+    renamed,
 )
 from razor_dist.api.tools import ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, continued
 from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
+from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
+from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
@@ -188,7 +188,7 @@ class GenerateBody(SharedFields):
                 "response_format and structured_outputs exclude each other",
                 param="structured_outputs",
             )
-        with naming(self.constrained_by):
+        with renamed({STRUCTURED: self.constrained_by}):
             return self.response_format.structured_outputs()
 
     def _sampling(
@@ -282,7 +282,7 @@ class ChatBody(GenerateBody):
                 param="tool_choice",
             )
         schemas = {tool.function.name: tool.schema_of_arguments for tool in self.used_tools}
-        with naming(self.constrained_by):
+        with renamed({STRUCTURED: self.constrained_by}):
             return forced(schemas, self.forced_tool, self.parallel_tool_calls is not False)
 
     def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> ToolUse | None:
@@ -363,25 +363,18 @@ class ChatBody(GenerateBody):
             raise RequestError("messages must hold at least one message", param="messages")
         self.one_of("n_predict", "max_tokens", "max_completion_tokens")
         check_ending(self.add_generation_prompt, self.continue_final_message)
-        top, problem = self.top_logprobs, None
-        if top is not None and not self.logprobs:
-            problem = "is only allowed with logprobs: true"
-        elif top is not None and not 0 <= top <= MAX_LOGPROBS:
-            problem = f"must be between 0 and {MAX_LOGPROBS}, got {top}"
-        if problem:
-            raise RequestError(f"top_logprobs {problem}", param="top_logprobs")
+        if self.top_logprobs is not None and not self.logprobs:
+            problem = "top_logprobs is only allowed with logprobs: true"
+            raise RequestError(problem, param="top_logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit, ``max_tokens`` is None."""
-        limit = self.max_completion_tokens
-        if limit is not None and limit < 1:
-            raise RequestError(
-                f"max_completion_tokens must be at least 1, got {limit}",
-                param="max_completion_tokens",
-            )
-        limit = self.one_of("n_predict", "max_tokens", "max_completion_tokens")
+        limits = "max_completion_tokens", "n_predict", "max_tokens"
+        limit = None if self.n_predict == -1 else self.one_of(*limits)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(None if self.n_predict == -1 else limit, logprobs, defaults)
+        given = next((name for name in limits if getattr(self, name) is not None), "max_tokens")
+        with renamed({"max_tokens": given, "logprobs": "top_logprobs"}):
+            return self._sampling(limit, logprobs, defaults)
 
 
 def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:

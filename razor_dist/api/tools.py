@@ -60,7 +60,7 @@ class _Format:
 
 
 _DECODER = json.JSONDecoder(**STRICT_JSON)
-_BLANKS = re.compile(r"\s*")
+_BLANKS = re.compile(r"[ \t\n\r]*")  # JSON's
 _HERMES, _HERMES_END = "<tool_call>", re.compile(r"\s*</tool_call>")
 _MISTRAL = "[TOOL_CALLS]"
 # Since version 11 of its tokenizer, Mistral's calls are a name and the arguments.

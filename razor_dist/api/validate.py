@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -12,7 +13,12 @@ from razor_dist.api.fields import Strict
 from razor_dist.config.errors import RequestError
 from razor_dist.config.validation import nearest
 
+log = logging.getLogger(__name__)
+
 Body = TypeVar("Body", bound=Strict)
+# Names of unsupported fields that are logged at most: clients choose them.
+_MOST_LOGGED = 256
+_LOGGED: dict[str, object] = {}
 # Names that vLLM took until 0.12, and what took their place.
 _GUIDED = {
     f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
@@ -51,6 +57,14 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
         return validated(cls, fields, ignored)
     body.check()
     return body
+
+
+def warn_of(fields: Iterable[str]) -> None:
+    """Log, once for each name, which fields have no effect; requests run in several threads."""
+    for field in fields:
+        mine = object()
+        if len(_LOGGED) < _MOST_LOGGED and _LOGGED.setdefault(field, mine) is mine:
+            log.warning("requests have the unsupported field %.80r, which is ignored", field)
 
 
 def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,12 +84,13 @@ def verify(directory: Directory) -> None:
                     if path.exists():  # else a server has removed it
                         bad.add(path)
                         typer.echo(f"{path}: {error}", err=True)
-        for name in _lost(found):
-            # A server removes a node after those that follow on it.
-            if (folder / name).exists():
-                bad.add(folder / name)
-                typer.echo(f"{folder / name}: what it follows on is missing", err=True)
-            del found[name]
+        while lost := [name for name, m in found.items() if m.parent and m.parent not in found]:
+            for name in lost:
+                # A server removes a node after those that follow on it.
+                if (folder / name).exists():
+                    bad.add(folder / name)
+                    typer.echo(f"{folder / name}: what it follows on is missing", err=True)
+                del found[name]
         whole += len(found)
     typer.echo(f"{whole} prefixes are whole, {len(bad)} are not")
     raise typer.Exit(1 if bad else 0)
@@ -173,13 +173,3 @@ def _used(path: Path) -> float:
         return (path / "manifest.json").stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _lost(found: dict[str, Manifest]) -> Iterator[str]:
-    """Stream the names of nodes whose tokens do not reach back to the first one."""
-    for name, manifest in list(found.items()):
-        at: Manifest | None = manifest
-        while at is not None and at.parent is not None:
-            at = found.get(at.parent)
-        if at is None:
-            yield name

@@ -74,7 +74,7 @@ def build_config(cls: type[Config], **values: Any) -> Config:
     Unlike `load_config` this looks at no environment, and ``None`` is a value like any other, which
     ``"none"`` means here too.
     """
-    return _build(cls, {_current(name): Setting(value, "") for name, value in values.items()})
+    return _build(cls, _named(cls, values, lambda name: ""))
 
 
 def _build(cls: type[Config], settings: Settings) -> Config:
@@ -196,13 +196,17 @@ def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str],
     for given, value in values.items():
         name = _current(given)
         if name not in cls.model_fields:
-            raise ConfigError(f"{unknown(name, cls.model_fields)} (in {source(given)})")
+            raise ConfigError(f"{unknown(name, cls.model_fields)}{_in(source(given))}")
         same = [one for one in values if RENAMED.get(one, one) == name]
         if len(same) > 1:
             problem = f"{' and '.join(same)} are the same setting; give one of them"
-            raise ConfigError(f"{problem} (in {source(given)})")
+            raise ConfigError(f"{problem}{_in(source(given))}")
         settings[name] = Setting(value, source(given))
     return settings
+
+
+def _in(source: str) -> str:
+    return f" (in {source})" if source else ""
 
 
 def _value(cls: type[Config], name: str, value: Any) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,10 +53,6 @@ class Choice:
     sources: list[Source] | None = None
     grounded: float | None = None
     question_match: float | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
 
     async def traced(self, trace: Trace, piece: TextPiece) -> TextPiece:
         """Return a piece with the sentences that have ended; at the end, keep the sources."""
@@ -181,7 +178,7 @@ class LiveChoices:
         trace: Trace | None,
     ) -> None:
         try:
-            with stream:
+            with closing(stream):
                 async for message in stream:
                     if isinstance(message, Progress):
                         choice.cached_tokens = message.cached

@@ -36,9 +36,6 @@ class RequestStream(AsyncIterator[AboutRequest]):
         self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
         self.closed = False  # it was `close` that ended it, not its last token or a failure
 
-    def __aiter__(self) -> RequestStream:
-        return self
-
     async def __anext__(self) -> AboutRequest:
         if self.ended and self._queue.empty():
             raise StopAsyncIteration
@@ -68,12 +65,6 @@ class RequestStream(AsyncIterator[AboutRequest]):
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         if self.ended:
             raise EngineError("the pinned prefix was lost with its engine; prefill it again")
-
-    def __enter__(self) -> RequestStream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def put(self, item: AboutRequest | Exception, *, last: bool) -> None:
         """Hand on a message or an error (the client does); ``last`` if it ends the request."""

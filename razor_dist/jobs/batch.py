@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.fields import renamed
-from razor_dist.api.parsing import parse_value
+from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits
 from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.strict_json import parse_json
+from razor_dist.api.validate import warn_of
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
@@ -43,9 +44,6 @@ ENDPOINTS: dict[str, Endpoint] = {
 _FIELDS = ("custom_id", "method", "url", "body")
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024
-# Names of ignored fields that are logged.
-_MOST_IGNORED = 256
-_TOLD_OF: dict[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -165,20 +163,12 @@ class BatchTask:
         )  # without fit_max_tokens: answers do not depend on kv_tokens
 
 
-def _warn_of(field: str) -> None:
-    """Log, once for each name, that a field has no effect; requests run in several threads."""
-    mine = object()
-    if len(_TOLD_OF) < _MOST_IGNORED and _TOLD_OF.setdefault(field, mine) is mine:
-        log.warning("requests have the unsupported field %.80r, which is ignored", field)
-
-
 def _answer(
     llm: LLM, request: Mapping[str, Any], limits: Limits, item_id: str
 ) -> Generator[Update, None, dict[str, Any]]:
     endpoint, body, tokenizer = ENDPOINTS[request["url"]], request["body"], llm.get_tokenizer()
-    parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
-    for field in parsed.ignored:
-        _warn_of(field)
+    parsed = parse_request(endpoint, body, PromptEncoder(tokenizer), limits)
+    warn_of(parsed.ignored)
     if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
     if parsed.timeout is not None:

@@ -52,6 +52,8 @@ def _no_conversation(value: object) -> RequestError:
 def _for_template(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Return a message whose content is a text: a template would write a list as Python does."""
     read = dict(message)
+    if read.get("role") == "developer":
+        read["role"] = "system"  # OpenAI's new name, which templates do not know
     if "content" in read:
         read["content"] = _text(read["content"], place)
     if read.get("tool_calls"):

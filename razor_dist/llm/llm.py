@@ -172,8 +172,8 @@ class LLM(EngineHandle):
         ...     outputs = llm.chat(asked, prefix=prefix)
         """
         conversation = conversation_of(messages)
-        template = {**(chat_template_kwargs or {}), "continue_final_message": True}
-        text = self._encoder.chat_text(conversation, add_generation_prompt=False, **template)
+        ends = {"add_generation_prompt": False, "continue_final_message": True}
+        text = self._encoder.chat_text(conversation, **{**(chat_template_kwargs or {}), **ends})
         ids = self._encoder.text(text, special_tokens=False)
         return self._pinned(Encoded(None, ids), use_tqdm, text)
 

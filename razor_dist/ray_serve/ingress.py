@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, cast
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter
 from ray import serve
@@ -25,17 +25,17 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from razor_dist.api.errors import MESSAGES, Failure, NotReadyError
-from razor_dist.config.errors import EngineError, RazorError
+from razor_dist.config.errors import EngineError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import Status
 from razor_dist.ray_serve.engine import BodyPart, Forwarded, Head, Part, Unanswered
 from razor_dist.ray_serve.merged import HEALTH, MERGED, merged
 from razor_dist.ray_serve.routing import Route, engine_tag, route_of, tag_of
-from razor_dist.server.access import Access, load_keys
-from razor_dist.server.app import allow_origins
+from razor_dist.server.access import load_keys
+from razor_dist.server.app import new_app
 from razor_dist.server.bodies import Body, BodyReader
-from razor_dist.server.request_log import RequestLog, current_record
+from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
@@ -68,26 +68,15 @@ class Ingress:
         self._bodies = BodyReader(config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
-        app.router.redirect_slashes = False
+        holders = load_keys(self._config)
+        if not holders:
+            log.warning("anybody who reaches Serve's proxies may use this server: api_key_file")
+        count = Counter("requests", "", ("route", "method", "status"), registry=CollectorRegistry())
+        app = new_app(self._config, holders, lambda error: 1, count)
         for path in MERGED:
             app.add_api_route(path, self._merged, methods=["GET", "HEAD"], response_model=None)
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
         app.add_api_route("/{path:path}", self._answer, methods=methods, response_model=None)
-
-        async def on_error(request: Request, error: Exception) -> Response:
-            return Failure.of(error).response(path=request.url.path)
-
-        app.add_exception_handler(RazorError, on_error)
-        holders = load_keys(self._config)
-        if not holders:
-            log.warning("anybody who reaches Serve's proxies may use this server: api_key_file")
-        app.add_middleware(
-            Access, config=self._config, holders=holders, retry_after=lambda error: 1
-        )
-        count = Counter("requests", "", ("route", "method", "status"), registry=CollectorRegistry())
-        app.add_middleware(RequestLog, count=count, is_draining=lambda: False)
-        allow_origins(app, self._config)
 
         async def served(scope: Scope, receive: Receive, send: Send) -> None:
             async def without_id(message: Message) -> None:

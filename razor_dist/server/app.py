@@ -8,10 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Counter
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.staticfiles import StaticFiles
 
 from razor_dist import __version__
 from razor_dist.api.answer_json import dumped
@@ -23,7 +24,7 @@ from razor_dist.documents.read import Document
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import Body, BodyReader
 from razor_dist.server.docs_page import POLICY, docs_page
-from razor_dist.server.page_files import PageFiles
+from razor_dist.server.page_files import FOLDER, HEADERS
 from razor_dist.server.request_log import RequestLog, current_record
 from razor_dist.server.service import Service
 
@@ -43,30 +44,40 @@ _ENDPOINTS: dict[str, Endpoint] = {
 
 def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -> FastAPI:
     """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
-    app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # a path with one more slash is an unknown path
+    app = new_app(
+        service.config,
+        keys or {},
+        service.retry_after,
+        service.metrics.http_requests,
+        lambda: service.draining,
+    )
     bodies = BodyReader(service.config)
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
     _add_answers(app, service, bodies)
     _add_descriptions(app, service)
+    return app
+
+
+def new_app(
+    config: ServerConfig,
+    keys: Mapping[bytes, KeyHolder],
+    retry_after: Callable[[Exception], int],
+    count: Counter,
+    is_draining: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """Return an application without routes, which checks access, logs, and shapes errors."""
+    app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # a path with one more slash is an unknown path
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return Failure.of(error).response(service.retry_after(error), request.url.path)
+        return Failure.of(error).response(retry_after(error), request.url.path)
 
     app.add_exception_handler(RazorError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     # The last that is added hears first.
-    holders, retry_after = dict(keys or {}), service.retry_after
-    app.add_middleware(Access, config=service.config, holders=holders, retry_after=retry_after)
-    count = service.metrics.http_requests
-    app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
-    allow_origins(app, service.config)
-    return app
-
-
-def allow_origins(app: FastAPI, config: ServerConfig) -> None:
-    """Let pages of the configured origins use an application, which has all other middleware."""
+    app.add_middleware(Access, config=config, holders=dict(keys), retry_after=retry_after)
+    app.add_middleware(RequestLog, count=count, is_draining=is_draining)
     if config.allowed_origins:  # the outermost, so that errors can be read as well
         app.add_middleware(
             CORSMiddleware,
@@ -75,6 +86,7 @@ def allow_origins(app: FastAPI, config: ServerConfig) -> None:
             allow_headers=("*",),
             expose_headers=("Retry-After", "X-Request-Id", "request-id"),
         )
+    return app
 
 
 def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
@@ -107,7 +119,7 @@ def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:
     """Add the routes that tell of the server, and the page."""
-    page = PageFiles()
+    page = StaticFiles(directory=FOLDER)
 
     @app.get("/openapi.json")
     async def openapi_json() -> dict[str, Any]:
@@ -164,7 +176,9 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
     @app.api_route("/", methods=["GET", "HEAD"])
     @app.api_route("/page/{name:path}", methods=["GET", "HEAD"])
     async def page_file(request: Request, name: str = "index.html") -> Response:
-        return await page.get_response(name, request.scope)
+        response = await page.get_response(name, request.scope)
+        response.headers.update(HEADERS)
+        return response
 
 
 async def _as_text(file: Awaitable[Document], body: Body) -> Response:

@@ -258,8 +258,15 @@ class Contexts:
                 new += used[0].require_pin(self._client, used[0].parent, self.most, priority)
             for one in kept:
                 before = used[-1] if used else None
-                if before is None or len(one.text.tokens) > len(before.kept.text.tokens):
-                    used.append(self._one(one, before, owner, salt, new, priority))
+                if before is not None and len(one.text.tokens) <= len(before.kept.text.tokens):
+                    continue
+                blank = _new(one, before, owner, salt, self._tag)
+                found = self._by_name.get(blank.name, blank)
+                new += found.require_pin(self._client, before, self.most, priority)
+                found.parent, found.ttl = before, max(found.ttl, one.ttl)
+                self._enter(found)
+                self._touch(found, stated=True)
+                used.append(found)
         except BaseException:
             self._drop_unread(used)
             raise
@@ -287,24 +294,6 @@ class Contexts:
         for context in contexts:
             if not (context.users or context.stays):
                 self._forget(context, "")
-
-    def _one(
-        self,
-        kept: KeptContext,
-        before: Context | None,
-        owner: str | None,
-        salt: str | None,
-        new: list[Pin],
-        priority: int,
-    ) -> Context:
-        """Return the context of what is to be kept: one that is there, or a new one."""
-        blank = _new(kept, before, owner, salt, self._tag)
-        found = self._by_name.get(blank.name, blank)
-        new += found.require_pin(self._client, before, self.most, priority)
-        found.parent, found.ttl = before, max(found.ttl, kept.ttl)
-        self._enter(found)
-        self._touch(found, stated=True)
-        return found
 
     def _touch(self, context: Context, *, stated: bool = False) -> None:
         """Begin its time to live anew.

@@ -123,7 +123,9 @@ class Frontend:
 
     async def run(self) -> int:
         """Serve until a signal, the agent's end, or a failure to start, which is raised."""
-        self._write_url()
+        if self.config.url_file is not None:
+            with replacing(Path(self.config.url_file)) as draft:
+                draft.write_text(self._url)
         server = _Uvicorn(self._uvicorn_config())
         stop, now = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -197,13 +199,6 @@ class Frontend:
         while self.client.status.state != "failed":
             await self.client.wait_change()
         log.error("the engine failed: %s", self.client.status.reason)
-
-    def _write_url(self) -> None:
-        path = self.config.url_file
-        if path is None:
-            return
-        with replacing(Path(path)) as draft:
-            draft.write_text(self._url)
 
     @property
     def _url(self) -> str:

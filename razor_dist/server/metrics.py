@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -84,17 +85,9 @@ _TIERS = {
 Values = Mapping[Any, float]
 
 
-class Names:
-    """Full names of metrics, and the labels of all that are about the model."""
-
-    def __init__(self, prefix: str, model_name: str) -> None:
-        self._prefix = prefix
-        self.labels = {"model_name": model_name}
-        if prefix == "vllm":
-            self.labels["engine"] = "0"
-
-    def __call__(self, name: str) -> str:
-        return f"{self._prefix if name in VLLM else 'razor'}:{name}"
+def full_name(prefix: str, name: str) -> str:
+    """Return a metric's full name: with the prefix that is wanted if vLLM has it too."""
+    return f"{prefix if name in VLLM else 'razor'}:{name}"
 
 
 @dataclass
@@ -120,14 +113,15 @@ class Metrics(Observer):
     def __init__(self, model_name: str, prefix: str = "razor") -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._names = Names(prefix, model_name)
-        self._model = self._names.labels
+        self._names = partial(full_name, prefix)
+        # Labels of all that is about the model.
+        self._model = {"model_name": model_name} | ({"engine": "0"} if prefix == "vllm" else {})
         self._answers: dict[str, Answer] = {}
         # Prefixes that are pinned, and how many of their tokens are read; None until the first is.
         self._prefixes: dict[str, int | None] = {}
         # Hears of each answer that ends, why, and when (monotonic seconds).
         self.on_end: Callable[[Answer, str, float], None] | None = None
-        self._ranks = RankMetrics(self._names)
+        self._ranks = RankMetrics(self._names, self._model)
         self.registry.register(self._ranks)
         for name, (text, value) in {
             "num_requests_running": (
@@ -274,8 +268,8 @@ class Metrics(Observer):
 class RankMetrics(Collector):
     """The ranks' counters as last reported (`EngineCore.stats`)."""
 
-    def __init__(self, names: Names) -> None:
-        self._names = names
+    def __init__(self, names: Callable[[str], str], labels: Mapping[str, str]) -> None:
+        self._names, self._labels = names, labels
         self.ready = False
         self.stats: Fields = {}
         self.reported: float | None = None
@@ -311,11 +305,11 @@ class RankMetrics(Collector):
         steps = HistogramMetricFamily(
             self._names("step_seconds"),
             "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
-            labels=[*self._names.labels, "kind"],
+            labels=[*self._labels, "kind"],
         )
         for kind, (bounds, counts, total) in reported.items():
             buckets = zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True)
-            steps.add_metric([*self._names.labels.values(), kind], list(buckets), total)
+            steps.add_metric([*self._labels.values(), kind], list(buckets), total)
         return steps
 
     def _cache_config(self, stats: Fields) -> Metric:
@@ -368,8 +362,8 @@ class RankMetrics(Collector):
         self, kind: Any, name: str, text: str, values: Values, labels: Sequence[str]
     ) -> Metric:
         """Return a metric about the model."""
-        family = kind(self._names(name), text, labels=[*self._names.labels, *labels])
+        family = kind(self._names(name), text, labels=[*self._labels, *labels])
         for which, value in values.items():
             own = which if isinstance(which, tuple) else (which,)
-            family.add_metric([*self._names.labels.values(), *map(str, own)], value)
+            family.add_metric([*self._labels.values(), *map(str, own)], value)
         return cast(Metric, family)

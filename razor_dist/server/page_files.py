@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
-
-_FOLDER = Path(__file__).with_name("page")
+FOLDER = Path(__file__).with_name("page")
 _POLICY = (
     "default-src 'none'",
     "script-src 'self'",
@@ -22,7 +17,7 @@ _POLICY = (
     "require-trusted-types-for 'script'",
     "trusted-types 'none'",
 )
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": "; ".join(_POLICY),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -30,21 +25,3 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # asked for again each time, and sent if it has changed
 }
-
-
-class PageFiles(StaticFiles):
-    """The folder ``page``, of which ``index.html`` is the page itself."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=_FOLDER)
-
-    def file_response(
-        self,
-        full_path: str | os.PathLike[str],
-        stat_result: os.stat_result,
-        scope: Scope,
-        status_code: int = 200,
-    ) -> Response:
-        response = super().file_response(full_path, stat_result, scope, status_code)
-        response.headers.update(_HEADERS)
-        return response

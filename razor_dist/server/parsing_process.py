@@ -77,38 +77,32 @@ class ParsingProcess(ChildProcess):
         Raises `RequestError` if the request cannot be served, and `EngineError` if the process
         dies, is stuck (`patience`; the next body then gets a new one) or is closed.
         """
-        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits, files, kept), key)
+
+        async def read() -> Fields:
+            size = len(raw) + sum(len(file.text) for file in files)
+            patience = self.patience + _PATIENCE_PER_MB * size / 2**20
+            head = encode(
+                {
+                    **{"endpoint": endpoint, "limits": limits, "files": files, "kept": kept},
+                    "bytes": len(raw),
+                }
+            )
+            try:
+                return await self.ask(patience, head, raw)
+            except TimeoutError:
+                raise EngineError(
+                    f"the request was not read within {patience:.0f} s and is given up"
+                ) from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                if self._ended:
+                    raise ProcessKilledError(CLOSED) from None
+                raise ProcessKilledError(
+                    "the process that reads long requests has died; send the request again"
+                ) from None
+
+        answer = await self.in_turn(read, key)
         raise_failure(answer)
         return _parsed_of(answer)
-
-    async def _read(
-        self,
-        endpoint: Endpoint,
-        raw: bytes | bytearray,
-        limits: Limits,
-        files: Sequence[Document],
-        kept: KeptContext | None,
-    ) -> Fields:
-        size = len(raw) + sum(len(file.text) for file in files)
-        patience = self.patience + _PATIENCE_PER_MB * size / 2**20
-        head = encode(
-            {
-                **{"endpoint": endpoint, "limits": limits, "files": files, "kept": kept},
-                "bytes": len(raw),
-            }
-        )
-        try:
-            return await self.ask(patience, head, raw)
-        except TimeoutError:
-            raise EngineError(
-                f"the request was not read within {patience:.0f} s and is given up"
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if self._ended:
-                raise ProcessKilledError(CLOSED) from None
-            raise ProcessKilledError(
-                "the process that reads long requests has died; send the request again"
-            ) from None
 
 
 def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.api.validate import warn_of
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.documents.read import Document
@@ -23,10 +23,6 @@ from razor_dist.server.documents import DocumentReader
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
 
-log = logging.getLogger(__name__)
-
-# Names of unsupported fields that are logged at most: clients choose them.
-_MOST_IGNORED = 100
 # Bytes of a body from which on another process reads it, and commas: one value for each may be
 # wrong, and pydantic's reports of 100,000 take half a second.
 _LONG, _COMMAS = 1 << 18, 1 << 14
@@ -48,7 +44,6 @@ class RequestReader:
     encoder: PromptEncoder
     process: ParsingProcess
     defaults: SamplingDefaults
-    _ignored: set[str] = field(default_factory=set)  # fields that are logged already
 
     def limits(self, info: EngineInfo) -> Limits:
         """Return what bounds a request to that engine, while no other waits."""
@@ -107,8 +102,5 @@ class RequestReader:
             else:
                 given = endpoint, raw, self.encoder, limits, files, kept
                 parsed = await asyncio.to_thread(parse_request, *given)
-        for name in map(repr, parsed.ignored):
-            if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
-                self._ignored.add(name)
-                log.warning("requests have the unsupported field %.80s, which is ignored", name)
+        warn_of(parsed.ignored)
         return parsed

@@ -164,6 +164,12 @@ def test_chat(llm: LLM) -> None:
     [open_end] = llm.chat(conversation, add_generation_prompt=False)
     assert ids[: len(open_end.prompt_token_ids)] == open_end.prompt_token_ids
     assert len(open_end.prompt_token_ids) < len(ids)
+    system, developer = ([{"role": r, "content": "Be brief"}] for r in ("system", "developer"))
+    [one], [other] = llm.chat(system + conversation), llm.chat(developer + conversation)
+    assert one.prompt_token_ids == other.prompt_token_ids
+    ends = {"add_generation_prompt": True}  # where it ends is not for the caller to say
+    with llm.prefill_chat(conversation, chat_template_kwargs=ends) as prefix:
+        assert 0 < prefix.num_tokens < len(open_end.prompt_token_ids)
     with pytest.raises(RequestError, match="at least one message"):
         llm.chat([])
     with pytest.raises(RequestError, match="chat template refuses"):
