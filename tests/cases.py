@@ -170,7 +170,7 @@ def logits_of(comm: Communicator, case: Case) -> torch.Tensor | None:
     for token in case.forced:
         rows.append(runner.execute(answer((0, token))))
     runner.execute(StepPlan(Op.CLOSE, 0))
-    assert runner.kv_bytes == 0
+    assert runner.sequences.kv_bytes == 0
     if comm.rank != 0:
         return None
     return torch.cat([row for row in rows if row is not None]).cpu()

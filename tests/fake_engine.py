@@ -56,8 +56,6 @@ def _fail_at_start(model: str, rank: int) -> str | None:
         sys.exit(1)
     if "bad-head-map" in model or Path(model, BAD).exists():
         return "the head map belongs to another model"
-    if "slow-start" in model:
-        time.sleep(1.0)
     while Path(model, WAIT).exists():
         time.sleep(0.02)
     return None

@@ -154,7 +154,7 @@ def runs_of(
             kept = (2,) * len(texts)
     for key in range(len(texts)):
         runner.execute(StepPlan(Op.CLOSE, key, kept=() if key else kept))
-    assert runner.kv_bytes == 0
+    assert runner.sequences.kv_bytes == 0
     return (torch.cat(rows) if rows else None), gathered, largest[0]
 
 

@@ -79,7 +79,7 @@ def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int]
             found |= {(k, read[k]): row.clone() for k, row in zip(keys, logits, strict=True)}
     for key in range(len(company.texts)):
         made.execute(StepPlan(Op.CLOSE, key))
-    assert made.kv_bytes == 0
+    assert made.sequences.kv_bytes == 0
     return found, comm.bytes_sent["merge"]
 
 

@@ -129,5 +129,5 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
     for key in (2, 3, 4):
         both.execute(StepPlan(Op.CLOSE, key))
     assert both.graphs.graphs is not None and both.graphs.graphs.enabled
-    assert both.graphs.kv_bytes == 0
+    assert both.graphs.sequences.kv_bytes == 0
     return both.errors, both.agree, both.tape.recorded, both.tape.replayed, both.sent

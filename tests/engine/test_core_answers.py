@@ -44,7 +44,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     assert core.stats()["prompt_tokens"] - read == length + 30
     told = {name for name, found in messages.items() if any(isinstance(m, Progress) for m in found)}
     assert told == {"a", "other"}
-    assert core.runner.kv_bytes == 0
+    assert core.runner.sequences.kv_bytes == 0
     assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
 
 
@@ -64,7 +64,7 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Tiny) -> None:
             if steps <= 5:  # before the first token of any
                 left = {"a", "a/1", "a/2"} - set(gone)
                 assert {name for name in found if name != "busy" and tokens(found[name])} == left
-            assert core.runner.kv_bytes == 0
+            assert core.runner.sequences.kv_bytes == 0
             accounts = core.scheduler.room.accounts
             assert (accounts.free == accounts.sizes).all()
 
@@ -137,37 +137,6 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Tiny) -> None:
         assert [t for t, _ in top] == want[i].topk(3).indices.tolist()
     [token] = [m for m in messages if isinstance(m, Token)]
     assert token.logprob == pytest.approx(want[-1].max().item(), abs=1e-3)
-
-
-def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
-    tiny: Tiny,
-) -> None:
-    core = make_core(tiny("llama"))
-
-    def draw(**settings: Any) -> list[int]:
-        params = SamplingParams(max_tokens=12, ignore_eos=True, **settings)
-        core.add("a", [5, 6, 7], params)
-        return tokens(run(core)["a"])
-
-    greedy = draw(temperature=0.0)
-    assert draw(seed=1) == draw(seed=1)
-    assert draw(seed=1) != draw(seed=2)
-    assert draw(top_k=1) == greedy
-    assert draw(top_p=1e-6) == greedy
-
-
-def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Tiny) -> None:
-    core = make_core(tiny("llama"))
-
-    def draw(**settings: Any) -> list[int]:
-        core.add("a", [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True, **settings))
-        return tokens(run(core)["a"])
-
-    greedy = draw(temperature=0)
-    assert draw(temperature=1e-40) == draw(temperature=5e-324) == greedy
-    assert draw(top_p=1e-50) == draw(top_p=5e-324) == greedy
-    assert draw(temperature=1e-40, top_p=1e-50, top_k=2**63 - 1, seed=-(2**63)) == greedy
-    assert draw(temperature=1e-5, seed=2**63 - 1) == greedy
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])

@@ -49,18 +49,6 @@ def test_ranks_without_a_gpu_among_others_are_named() -> None:
         backend_of(["GPU-a", "cpu", "GPU-b", "cpu"])
 
 
-def decide(comm: Communicator, devices: list[str]) -> str:
-    """Gather the devices of all ranks; return the backend that this rank chooses."""
-    heard = [""] * comm.size
-    dist.all_gather_object(heard, devices[comm.rank], group=comm.group)
-    return backend_of(heard)
-
-
-def test_all_ranks_decide_alike(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(2).run(decide, ["GPU-a", "GPU-a"]) == ["gloo", "gloo"]
-    assert ranks(2).run(decide, ["GPU-a", "GPU-b"]) == ["nccl", "nccl"]
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [

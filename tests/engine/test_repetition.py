@@ -166,7 +166,7 @@ def test_the_engine_ends_a_loop_and_frees_its_caches(tiny: Callable[[str], Path]
         "short": (6, "repetition"),
         "off": (40, "length"),
     }
-    assert core.runner.kv_bytes == 0
+    assert core.runner.sequences.kv_bytes == 0
 
 
 def test_what_is_decoded_up_to_the_end_is_the_same(tiny: Callable[[str], Path]) -> None:

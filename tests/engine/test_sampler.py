@@ -232,12 +232,10 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     assert seeded(logits, params) == [*whole[:2], None, whole[3]]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 1e-40}, {"temperature": 1e-6}])
+@pytest.mark.parametrize("temperature", [1e-40, 1e-6, 5e-324])
 @pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0], [-1e30, 1e30, 0.0], [0.0, 5.0, 5.0]])
-def test_a_temperature_next_to_nothing_is_greedy(
-    settings: dict[str, float], logits: list[float]
-) -> None:
-    assert set(draws(logits, **settings)) == set(draws(logits, temperature=0)) == {1}
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float, logits: list[float]) -> None:
+    assert set(draws(logits, temperature=temperature)) == set(draws(logits, temperature=0)) == {1}
 
 
 @pytest.mark.parametrize("top_p", [1e-50, 5e-324, 1e-7])
@@ -249,23 +247,12 @@ def test_the_likeliest_token_is_never_masked(top_p: float) -> None:
     assert set(draws([1.0, 3.0, 2.0], top_p=top_p, temperature=1e-40)) == {1}
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    logits = torch.tensor([0.1, 0.6, 0.3]).log().tolist()
-    assert set(draws(logits, top_p=0.5)) == {1}
-    assert set(draws(logits, top_p=0.7)) == {1, 2}
-    assert set(draws(logits, top_p=1.0)) == {0, 1, 2}
-
-
 def test_top_k_keeps_k_tokens_and_their_equals() -> None:
     assert set(draws([1.0, 3.0, 2.9, 2.8], top_k=1)) == {1}
     assert set(draws([1.0, 3.0, 2.9, 2.8], top_k=2)) == {1, 2}
     assert set(draws([3.0, 3.0, 3.0, -9.0], top_k=1)) == {0, 1, 2}
     for everything in (-1, 0, 3, 2**63 - 1):
         assert set(draws([1.0, 1.0, 1.0], top_k=everything)) == {0, 1, 2}
-
-
-def test_masked_tokens_are_never_drawn() -> None:
-    assert set(draws([-torch.inf, 0.0, 0.0], top_k=3)) == {1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -341,5 +328,3 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
         logit_bias={5: -100, 2**31: 0.5},
     )
     assert SamplingParams(**decode_fields(encode(asdict(params))[HEADER_SIZE:])) == params
-    for seed in (-(2**63), 2**63 - 1):
-        torch.Generator().manual_seed(seed)

@@ -57,7 +57,7 @@ def texts(core: EngineCore, structured: Any, **settings: Any) -> list[str]:
     params = SamplingParams(n=3, max_tokens=200, structured_outputs=structured, **settings)
     core.add("a", [50, 60, 70], params)
     found = run(core)
-    assert core.runner.kv_bytes == 0
+    assert core.runner.sequences.kv_bytes == 0
     ends = [found[name][-1] for name in ("a", "a/1", "a/2")]
     assert [getattr(end, "finish", None) for end in ends] == ["stop"] * 3, ends
     return ["".join(chr(t + 28) for t in tokens(messages)[:-1]) for messages in found.values()]
@@ -125,7 +125,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     [*_, last] = run(core)["spoilt"]
     assert last.param == "structured_outputs"
     assert "the answer cannot go on" in last.message
-    assert core.runner.kv_bytes == 0
+    assert core.runner.sequences.kv_bytes == 0
 
 
 def asked_again(

@@ -32,7 +32,7 @@ def decoded(
     assert runner.graphs is not None and not runner.sequences
     kept = runner.graphs._recordings.items()
     found = [(key.sequences, recording.compared) for key, recording in kept]
-    left = runner.kv_bytes + runner.sequences.peak_kv_bytes
+    left = runner.sequences.kv_bytes + runner.sequences.peak_kv_bytes
     sent = sum((comm.bytes_sent - before).values())
     prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
     return found, left, sent, [runner.execute(answer((0, token))) for token in (5, 6, 7)]
@@ -83,7 +83,8 @@ def choices(comm: Communicator, case: Case) -> tuple[bool, list[int], int]:
     with mock.patch.object(chosen, "choose", wraps=chosen.choose) as choose:
         warm_up(runner, (1, 2))
     assert runner.graphs is not None
-    return choose.called, [key.sequences for key in runner.graphs._recordings], runner.kv_bytes
+    recorded = [key.sequences for key in runner.graphs._recordings]
+    return choose.called, recorded, runner.sequences.kv_bytes
 
 
 def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:

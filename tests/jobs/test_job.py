@@ -28,6 +28,7 @@ from razor_dist.config.errors import (
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
+from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.jobs.host_engine import HostEngine, host_pool, share_of_host
 from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.pool import EnginePool, JobEngine, run_items
@@ -182,7 +183,7 @@ def test_which_settings_decide(tmp_path: Path) -> None:
     # A request that brings no seed, or no temperature, gets the engine's.
     different += [name(seed=0), name(seed=1), name(generation_config="none")]
     assert len(set(different)) == 7
-    shipped = Path("razor_dist/configs/head_maps")
+    shipped = shipped_head_map("smollm2").parent
     copy = tmp_path / "copy.json"
     copy.write_bytes((shipped / "smollm2.json").read_bytes())
     assert name(head_map=str(copy)) == name(), "a map is known by what is in it"

@@ -24,7 +24,7 @@ pytest.importorskip("ray.serve")
 import ray
 from ray import serve
 
-from tests.jobs.test_submit import free_ports
+from tests.server.process import free_ports
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy/ray-serve/razor.yaml"

@@ -2,12 +2,14 @@
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 from playwright.sync_api import Browser
 
 from tests.server.browser import chromium
+from tests.server.page_rank import HOLD
 from tests.server.page_reader import KEY, Reader
 from tests.server.process import ServerProcess, fake_server, server_on
 
@@ -47,12 +49,27 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def page_server() -> Iterator[ServerProcess]:
+def page_hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page") / "hold"
+
+
+@pytest.fixture(scope="module")
+def page_server(page_hold: Path) -> Iterator[ServerProcess]:
     """A server that wants a key, has room for two requests, and answers at a pace."""
     limits = ("--max-queue", "2", "--max-model-len", "2M")
-    with server_on("tests.server.page_rank", *limits, "--api-key", KEY) as started:
-        started.url()
-        yield started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HOLD, str(page_hold))
+        with server_on("tests.server.page_rank", *limits, "--api-key", KEY) as started:
+            started.url()
+            yield started
+
+
+@pytest.fixture
+def unread(page_hold: Path) -> Iterator[Path]:
+    """A file: no long prompt is read to its end before the test has unlinked it."""
+    page_hold.touch()
+    yield page_hold
+    page_hold.unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import anthropic
 import httpx2
 
 from razor_dist.api.formats import Format
-from razor_dist.api.parsing import ParsedRequest, parse_value
+from razor_dist.api.parsing import ParsedRequest, parse_request
 from razor_dist.documents.read import Document
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
@@ -53,7 +53,7 @@ def parse(
     endpoint: Any, body: dict[str, Any], files: Sequence[Document] = (), **limits: Any
 ) -> Any:
     known = LIMITS._replace(model="smollm2", **limits)
-    return parse_value(endpoint, body, PromptEncoder(smollm2_tokenizer()), known, files)
+    return parse_request(endpoint, body, PromptEncoder(smollm2_tokenizer()), known, files)
 
 
 def prompt_of(request: ParsedRequest) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from itertools import takewhile
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.fake_engine import EOS, FakeEngine, main
 
 # New tokens from which on a prompt is read in steps, their number, and the seconds of each.
 LONG, STEPS, SECONDS = 256, 8, 0.25
+# A variable with a file's path: while the file is there, no prompt of several steps is read whole.
+HOLD = "PAGE_HOLD"
 # The token that begins a message, and tokens of a question that are its answer.
 START, TAIL = 1, 36
 # " castle", which all answers come from.
@@ -60,6 +63,8 @@ class PageEngine(FakeEngine):
         for step in range(steps + 1):
             if step and steps > 1:
                 await asyncio.sleep(SECONDS)
+            while 1 < steps == step and os.path.exists(os.environ.get(HOLD, "")):
+                await asyncio.sleep(0.02)
             done = cached + new * step // steps
             self.send(Progress(id, done, len(prompt), 0, cached, SECONDS * step))
         self.known.append(prompt)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 import psutil
@@ -73,6 +78,30 @@ def health(url: str) -> tuple[int, str]:
     """Status code and state of a server."""
     response = httpx.get(f"{url}/health")
     return response.status_code, response.json()["status"]
+
+
+def hang_up(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    """Ask for a completion that never comes, and leave once the engine, idle before, has it."""
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            while (await client.get("/stats")).json()["running"] == 0:
+                await asyncio.sleep(0.02)
+            asked.cancel()
+
+    asyncio.run(main())
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports for programs that take no 0, below those that the kernel gives to others meanwhile."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(end // 2, end)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return list(found)
 
 
 def folder(parent: Path, name: str) -> str:

@@ -63,6 +63,12 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
         ({"max_tokens": "5"}, "max_tokens", "max_tokens must be a valid integer"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "must be at least 1, got -1"),
+        (
+            {"max_completion_tokens": 2**63},
+            "max_completion_tokens",
+            "max_completion_tokens must be a 64-bit integer",
+        ),
+        ({"n_predict": 2**63}, "n_predict", "n_predict must be a 64-bit integer"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradict"),
         ({"temperature": 3}, "temperature", "temperature must be between 0 and 2, got 3"),
         ({"top_p": 0}, "top_p", "top_p must be in (0, 1], got 0"),

@@ -22,11 +22,6 @@ from tests.server.process import fake_server, wait_until
 from tests.server.used_contexts import begun, ids, kept, played, server, stored_in, used
 
 
-@pytest.fixture(autouse=True)
-def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("razor_dist.server.contexts._WATCH_SECONDS", 0.01)
-
-
 def test_files_are_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set[threading.Thread]()
 

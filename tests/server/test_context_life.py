@@ -35,11 +35,6 @@ from tests.server.used_contexts import (
 )
 
 
-@pytest.fixture(autouse=True)
-def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("razor_dist.server.contexts._WATCH_SECONDS", 0.01)
-
-
 def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
     async def play() -> None:
         client = FakeClient(reads=True)

@@ -135,4 +135,4 @@ def test_who_hangs_up_ends_the_reader() -> None:
             path = f"{url}/documents/text"
             slow = files.epub(page="<p/>" * 10**6)  # many seconds
             httpx.post(path, content=slow, headers=OCTETS, timeout=httpx.Timeout(30, read=1.0))
-        assert wait_until(lambda: len(server.family()) == before, 3)
+        assert wait_until(lambda: len(server.family()) == before, 8)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from razor_dist.api.parsing import parse_value
+from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Limits
 from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.tokenize import DetokenizeBody
@@ -44,7 +44,7 @@ LIMITS = Limits("smollm2", 8, 512, 49152, {})
 
 def parsed(route: Any, limits: Limits = LIMITS, **fields: Any) -> Any:
     body = {"model": "smollm2", **GIVEN[route], **fields}
-    return parse_value(route, body, ENCODER, limits)
+    return parse_request(route, body, ENCODER, limits)
 
 
 def params(route: str, limits: Limits = LIMITS, **fields: Any) -> Any:
@@ -95,6 +95,9 @@ def test_llama_cpps_names(route: str) -> None:
             params(route, n_predict=7, max_tokens=3)
         with pytest.raises(RequestError, match=r"n_predict must be -1 .* or at least 1, got 0"):
             params(route, n_predict=0)
+    else:
+        with pytest.raises(RequestError, match=r"^max_output_tokens must be a 64-bit integer"):
+            params(route, max_output_tokens=2**63)
     assert parsed(route, cache_prompt=True, cache_salt="a").cache_salt == "a"
     assert [parsed(route, cache_prompt=c).cache_prompt for c in (None, True, False)] == [1, 1, 0]
 
@@ -166,7 +169,7 @@ def test_hints_reach_the_chat_template() -> None:
 
     def text(route: Any, **fields: Any) -> str:
         body = {"model": "smollm2", **GIVEN[route], **fields}
-        found = parse_value(route, body, encoder, LIMITS)
+        found = parse_request(route, body, encoder, LIMITS)
         return tokenizer.decode(found.prompts[0].tokens)
 
     both = {"reasoning_effort": "low", "verbosity": "high"}
@@ -331,4 +334,4 @@ def test_of_tokens_only_the_first_that_is_none_is_told() -> None:
         DetokenizeBody(tokens=[5, "a", "b"])
     assert [error["loc"] for error in refused.value.errors()] == [("tokens", 1)]
     limits = LIMITS._replace(max_model_len=10**6)
-    assert parse_value("detokenize", {"tokens": [5] * 300_000}, ENCODER, limits).answer
+    assert parse_request("detokenize", {"tokens": [5] * 300_000}, ENCODER, limits).answer

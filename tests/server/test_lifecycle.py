@@ -32,22 +32,25 @@ def serving(model: str) -> ServerProcess:
 
 
 @contextmanager
-def held_server(parent: Path) -> Iterator[tuple[ServerProcess, Path]]:
-    """A server, and a file during whose life no rank of it is started again."""
+def held_server(parent: Path, *, held: bool = False) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server, and a file during whose life no rank of it starts; it is there if ``held``."""
     model = folder(parent, "held")
+    hold = Path(model, fake_engine.WAIT)
+    if held:
+        hold.touch()
     with serving(model) as server:
-        yield server, Path(model, fake_engine.WAIT)
+        yield server, hold
 
 
 def test_health_tells_of_loading_and_requests_get_503(tmp_path: Path) -> None:
-    model = folder(tmp_path, "slow-start")
-    with serving(model) as server:
+    with held_server(tmp_path, held=True) as (server, hold):
         url = server.url(LISTENING)
         assert health(url) == (503, "loading")
         early = complete(url, [1, 2])
         assert early.status_code == 503
         assert early.json()["error"]["code"] == "engine_loading"
         assert early.headers["retry-after"] == "1"
+        hold.unlink()
         server.url()
         assert health(url) == (200, "ready")
 
@@ -134,7 +137,7 @@ def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None
 def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
     with fake_server() as server:
         url = server.url()
-        body = {"model": "smollm2", "prompt": [fake_engine.ENDLESS, 20], "max_tokens": 150}
+        body = {"model": "smollm2", "prompt": [fake_engine.ENDLESS, 20], "max_tokens": 250}
         whole: list[httpx.Response] = []
 
         def ask() -> None:
@@ -155,10 +158,10 @@ def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
             lines = [line for line in [*lines, *rest] if line]
         asked.join(10)
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        assert len(chunks) == 150
+        assert len(chunks) == 250
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert lines[-1] == "data: [DONE]"
-        assert whole[0].json()["usage"]["completion_tokens"] == 150
+        assert whole[0].json()["usage"]["completion_tokens"] == 250
         assert server.process.wait(20) == 0
         assert "2 requests get 30 s to end" in server.log
 
@@ -240,7 +243,7 @@ def test_later_starts_that_go_on_failing_end_the_server_with_1(
 
 
 def test_a_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
-    with serving(folder(tmp_path, "slow-start")) as server:
+    with held_server(tmp_path, held=True) as (server, _):
         url = server.url(LISTENING)
         assert health(url) == (503, "loading")
         server.process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from razor_dist.api.formats import Format
-from razor_dist.api.parsing import ParsedRequest, parse_value
+from razor_dist.api.parsing import ParsedRequest, parse_request
 from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
@@ -218,7 +218,7 @@ def test_tools_are_those_of_a_chat() -> None:
         {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
     ]
     asked = {"model": "m", "max_tokens": 9, "messages": messages, "tools": tools}
-    found = parse_value("messages", asked, encoder(HERMES), LIMITS)
+    found = parse_request("messages", asked, encoder(HERMES), LIMITS)
     assert found.tools == ToolUse("hermes", names)
     text = prompt_of(found)
     assert "assistant: I look.<tool_call>Paris</tool_call>tool: Error: no rainuser: And" in text
@@ -229,9 +229,9 @@ def test_tools_are_those_of_a_chat() -> None:
         ({"type": "none"}, None),
     ):
         body = asked | {"tool_choice": choice}
-        assert parse_value("messages", body, encoder(HERMES), LIMITS).tools == use
+        assert parse_request("messages", body, encoder(HERMES), LIMITS).tools == use
     with pytest.raises(RequestError, match="must not end with a tool_use block"):
-        parse_value("messages", asked | {"messages": messages[:2]}, encoder(HERMES), LIMITS)
+        parse_request("messages", asked | {"messages": messages[:2]}, encoder(HERMES), LIMITS)
 
 
 @pytest.mark.parametrize("case", [a for a in ANSWERS if a[0] in ("hermes", "named")])

@@ -22,9 +22,10 @@ import openai
 import psutil
 import pytest
 
-from tests.server.process import ServerProcess, health, wait_until
+from tests.server.hosts import TORCHRUN
+from tests.server.process import ServerProcess, free_ports, health, wait_until
 from tests.server.raw_connections import HEAD, connections
-from tests.server.test_real_ranks import TORCHRUN, free_port, frontend_of, is_healthy
+from tests.server.test_real_ranks import frontend_of, is_healthy
 
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-m", "razor_dist", "serve", "--max-num-seqs", "8", "--threads", "1"]
@@ -202,7 +203,7 @@ def test_sigterm_to_torchruns_server_in_a_stream() -> None:
 
 def test_a_rolling_restart_loses_no_answer() -> None:
     """Two servers, each ended and started again in its turn; clients retry at the other."""
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     over = threading.Event()
     answered: list[int] = []

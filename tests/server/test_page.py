@@ -27,7 +27,9 @@ USAGE = re.compile(r"Prompt [\d,]+ tokens, ([\d,]+) of them new · answer \d+ to
 
 
 @pytest.mark.long
-def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Path) -> None:
+def test_a_book_is_read_once_and_asked_about_twice(
+    reader: Reader, unread: Path, tmp_path: Path
+) -> None:
     reader.add(("fox.txt", STORY.encode()), ("fox.pdf", files.pdf("The fox")))
     expect(reader.pending.locator("li")).to_have_text(
         [re.compile("fox.txt"), re.compile("fox.pdf")]
@@ -39,6 +41,7 @@ def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Pat
         re.compile(r"[\d,]+ of [\d,]+ tokens · [\d,]+ a second · about \d+ s")
     )
     expect(turn.get_by_role("progressbar", name="Reading")).to_be_visible()
+    unread.unlink()
     expect(turn.locator(".answer")).to_contain_text("hill")
     expect(turn.locator(".usage")).to_have_text(USAGE)
     expect(turn.locator(".note")).to_contain_text("Cut off after 40 tokens")
@@ -130,10 +133,11 @@ def _new_tokens(turn: Locator) -> int:
     return int(found[1].replace(",", ""))
 
 
-def test_what_waits_is_read_ahead(reader: Reader) -> None:
+def test_what_waits_is_read_ahead(reader: Reader, unread: Path) -> None:
     reader.add(("ahead.txt", b"Ahead of all: " + STORY.encode()))
     reader.read_ahead.click()
     expect(reader.ahead.locator(".reading p")).to_contain_text("a second")
+    unread.unlink()
     expect(reader.ahead_note).to_contain_text("Read. Prompt")
     turn = reader.answered("Who went over the hill?")
     assert _new_tokens(turn) < 60

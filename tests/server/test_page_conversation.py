@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -71,7 +72,9 @@ def test_stop_ends_the_wait_for_a_server_that_does_not_answer(reader: Reader) ->
 
 
 @pytest.mark.long
-def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: ServerProcess) -> None:
+def test_what_is_stopped_can_be_asked_again(
+    browser: Browser, page_server: ServerProcess, unread: Path
+) -> None:
     reader = Reader(browser.new_context(), page_server.url(), max_tokens=8000)
     reader.add(("fox-2.txt", STORY.encode() * 2))
     expect(reader.pending).to_contain_text("fox-2.txt")
@@ -79,6 +82,7 @@ def test_what_is_stopped_can_be_asked_again(browser: Browser, page_server: Serve
     expect(turn.locator(".reading p")).to_contain_text("a second")
     reader.page.keyboard.press("Escape")  # while it is read: nothing is lost
     expect(reader.notice).to_have_text("Stopped before an answer came.")
+    unread.unlink()
     expect(reader.question).to_have_value("Who went?")
     expect(reader.pending).to_contain_text("fox-2.txt")
     turn = reader.ask("Who went?")

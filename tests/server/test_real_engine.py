@@ -263,18 +263,23 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
             found[" ".join([sample.name.removeprefix("razor:"), *labels])] = sample.value
         return found
 
-    body = {"model": "smollm2", "prompt": [100] * 100, "max_tokens": 32, "ignore_eos": True}
+    body = {"model": "smollm2", "prompt": [100] * 100, "max_tokens": 300, "ignore_eos": True}
     path = f"{url}/v1/completions"
+    running: dict[str, float] = {}
+
+    def runs() -> bool:
+        running.update(scrape())
+        return running.get("kv_cache_usage_perc", 0) > 0
+
     with httpx.stream("POST", path, json=body | {"stream": True}, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
-        assert wait_until(lambda: scrape().get("kv_cache_usage_perc", 0) > 0, 10)
-        running = scrape()
+        assert wait_until(runs, 10)
         for rank in "01":
             assert running[f"kv_cache_bytes retrieval {rank}"] > 0
             assert running[f"kv_cache_bytes streaming {rank}"] > 0
         assert running["num_requests_running"] == 1
-        assert len(list(lines)) > 32
+        assert len(list(lines)) > 300
     found, stats = scrape(), httpx.get(f"{url}/stats", timeout=20).json()
     assert found["prompt_tokens_total"] == stats["prompt_tokens"]
     assert found["generation_tokens_total"] == stats["generated_tokens"]
@@ -376,12 +381,3 @@ def test_a_client_that_vanishes_in_mid_prefill_frees_its_cache(server: ServerPro
     peak = httpx.get(f"{url}/stats", timeout=60).json()["peak_kv_bytes_per_rank"]
     assert min(peak) > 0
     assert "no sign of life" not in server.log
-
-
-def test_the_context_limit_over_http(server: ServerProcess) -> None:
-    body = {"model": "smollm2", "prompt": [100] * 4000, "max_tokens": 200}
-    answer = httpx.post(f"{server.url()}/v1/completions", json=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert "4096" in error["message"]
-    assert "4200" in error["message"]

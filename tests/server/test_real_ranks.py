@@ -29,11 +29,19 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
-from tests.server.process import ROOT, ServerProcess, alive, health, server_on, wait_until
+from tests.server.hosts import TORCHRUN
+from tests.server.process import (
+    ROOT,
+    ServerProcess,
+    alive,
+    free_ports,
+    health,
+    server_on,
+    wait_until,
+)
 from tests.server.slow_rank import CHUNK_SECONDS
 from tests.tiny_models import save_head_map
 
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SERVE = [sys.executable, "launch/serve.py", "--world-size", "2"]
 SERVE_UNDER_TORCHRUN = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "launch/serve.py"]
 PROMPT = [3 + 7 * i % 180 for i in range(150)]
@@ -339,11 +347,6 @@ def tokens_alone(arguments: list[str]) -> list[int]:
     return tokens
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.long
 def test_two_nodes_answer_as_one_process(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
@@ -351,7 +354,7 @@ def test_two_nodes_answer_as_one_process(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     agent = [
         *(TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}"),
         *("launch/serve.py", "--world-size", "4", *arguments),
     ]
     with ServerProcess(*agent) as one, ServerProcess(*agent) as other:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import httpx
 import pytest
 
 from razor_dist import LLM, SamplingParams
 from tests.preloaded import executed
+from tests.server.hosts import TORCHRUN
 from tests.server.process import ServerProcess
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
 @pytest.mark.long

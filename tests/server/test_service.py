@@ -19,7 +19,7 @@ import pytest
 from razor_dist.api.answer_json import ESCAPED, PLAIN, dumped
 from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat
-from razor_dist.api.parsing import parse_request, parse_value
+from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.config.errors import RazorError, RequestError
 from razor_dist.config.schema import ServerConfig
@@ -132,10 +132,10 @@ def test_the_messages_of_a_context_count_as_a_body(monkeypatch: pytest.MonkeyPat
 def test_the_log_probabilities_of_prompts_have_a_bound() -> None:
     limits = Limits("smollm2", 4, 512, 49152, {}, most_logprobs=240)
     asked = {"model": "smollm2", "prompt": [[5] * 10, [6] * 10], "echo": True, "n": 2}
-    parse_value("completions", {**asked, "logprobs": 5}, ENCODER, limits)
-    parse_value("completions", {**asked, "echo": False, "logprobs": 20}, ENCODER, limits)
+    parse_request("completions", {**asked, "logprobs": 5}, ENCODER, limits)
+    parse_request("completions", {**asked, "echo": False, "logprobs": 20}, ENCODER, limits)
     with pytest.raises(RequestError, match=r"280 log-probabilities .* may ask for 240") as error:
-        parse_value("completions", {**asked, "logprobs": 6}, ENCODER, limits)
+        parse_request("completions", {**asked, "logprobs": 6}, ENCODER, limits)
     assert (error.value.code, error.value.param) == ("answer_too_large", "logprobs")
     # A million tokens and the likeliest of each are served with the settings' defaults.
     made = service()

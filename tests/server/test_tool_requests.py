@@ -10,12 +10,13 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from razor_dist.api.parsing import parse_value
+from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import ParsedRequest
 from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
+from tests.server.message_bodies import prompt_of
 from tests.server.tool_calls import (
     ANSWERS,
     HERMES,
@@ -31,11 +32,7 @@ from tests.tokenizer import smollm2_tokenizer
 
 def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
-    return parse_value("chat", body | fields, encoder(template), LIMITS)
-
-
-def prompt_of(request: ParsedRequest) -> str:
-    return smollm2_tokenizer().decode(request.prompts[0].tokens.tolist())
+    return parse_request("chat", body | fields, encoder(template), LIMITS)
 
 
 def test_the_format_is_that_of_the_models_template() -> None:
@@ -192,7 +189,7 @@ def test_responses_say_the_same_as_a_chat() -> None:
         "tool_choice": "required",
         "temperature": 0.25,
     }
-    found = parse_value("responses", body, encoder(HERMES), LIMITS)
+    found = parse_request("responses", body, encoder(HERMES), LIMITS)
     assert prompt_of(found) == prompt_of(chat) and found.tools == chat.tools
     own, theirs = found.prompts[0].params, chat.prompts[0].params
     assert own.structured_outputs == theirs.structured_outputs
@@ -200,8 +197,8 @@ def test_responses_say_the_same_as_a_chat() -> None:
     assert (found.described["temperature"], found.described["top_p"]) == (0.25, 1.0)
     assert (found.described["tool_choice"], len(found.described["tools"])) == ("required", 2)
     with pytest.raises(RequestError, match=r"tools\[0\]\.type must be 'function'"):
-        parse_value(
+        parse_request(
             "responses", body | {"tools": [{"type": "web_search"}]}, encoder(HERMES), LIMITS
         )
     with pytest.raises(RequestError, match=r"missing required field 'input\[0\]\.call_id'"):
-        parse_value("responses", body | {"input": [item]}, encoder(HERMES), LIMITS)
+        parse_request("responses", body | {"input": [item]}, encoder(HERMES), LIMITS)

@@ -22,7 +22,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from razor_dist.api.formats import ChatFormat
-from razor_dist.api.parsing import parse_value
+from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.api.responses_format import FORMATS, ResponsesFormat
 from razor_dist.api.tools import ToolParser, ToolUse
@@ -214,9 +214,11 @@ def test_an_answer_has_openais_shape(form: str) -> None:
         ("named", '{"city": "Par'),
         ("required", '[{"name": "get_time", "parameters": {"city": "Par'),
         ("hermes", '<tool_call>{"name": "get_time", "arguments": {"city": "Par'),
+        # A blank that JSON does not know.
+        ("hermes", '<tool_call>{"name": "get_time", "arguments": "\u00a0{}"}</tool_call>'),
     ],
 )
-def test_a_call_that_is_cut_is_no_call(form: str, answer: str) -> None:
+def test_a_call_that_is_cut_or_no_json_is_no_call(form: str, answer: str) -> None:
     request = ParsedRequest([], tools=ToolUse(form, NAMES), described={})
     choice = Choice(np.array([1]), 0, [TextPiece(5, answer, None, "length")])
     chat = ChatFormat(request, "m", [choice], smollm2_tokenizer())
@@ -245,7 +247,7 @@ def serving(answer: str) -> openai.OpenAI:
         body = json.loads(request.content)
         endpoint = "chat" if "messages" in body else "responses"
         try:
-            parsed = parse_value(endpoint, body, encoder(HERMES), LIMITS)
+            parsed = parse_request(endpoint, body, encoder(HERMES), LIMITS)
         except RequestError as error:
             return httpx.Response(400, json={"error": {"message": str(error)}})
         choice = Choice(parsed.prompts[0].tokens, 0, letters(answer))

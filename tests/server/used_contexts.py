@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -28,7 +29,8 @@ def server(folder: Path) -> Contexts:
 
 
 def played(play: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(play())  # type: ignore[arg-type]
+    with mock.patch("razor_dist.server.contexts._WATCH_SECONDS", 0.01):
+        asyncio.run(play())  # type: ignore[arg-type]
 
 
 async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
