@@ -100,6 +100,7 @@ def test_beside_streaming_heads_and_in_8_bits(
             torch.testing.assert_close(got, want, rtol=0, atol=5e-3)
 
 
+@pytest.mark.long
 def test_a_model_that_turns_a_part_of_each_head_by_itself(ranks: Ranks, tmp_path: Path) -> None:
     config = PhiConfig(
         hidden_size=64, intermediate_size=96, vocab_size=192, max_position_embeddings=4096,
@@ -158,6 +159,7 @@ def runs_of(
     return (torch.cat(rows) if rows else None), gathered, largest[0]
 
 
+@pytest.mark.long
 def test_runs_of_several_sequences_in_one_step(ranks: Ranks, tiny: Tiny) -> None:
     """Some of which are long enough to choose, in three all-gathers a layer."""
     path = tiny("llama")
@@ -196,6 +198,7 @@ def cut_logits(comm: Communicator, case: Case, cut: int) -> Tensor | None:
     return logits
 
 
+@pytest.mark.long
 def test_a_prefix_is_cut_within_a_block(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     case = Case(str(path), all_full(path), POLICY, tokens_of(N), share=1 / 300)

@@ -98,6 +98,7 @@ def test_threads_of_ranks_wait_briefly() -> None:
     assert "GOMP_SPINCOUNT = '5000'" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
 def test_threads_that_share_a_core_wait_for_it() -> None:
     code = (

@@ -35,6 +35,7 @@ def logits_over_host(comm: Communicator, case: Case) -> Tensor | None:
     return logits_of(HostLinks(comm), case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("exact", "share", "prompt"), [(False, 0.0, 130), (True, 0.0, 130), (False, 1 / 300, 1100)]

@@ -42,7 +42,13 @@ CUTS = (8192, 64, 37)
 FAMILIES = ("llama", "qwen2", "qwen3_moe", "mistral", "glm")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in ("llama", "qwen3_moe") else pytest.mark.long)
+        for name in FAMILIES
+    ],
+)
 def test_logits_do_not_depend_on_ranks_cuts_or_phase(family: str, ranks: Ranks, tiny: Tiny) -> None:
     n, tokens, path = 181, tokens_of(188), tiny(family)
     case = Case(str(path), split_of(path), POLICY, tokens[:n], tokens[n:])
@@ -141,6 +147,7 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
     return None if logits is None else logits.clone()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "tensor"), [(1, False), (3, False), (5, False), (2, True), (8, True)]
 )
@@ -205,6 +212,7 @@ def test_any_settings_any_length_any_cut(
     assert_same(got, want)
 
 
+@pytest.mark.long
 def test_embedded_model_on_several_ranks(ranks: Ranks) -> None:
     path = str(resolve_model("smollm2"))
     split = HeadMap.load(shipped_head_map("smollm2")).retrieval

@@ -130,6 +130,7 @@ def programs_of_one(sequences: int) -> int:
         return -(-keys // module.split_length(sequences * keys, torch.device("cuda", 0)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequences", [1, 8])
 def test_a_long_sequence_keeps_the_device_busy_beside_short_ones(
     sequences: int, compiler: ProcessPoolExecutor

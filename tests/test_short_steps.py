@@ -140,13 +140,18 @@ CHUNKS = (120, 60, 0, 0)
     ("family", "tensor", "worlds"),
     [
         ("llama", False, (1, 2, 4, 8)),
-        *((family, False, (2, 8)) for family in ("qwen2", "mistral", "glm", "phi3")),
-        *((family, True, (2, 3, 8)) for family in ("llama", "phi3")),
-        *((family, True, (4, 8)) for family in ("llama2", "llama3", "qwen2", "qwen3", "qwen3_moe")),
-        *((family, True, (4, 8)) for family in ("mistral", "mixtral", "glm_1m", "glm4", "cohere")),
+        ("llama", True, (2, 3, 8)),
+        ("qwen3_moe", True, (4, 8)),
         *(
-            pytest.param(family, False, (1, 4), marks=pytest.mark.long)
-            for family in ("bloom", "mpt", "baichuan")
+            pytest.param(family, tensor, worlds, marks=pytest.mark.long)
+            for tensor, worlds, families in (
+                (False, (2, 8), ("qwen2", "mistral", "glm", "phi3")),
+                (False, (1, 4), ("bloom", "mpt", "baichuan")),
+                (True, (2, 3, 8), ("phi3",)),
+                (True, (4, 8), ("llama2", "llama3", "qwen2", "qwen3", "mistral", "mixtral")),
+                (True, (4, 8), ("glm_1m", "glm4", "cohere")),
+            )
+            for family in families
         ),
     ],
 )
@@ -173,6 +178,7 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", OTHER_SETTINGS.values(), ids=OTHER_SETTINGS)
 def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
@@ -198,6 +204,7 @@ def test_ways_of_computing_answers_change_nothing(
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, how=how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tensor", [False, True])
 def test_a_prompt_is_read_by_turns_in_chunks_and_by_all_ranks(
     tensor: bool, ranks: Ranks, tiny: Tiny
@@ -232,6 +239,7 @@ def companies(draw: st.DrawFn) -> tuple[int, Company]:
     return draw(st.sampled_from([1, 2, 3, 8])), Company(case, texts, chunks, rest, mixed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tensor", [False, True])
 @settings(
     max_examples=12,

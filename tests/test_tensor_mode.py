@@ -67,6 +67,7 @@ def test_a_prompt_is_scored_beside_an_answer(ranks: Ranks, tiny: Tiny) -> None:
                 torch.testing.assert_close(own, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_nine_heads_on_eight_ranks(ranks: Ranks) -> None:
     path = str(resolve_model("smollm2"))
     split = HeadMap.load(shipped_head_map("smollm2")).retrieval
@@ -100,6 +101,7 @@ def replayed(comm: Communicator, case: Case) -> Tensor | None:
     return torch.cat(found) if found else None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_steps_that_are_recorded(family: str, ranks: Ranks, tiny: Tiny) -> None:
     path, tokens = tiny(family), tokens_of(100)

@@ -199,6 +199,7 @@ def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[A
     return torch.cat([row for row in alone if row is not None]), torch.cat(found)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(operations() is None, reason="only compiled products round rows alike")
 @pytest.mark.parametrize(
     ("world", "tensor", "kv_dtype"),

@@ -103,6 +103,7 @@ def test_ratios_and_their_bars() -> None:
     assert of_floor(single, of_floors) == ("prefill, razor / its floor", 1.4, 1.1, False)
 
 
+@pytest.mark.long
 def test_pages_are_utf_8_in_any_locale(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     code = (
@@ -191,6 +192,7 @@ def test_rates_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Rates(2.0**19, 64**3, 9 * 4 * 64 * 64 * 64 / 2, 64**3)
 
 
+@pytest.mark.long
 def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Between chunks, of which a busy machine makes more, a prompt holds more than at its end.
     monkeypatch.setattr("razor_dist.engine.prefill_policy._LONGER", 1000)

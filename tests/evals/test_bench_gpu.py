@@ -253,6 +253,7 @@ def test_constants_are_those_that_the_kernel_has() -> None:
         assert len(re.findall(rf"\b{name}\b", text)) >= 2
 
 
+@pytest.mark.long
 def test_a_process_gives_its_result_or_the_reason(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         assert call(json.loads, '{"a": 1}', output=log) == {"a": 1}

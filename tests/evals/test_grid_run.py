@@ -60,6 +60,7 @@ def _exact(retrieval: Flags | None, **settings: object) -> Method:
     return Method("exact", {"prefill": "exact", **WINDOW, **settings}, retrieval)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [

@@ -74,6 +74,7 @@ async def tokens(client: EngineClient, request_id: str, prompt: list[int]) -> li
         return [m.token async for m in stream if isinstance(m, Token)]
 
 
+@pytest.mark.long
 async def test_requests_are_answered_side_by_side() -> None:
     async with running() as engine:
         client = engine.client

@@ -123,6 +123,7 @@ def killed() -> Killed:
     return Killed(smollm2_tokenizer(), lambda: info)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_process_that_is_killed_from_outside_does_not_blame_the_constraint(
     number: signal.Signals,

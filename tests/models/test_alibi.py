@@ -110,6 +110,7 @@ def _settings(window: int | None) -> dict[str, Any]:
     return {**LITERAL, **own}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["bloom6", "mpt6", "baichuan"])
 def test_a_window_for_each_head_is_the_literal_definition(
     family: str, ranks: Ranks, tiny: Tiny

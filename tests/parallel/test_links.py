@@ -83,6 +83,7 @@ def over_both(comm: Communicator, seed: int) -> bool:
     return comm.bytes_sent == gloo.bytes_sent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_same_arrives_as_over_gloo(ranks: Ranks, size: int) -> None:
     @settings(max_examples=12, deadline=None)

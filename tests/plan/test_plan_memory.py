@@ -127,6 +127,7 @@ def test_what_never_fits() -> None:
     assert "fewest ranks that fit: more than 16" in found.verdict[1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("any_context")
 @pytest.mark.parametrize(
     ("given", "retrieval", "message"),

@@ -120,6 +120,7 @@ def test_terms_have_ranges_and_sum_up(kv_dtype: str) -> None:
         assert f"| {name} | {' | '.join(cells)} |" in page
 
 
+@pytest.mark.long
 def test_prefill_of_retrieval_heads_is_partly_by_blocks_of_earlier_keys() -> None:
     """Four chunks of 32,768 tokens a rank: six of eight pairs of blocks are whole."""
     device, page = load_device("h200"), (DOCS / "benchmarks" / "gpu" / "model.md").read_text()
@@ -156,6 +157,7 @@ def test_one_chunk_moves_each_key_once() -> None:
     assert found.links["prefill"]["halo"] / (0.7 * 80 * 1024) < 3 * 8 * (8192 + 127)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ratio", "mode"), [(1.3, "tensor"), (1.5, "replicated")])
 def test_ranks_share_steps_where_the_engine_would_choose_so(
     ratio: float, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from tests.ranks import Ranks
 from tests.tiny_models import Tiny
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_questions_turns_and_documents_that_share_a_half(
     world: int, ranks: Ranks, tiny: Tiny
@@ -61,6 +62,7 @@ def test_a_copy_can_be_cut_no_further_back_than_its_source(
     assert (cached["b"], cached["c"]) == (50, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_conversations_part_where_a_message_ends(world: int, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
@@ -148,6 +150,7 @@ def test_a_prompt_takes_the_place_of_what_it_continues(
     assert stats["prefix_cache"]["evictions"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_aborted_prompt_leaves_what_was_read(world: int, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")

@@ -46,6 +46,7 @@ def test_a_later_engine_begins_from_what_is_on_disk(
     assert {p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")} == {0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrote", "reads", "kv"), [(4, 2, "int8"), (1, 4, "fp32"), (2, 1, "fp32")])
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_another_number_of_ranks_reads_the_same_store(
@@ -203,6 +204,7 @@ def test_what_is_read_is_what_was_written(
             torch.testing.assert_close(one["sums"], other["sums"], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_host_memory_holds_what_leaves_the_device(world: int, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")

@@ -30,6 +30,7 @@ def test_the_store_keeps_within_its_bound(tiny: Tiny, tmp_path: Path) -> None:
     assert len(ranges(tmp_path)) == 2
 
 
+@pytest.mark.long
 def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> None:
     path, text = str(tiny("llama")), ids((1, 120))
     alone = {"prefix_store": str(tmp_path / "alone")}

@@ -259,6 +259,7 @@ def test_a_file_of_keys_that_cannot_be_used_is_told(
     assert "other users can read the keys" in caplog.text
 
 
+@pytest.mark.long
 def test_it_speaks_tls(certificate: tuple[str, str], tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=certificate[0])
     told = tmp_path / "url"
@@ -297,6 +298,7 @@ def test_tls_files_that_cannot_be_used_are_told(
             tls_context(config)
 
 
+@pytest.mark.long
 def test_keys_are_given_one_by_one_or_together() -> None:
     with fake_server("--api-key", "sk-1,sk-2", "--api-key", "sk-3") as server:
         url = f"{server.url()}/v1/models"

@@ -131,6 +131,7 @@ def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
                 assert gone.json()["deleted"] and not list(tmp_path.glob("*/*/ctx_*"))
 
 
+@pytest.mark.long
 def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: ServerProcess) -> None:
     ours = anthropic.Anthropic(base_url=server.url(), api_key=KEYS["b"], max_retries=0)
     text: Any = part(DOCUMENT.replace("red", "green"), cache_control=MARK)

@@ -271,6 +271,7 @@ def test_after_a_failure_each_turn_is_still_itself(reader: Reader) -> None:
     expect(reader.page.locator("article h3")).to_have_text(["Second?"])
 
 
+@pytest.mark.long
 def test_the_sample_answers_and_a_reload_stays_where_it_was(reader: Reader) -> None:
     reader.samples.get_by_role("button", name="Who built the harbour?").click()
     turn = reader.page.locator("article")

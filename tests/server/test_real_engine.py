@@ -47,6 +47,7 @@ def test_the_first_question_is_answered_by_the_defaults(server: ServerProcess) -
         assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_ends_on_two_ranks_with_a_grammar_and_two_answers(
     server: ServerProcess, stream: bool

@@ -144,19 +144,19 @@ def test_prompts_for_which_the_queue_has_no_room_are_not_tokenised() -> None:
 def test_a_request_that_is_late_ends_and_frees_the_engine(url: str) -> None:
     assert wait_until(lambda: counts(url)[0] == 0, 20)
     _, aborted = counts(url)
-    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "timeout": 1.0}
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "timeout": 0.7}
     for stream in (False, True):  # before a stream has begun, it is an HTTP error as well
         late = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=30)
         assert (late.status_code, late.headers["x-should-retry"]) == (408, "false")
         assert late.json()["error"] == {
-            "message": "the request was not answered within 1 s",
+            "message": "the request was not answered within 0.7 s",
             "type": "timeout_error",
             "param": None,
             "code": "timeout",
         }
     eager = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
     with pytest.raises(openai.APIStatusError, match="not answered within") as error:
-        eager.completions.create(**body | {"timeout": None}, extra_body={"timeout": 1.0})
+        eager.completions.create(**body | {"timeout": None}, extra_body={"timeout": 0.7})
     assert error.value.status_code == 408
     assert wait_until(lambda: counts(url) == (0, aborted + 3), 20), counts(url)  # asked once each
     endless = {"prompt": [fake_engine.ENDLESS, 20], "max_tokens": 400, "timeout": 3}
