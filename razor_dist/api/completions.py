@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.field_types import Int, in_range
-from razor_dist.api.schema import GenerateBody
+from razor_dist.api.fields import renamed
+from razor_dist.api.schema import UNLIMITED, GenerateBody
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, behind
 from razor_dist.frontend.passages import PromptText
@@ -91,12 +92,13 @@ class CompletionBody(GenerateBody):
 
         With ``echo``, 0 tokens are computed as 1, which is not shown.
         """
-        limit = self.one_of("n_predict", "max_tokens")
+        field, limit = self.limit("max_tokens")
         if limit is None:
             limit = _COMPLETION_TOKENS
-        elif self.n_predict == -1:
+        elif (field, limit) == UNLIMITED:
             limit = None
         elif limit == 0:
             limit = int(bool(self.echo))
-        params = self._sampling(limit, self.logprobs, defaults)
+        with renamed({"max_tokens": field}):
+            params = self._sampling(limit, self.logprobs, defaults)
         return replace(params, prompt_logprobs=self.logprobs) if self.echo else params

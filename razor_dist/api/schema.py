@@ -55,6 +55,8 @@ _SAMPLING = {
     "skip_special_tokens",
 }
 
+UNLIMITED = "n_predict", -1  # if no limit is asked for
+
 
 class CommonFields(Strict):
     """Fields of every endpoint that generates, Anthropic's too."""
@@ -166,6 +168,12 @@ class GenerateBody(SharedFields):
                 param=next(iter(found)),
             )
         return next(iter(found.values()), None)
+
+    def limit(self, *names: str) -> tuple[str, int | None]:
+        """Return which field limits the answer's tokens, and the limit: None, or `UNLIMITED`."""
+        value = self.one_of("n_predict", *names)
+        given = (name for name in (*names, "n_predict") if getattr(self, name) is not None)
+        return next(given, "max_tokens"), value
 
     @property
     def constrained_by(self) -> str:
@@ -364,17 +372,16 @@ class ChatBody(GenerateBody):
         self.one_of("n_predict", "max_tokens", "max_completion_tokens")
         check_ending(self.add_generation_prompt, self.continue_final_message)
         if self.top_logprobs is not None and not self.logprobs:
-            problem = "top_logprobs is only allowed with logprobs: true"
-            raise RequestError(problem, param="top_logprobs")
+            raise RequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit, ``max_tokens`` is None."""
-        limits = "max_completion_tokens", "n_predict", "max_tokens"
-        limit = None if self.n_predict == -1 else self.one_of(*limits)
+        field, limit = self.limit("max_completion_tokens", "max_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        given = next((name for name in limits if getattr(self, name) is not None), "max_tokens")
-        with renamed({"max_tokens": given, "logprobs": "top_logprobs"}):
-            return self._sampling(limit, logprobs, defaults)
+        with renamed({"max_tokens": field, "logprobs": "top_logprobs"}):
+            return self._sampling(
+                None if (field, limit) == UNLIMITED else limit, logprobs, defaults
+            )
 
 
 def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:

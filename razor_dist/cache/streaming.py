@@ -125,7 +125,7 @@ class StreamingCache:
         slot.capacity, slot.tail_capacity = self._pool.capacities(length)
         if length <= slot.capacity and slot.start <= self.policy.sinks:
             return  # each token has its place already
-        for rows in self.batches(length):
+        for rows in self.batches(length, most=1):  # a copy of one row is small
             self.restore(slot, rows, self.state(old, rows, length))
 
     def fork(
