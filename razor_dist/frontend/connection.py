@@ -57,10 +57,11 @@ class RankConnection:
         return self._writer is not None
 
     async def listen(self) -> None:
-        # A socket that a killed predecessor left behind would make the bind fail.
-        self.path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, path=self.path)
-        self.path.chmod(0o600)
+        # Rank 0 connects once it sees the path: a socket refuses until it listens.
+        draft = self.path.with_name("new")
+        self._server = await asyncio.start_unix_server(self._serve, path=draft)
+        draft.chmod(0o600)
+        draft.replace(self.path)
 
     def send(self, message: ToEngine) -> None:
         # A connection that is gone loses nothing here: its requests fail when that is noticed.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from functools import partial
@@ -292,6 +293,27 @@ async def test_ranks_whose_node_is_gone_are_not_started_again() -> None:
     finally:
         await engine.close()
     assert starts == 2
+
+
+async def test_who_sees_the_socket_can_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank 0 that torchrun starts looks for it: a bound socket refuses until it listens."""
+    path, listen = tmp_path / "engine", socket.socket.listen
+    seen: list[bool] = []
+
+    def listening(self: socket.socket, *backlog: int) -> None:
+        seen.append(path.exists())
+        listen(self, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", listening)
+    client = EngineClient(path)
+    await client.rank0.listen()
+    assert seen == [False]
+    assert path.stat().st_mode & 0o777 == 0o600
+    _, writer = await asyncio.open_unix_connection(path)
+    writer.close()
+    await client.close()
 
 
 async def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:
