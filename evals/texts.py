@@ -42,7 +42,7 @@ def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
 
 
 class Corpus(NamedTuple):
-    """Which text needles are hidden in, as the settings of a job say it."""
+    """Name and fingerprint of the text that a job hides needles in."""
 
     haystack: str  # of `haystack_paragraphs`, settled
     haystack_fingerprint: str

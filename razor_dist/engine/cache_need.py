@@ -54,7 +54,7 @@ class CacheNeed:
                 return
 
     def _is_full(self, request: Request, pinned: Seq[Request], max_tokens: int) -> bool:
-        """True if there is no room for so many tokens of an answer."""
+        """Return whether an answer of ``max_tokens`` has no room."""
         request.max_tokens = max_tokens
         try:
             self.check(request, pinned)

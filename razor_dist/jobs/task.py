@@ -156,8 +156,8 @@ class Task(Protocol):
     - ``extends``, as `ResultStore.open` takes it;
     - ``measured(items)``, which gets the items that are to be worked on, before any engine is
       opened, and returns them with their true sizes;
-    - ``at_once``, how many items an engine gets at a time: so many threads call `run` at the same
-      time. Without it that is one.
+    - ``at_once``, the number of items that an engine gets at a time, each in a thread that calls
+      `run`; by default one.
     """
 
     @property

@@ -93,7 +93,7 @@ def _has_head_map(model: str) -> bool:
 
 
 class Shares(NamedTuple):
-    """What ranks that share short steps spare and cost; all 0 where they do not."""
+    """Savings and costs of ranks that share short steps; all 0 where they do not share them."""
 
     spared: int  # parameters that a token does not wait for, since other ranks multiply them
     copied: int  # bytes of a rank's part of weights that it keeps a copy of, on the rank with most

@@ -22,7 +22,7 @@ from razor_dist.prefix.manifest import Names, Tokens
 Tier = Literal["device", "host", "disk"]
 # A cache salt, and the mark of positions (`razor_dist.models.longrope`).
 Namespace = tuple[str | None, int]
-# Estimates the seconds of prefilling so many tokens after so many others.
+# Estimates the seconds of prefilling: of the number of tokens, and of those before them.
 PrefillCost = Callable[[float, int], float]
 
 

@@ -80,7 +80,7 @@ def test_metrics_count_what_happened(server: ServerProcess) -> None:
     hang_up(server.url(), {"model": "smollm2", "prompt": [fake_engine.HANG]}, key())
 
     def statuses() -> dict[str, float]:
-        """Of this test's requests: how many had each status."""
+        """Return the number of this test's requests by HTTP status."""
         asked = {"handler": "/v1/completions", "method": "POST"}
         return {
             dict(labels)["status"]: value - before.get((name, labels), 0.0)

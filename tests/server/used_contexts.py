@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +28,9 @@ def server(folder: Path) -> Contexts:
     return Contexts(FakeClient(folder, reads=True), 1e9)
 
 
-def played(play: Callable[[], Awaitable[None]]) -> None:
+def played(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with mock.patch("razor_dist.server.contexts._WATCH_SECONDS", 0.01):
-        asyncio.run(play())  # type: ignore[arg-type]
+        asyncio.run(play())
 
 
 async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
