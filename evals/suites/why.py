@@ -41,6 +41,8 @@ LOST, KEPT = "lost", "kept"
 _HEADS_SHOWN = 5
 # Full attention was unsure of a token that it gave less than this.
 UNSURE = 0.5
+# Nats by which a method may find the answer less likely where that loss is called chance.
+CHANCE = 1.0
 # Settings that the model is loaded by, once for the method and full attention.
 _OF_MODEL = ("device", "dtype", "weight_dtype", "rope_scaling")
 
@@ -80,16 +82,21 @@ def _twice(window: int | None) -> int | None:
 def verdict(tried: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
     """Return the reason of a loss, by what was tried (`WhyModel.compare`), and a probability.
 
-    It is what would have kept the answer, or ``model`` if full attention was unsure: of the first
-    token that was lost, whose probability is returned, it gave less than `UNSURE`.
+    It is what would have kept the answer. Full attention was unsure if it gave the first token
+    that was lost less than `UNSURE`; that probability is returned. Which token is the likeliest
+    then says little, and the whole answer's loss decides: the reason is ``model`` if the method
+    adds less than `CHANCE` to it, else whatever takes off half of what the method adds.
     """
     own = tried["as it is"]
     if own["kept"]:  # what follows the part that earned the score differs
         return "the answer's end", 1.0
     sure = math.exp(-own["loss_full"][own["first"]])
-    if sure < UNSURE:
-        return "model", sure
     kept = {name: result["kept"] for name, result in tried.items()}
+    if sure < UNSURE:
+        added = {name: result["loss"] - sum(own["loss_full"]) for name, result in tried.items()}
+        if added["as it is"] < CHANCE:
+            return "model", sure
+        kept = {name: nats < added["as it is"] / 2 for name, nats in added.items()}
     single = {"other heads": "heads", "longer windows": "windows", "exact prefill": "local prefill"}
     if found := [reason for name, reason in single.items() if kept.get(name)]:
         return " or ".join(found), sure

@@ -17,7 +17,7 @@ from razor_dist.evals.report import (
     write_json,
     write_page,
 )
-from razor_dist.evals.suites.why import KEPT, LOST, UNSURE, verdict
+from razor_dist.evals.suites.why import CHANCE, KEPT, LOST, UNSURE, verdict
 
 SUMMARY, PAGE = "why.json", "report.md"
 Result = Mapping[str, Any]
@@ -37,9 +37,11 @@ def write_report(folder: Path, method: str, results: Sequence[Result]) -> str:
     return write_page(
         folder / PAGE,
         f"# Why {method} lost {len(lost)} answers",
-        f"{counts}. `model`: full attention gave the first lost token less than {UNSURE:.0%}. Else "
-        "the reason is the change that keeps the answer: each of the tokens that earned full "
-        "attention's score is then the likeliest. Other heads are as many KV heads, those whose "
+        f"{counts}. `model`: full attention gave the first lost token less than {UNSURE:.0%}, and "
+        f"{method} adds less than {CHANCE:g} nat to the loss of the whole answer. Else the reason "
+        "is the change that keeps the answer: each of the tokens that earned full attention's "
+        "score is then the likeliest, or, where full attention was that unsure, at most half of "
+        "the added loss remains. Other heads are as many KV heads, those whose "
         "windows drop most of their attention in this sample: a bound, not a map to be had.",
         _answers(lost),
         _heads(lost),

@@ -105,6 +105,7 @@ def test_figures_of_attention() -> None:
     [
         ([], 0.1, "more than one of these"),
         ([], 1.0, "model"),
+        (["other heads"], 1.0, "model"),
         (["other heads"], 0.1, "heads"),
         (["other heads", "longer windows"], 0.1, "heads or windows"),
         (["exact prefill"], 0.1, "local prefill"),
@@ -118,7 +119,25 @@ def test_reasons(kept: list[str], full: float, reason: str) -> None:
         name: {"kept": name in kept, "first": None if name in kept else 1, "loss_full": [9, full]}
         for name in (*names, "other heads, exact prefill")
     }
+    for result in tried.values():
+        result["loss"] = 9.9 + full
     assert verdict(tried)[0] == reason
+
+
+def test_nats_decide_where_full_attention_was_unsure() -> None:
+    """Its likeliest token is nearly chance there, but an answer that is lost by nats is not."""
+    tried: dict[str, dict[str, Any]] = {
+        name: {"kept": name == "other heads", "first": 1, "loss_full": [1.0, 2.0], "loss": loss}
+        for name, loss in [
+            ("as it is", 4.1),
+            ("longer windows", 3.4),
+            ("exact prefill", 3.6),
+            ("other heads", 4.0),
+        ]
+    }
+    assert verdict(tried) == ("windows", pytest.approx(0.135, abs=1e-3))
+    tried["as it is"]["loss"] = 3.9
+    assert verdict(tried)[0] == "model"
 
 
 def test_questions_about_one_document_count_as_one() -> None:
