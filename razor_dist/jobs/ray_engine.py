@@ -32,7 +32,7 @@ from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
-from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
+from razor_dist.jobs.ray_ranks import MOVE_SECONDS, ActorRanks, brief, make_actor
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
 from razor_dist.llm.llm import LLM
 
@@ -104,7 +104,7 @@ class RayEngine:
         self._actor = make_actor(EngineActor, self._group, 0, own, at_once)
         try:
             ready = self._actor.open.remote(task, config, reservation)
-            self.pids: list[int] = self._get(ready)
+            self.pids: list[int] = self._get(ready, placed=False)
         except BaseException:
             self.close()
             raise
@@ -123,13 +123,19 @@ class RayEngine:
                 return result
             yield news
 
-    def _wait(self, ref: Any) -> None:
+    def _wait(self, ref: Any, *, placed: bool = True) -> None:
         while not ray.wait([ref], timeout=_POLL_SECONDS)[0]:
             if self._over.is_set():
                 raise EngineError("the job is over")
+            # Ray waits for ever for the node of an actor that has not run yet.
+            if not (placed or self._group.wait(MOVE_SECONDS)):
+                raise EngineLostError(
+                    "a node of this engine was lost before it was ready, and no other has had room "
+                    f"within {MOVE_SECONDS:g} s"
+                )
 
-    def _get(self, ref: Any) -> Any:
-        self._wait(ref)
+    def _get(self, ref: Any, *, placed: bool = True) -> Any:
+        self._wait(ref, placed=placed)
         try:
             return ray.get(ref)
         except RayTaskError as error:

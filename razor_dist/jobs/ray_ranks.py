@@ -28,7 +28,7 @@ from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableErr
 _KILL_SECONDS = 10.0
 # Between two looks at whether bundles are placed, and what Ray gets to place them on another node.
 _POLL_SECONDS = 1.0
-_MOVE_SECONDS = 10.0
+MOVE_SECONDS = 10.0
 
 
 class Place(NamedTuple):
@@ -138,10 +138,10 @@ async def _places(refs: list[Any], group: PlacementGroup) -> list[Place | RankEx
     calls = [asyncio.create_task(_place(rank, ref)) for rank, ref in enumerate(refs)]
     try:
         while (await asyncio.wait(calls, timeout=_POLL_SECONDS))[1]:
-            if not await asyncio.to_thread(group.wait, _MOVE_SECONDS):
+            if not await asyncio.to_thread(group.wait, MOVE_SECONDS):
                 raise ClusterError(
                     "a node of this engine is gone, and no other has had room for its ranks within "
-                    f"{_MOVE_SECONDS:g} s"
+                    f"{MOVE_SECONDS:g} s"
                 )
         return [call.result() for call in calls]
     finally:

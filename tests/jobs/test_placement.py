@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 
 from razor_dist.jobs import cluster, ray_engine, ray_ranks
 from razor_dist.jobs.cluster import Demand, Reservation
+from razor_dist.jobs.ray_engine import RayEngine
 from razor_dist.jobs.ray_ranks import ActorRanks, Place, RankActor, interface_of, rendezvous
 
 
@@ -203,6 +204,19 @@ def test_an_engine_that_loses_a_node_while_it_loads_is_lost(
     with pytest.raises(EngineError, match="rank 1 ended") as error:
         ray_engine.EngineActor().open(Completions({}), EngineConfig(), reserved(is_placed))
     assert type(error.value) is kind
+
+
+def test_a_node_that_is_lost_before_the_engines_actor_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray never says that the actor cannot start."""
+    waiting = SimpleNamespace(open=SimpleNamespace(remote=lambda *_: "never ready"))
+    killed: list[Any] = []
+    monkeypatch.setattr(ray_engine, "make_actor", lambda *_: waiting)
+    monkeypatch.setattr(ray_engine.ray, "wait", lambda refs, timeout: ([], refs))
+    monkeypatch.setattr(ray_engine.ray, "kill", killed.append)
+    monkeypatch.setattr(ray_engine, "remove_placement_group", killed.append)
+    with pytest.raises(EngineLostError, match="lost before it was ready"):
+        RayEngine(Completions({}), EngineConfig(), place := reserved(False), threading.Event())
+    assert killed == [waiting, place.group]
 
 
 def test_ranks_know_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,17 @@ from razor_dist.config.errors import ClusterError, EngineError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import JobSummary, run_job, run_task
+from razor_dist.jobs.pool import EngineLostError
 from razor_dist.jobs.results import RESULTS, read_job
 from tests.jobs.tasks import Completions
 from tests.jobs.test_job import without_times
 
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
+from ray.util import placement_group
+
+from razor_dist.jobs.cluster import Reservation, connected
+from razor_dist.jobs.ray_engine import RayEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,6 +219,20 @@ def test_a_killed_node(
         assert run_job(task, job(cluster), tmp_path).done == 6
     assert without_times(tmp_path) == without_times(undisturbed)
     assert sum(attempts(tmp_path).values()) > 6, "an item was in work on that node"
+
+
+def test_a_node_that_is_lost_before_the_engine_starts(
+    cluster: Cluster, engine: EngineConfig
+) -> None:
+    """No actor has run that could end, and no other node has what the bundle asks for."""
+    node = cluster.add_node(**NODE, resources={"rare": 1})
+    with connected(cluster.address):
+        bundle = {"CPU": 0.5, "rare": 0.5}
+        group = placement_group([bundle])
+        assert group.wait(60)
+        cluster.remove_node(node, allow_graceful=False)
+        with pytest.raises(EngineLostError, match="lost before it was ready"):
+            RayEngine(Completions({}), engine, Reservation(group, bundle, 1), threading.Event())
 
 
 def test_a_killed_node_of_an_engine_on_two(
