@@ -98,9 +98,11 @@ GLM_SPECIAL = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 )
-# GLM-4's, less the list of tools.
-_GLM_TEMPLATE = (
-    "[gMASK]<sop>{% for item in messages %}{% if item['content'] %}<|{{ item['role'] }}|>"
+# As GLM-4-9B's: tools are a field of a message.
+GLM_TEMPLATE = (
+    "[gMASK]<sop>{% for item in messages %}{% if item['tools'] is defined %}<|system|>\nTools:"
+    "{% set tools = item['tools'] %}{% for tool in tools %}\n{{ tool['function'] | tojson }}"
+    "{% endfor %}{% endif %}{% if item['content'] %}<|{{ item['role'] }}|>"
     "{{ item['metadata'] }}\n{{ item['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -126,7 +128,7 @@ def write_glm_letters(folder: Path) -> dict[str, int]:
         eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=list(GLM_SPECIAL),
-        chat_template=_GLM_TEMPLATE,
+        chat_template=GLM_TEMPLATE,
     ).save_pretrained(folder)
     return ids
 

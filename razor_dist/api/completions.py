@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Annotated, TypeGuard
 
 from pydantic import PlainValidator, WithJsonSchema
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.field_types import Int, in_range
@@ -58,7 +57,7 @@ class CompletionBody(GenerateBody):
     def prompt_count(self) -> int:
         return len(self.prompt)
 
-    def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def tool_use(self, encoder: PromptEncoder) -> None:
         """Return None: only a chat has tools."""
 
     def encoded(

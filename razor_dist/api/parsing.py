@@ -22,7 +22,6 @@ from razor_dist.api.responses import ResponsesBody
 from razor_dist.api.schema import ChatBody
 from razor_dist.api.strict_json import parse_json
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
-from razor_dist.api.tools import knows_tools
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
@@ -127,13 +126,16 @@ def _rendered(
     if kept is not None:
         body.go_on_with(kept)
     ignored: list[str] = []
-    if limits.unknown_fields == "warn" and isinstance(body, ChatBody):
-        # Open WebUI sends its own tools with every question, whatever the model.
-        offered = body.used_tools and body.forced_tool is None
-        if offered and not knows_tools(encoder.tokenizer):
+    if isinstance(body, ChatBody) and body.used_tools:
+        offered, warns = body.forced_tool is None, limits.unknown_fields == "warn"
+        if warns and offered and not encoder.tools.shows_tools:
+            # Open WebUI sends its own tools with every question, whatever the model.
             body, ignored = body.model_copy(update={"tools": None}), ["tools"]
+        elif not encoder.tools.takes_several:
+            # Two calls could not be put back: the template refuses all that follows on them.
+            body = body.model_copy(update={"parallel_tool_calls": False})
     params = body.sampling(limits.defaults)
-    tools = body.tool_use(encoder.tokenizer)
+    tools = body.tool_use(encoder)
     if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
         [(ids, _)] = body.encoded(encoder, ends=False)
         return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.contexts import KeptContext, contexts
 from razor_dist.api.conversation import CitedDocument, Mark, Segment
@@ -293,12 +292,12 @@ class ChatBody(GenerateBody):
         with renamed({STRUCTURED: self.constrained_by}):
             return forced(schemas, self.forced_tool, self.parallel_tool_calls is not False)
 
-    def tool_use(self, tokenizer: PreTrainedTokenizerBase | None) -> ToolUse | None:
+    def tool_use(self, encoder: PromptEncoder) -> ToolUse | None:
         """Return which tools the answers may call, and how; `RequestError` as `tool_use`."""
         if not self.used_tools:
             return None
         names = [tool.function.name for tool in self.used_tools]
-        return tool_use(tokenizer, names, self.forced_tool, self.parallel_tool_calls is not False)
+        return tool_use(encoder, names, self.forced_tool, self.parallel_tool_calls is not False)
 
     def encoded(
         self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False

@@ -17,6 +17,7 @@ from razor_dist.api.strict_json import STRICT_JSON, check_characters
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import StopMatcher, token_texts
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 
@@ -204,9 +205,7 @@ _FORMATS = {
         known_by=("<|eot_id|>", "parameters"),
     ),
     # GLM 4.
-    "glm": _Format(
-        _glm, may_begin=_begins_line, known_by=("<|observation|>", "[gMASK]"), unless=("<arg_key>",)
-    ),
+    "glm": _Format(_glm, may_begin=_begins_line, known_by=("[gMASK]",), unless=("<arg_key>",)),
     # What `forced` makes models write.
     "required": _Format(_required),
     "named": _Format(_named),
@@ -220,13 +219,8 @@ def _template(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return str(template)
 
 
-def knows_tools(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Tell if a model's chat template can describe tools to it."""
-    return "tools" in _template(tokenizer)
-
-
 def tool_use(
-    tokenizer: PreTrainedTokenizerBase | None,
+    encoder: PromptEncoder,
     names: Sequence[str],
     choice: str | None,
     parallel: bool = True,
@@ -237,8 +231,8 @@ def tool_use(
 
     Raises `RequestError` if its chat template knows no tools, or their format is not known here.
     """
-    template = _template(tokenizer)
-    if not knows_tools(tokenizer):
+    template = _template(encoder.tokenizer)
+    if not encoder.tools.shows_tools:
         raise RequestError("the model's chat template knows no tools", param="tools")
     if choice == "required":
         return ToolUse(choice, list(names), parallel)

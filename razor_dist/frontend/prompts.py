@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.passages import Part, PromptText, conversation_parts, question_begin
+from razor_dist.frontend.tool_template import ToolTemplate, tool_template
 from razor_dist.protocol.messages import Tokens, as_tokens, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -42,6 +44,13 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
+
+    @cached_property
+    def tools(self) -> ToolTemplate:
+        """What the chat template makes of tools; nothing without a template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return ToolTemplate()
+        return tool_template(partial(self._render, tokenize=False))
 
     def text_with_ends(
         self, text: str, *, special_tokens: bool = True
@@ -147,6 +156,12 @@ class PromptEncoder:
                 "the model has no chat template; send a prompt to /v1/completions instead",
                 param="messages",
             )
+        if arguments.get("tools") or any(_is_of_tools(message) for message in messages):
+            messages, arguments = self.tools.adapted(messages, arguments)
+        return self._render(messages, **arguments)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> Any:
+        tokenizer = self._need("chat messages", "messages")
         try:
             arguments = {"add_generation_prompt": True, **arguments}
             return tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
@@ -163,6 +178,10 @@ class PromptEncoder:
                 f"the model has no tokenizer, so it takes no {what}; send token ids", param=param
             )
         return self.tokenizer
+
+
+def _is_of_tools(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def called_arguments(arguments: str) -> Any:

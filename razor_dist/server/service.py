@@ -18,7 +18,6 @@ from razor_dist.api.fields import renamed
 from razor_dist.api.openapi import openapi
 from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.api.responses_format import FORMATS
-from razor_dist.api.tools import knows_tools
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
@@ -233,7 +232,7 @@ class Service:
     def openapi(self) -> dict[str, Any]:
         """Return the description of the API with the model that is served."""
         info, reader = self._require_ready()
-        return openapi(reader.limits(info), knows_tools=knows_tools(reader.encoder.tokenizer))
+        return openapi(reader.limits(info), knows_tools=reader.encoder.tools.shows_tools)
 
     async def stats(self) -> dict[str, Any]:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""

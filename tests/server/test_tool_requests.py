@@ -19,15 +19,17 @@ from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabula
 from tests.server.message_bodies import prompt_of
 from tests.server.tool_calls import (
     ANSWERS,
+    GLM_0414,
     HERMES,
     LIMITS,
+    LLAMA,
     NAMES,
     PARAMETERS,
     PARIS,
     TOOLS,
     encoder,
 )
-from tests.tokenizer import smollm2_tokenizer
+from tests.tokenizer import GLM_TEMPLATE, smollm2_tokenizer
 
 
 def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
@@ -39,16 +41,19 @@ def test_the_format_is_that_of_the_models_template() -> None:
     templates = {
         "hermes": HERMES,
         "mistral": "{{ tools }} [TOOL_CALLS] [/INST]",
-        "llama": "{{ tools }} <|eot_id|> parameters ipython",
-        "glm": "[gMASK]<sop>{{ tools }}<|observation|>",
+        "llama": LLAMA,
+        "glm": GLM_0414,
     }
     for name, template in templates.items():
-        assert tool_use(encoder(template).tokenizer, NAMES, None) == ToolUse(name, NAMES)
-    for template in (None, "{{ messages }}"):
-        with pytest.raises(RequestError, match="knows no tools"):
-            tool_use(encoder(template).tokenizer, NAMES, None)
+        assert tool_use(encoder(template), NAMES, None) == ToolUse(name, NAMES)
+    assert tool_use(encoder(GLM_TEMPLATE), NAMES, None) == ToolUse("glm", NAMES)
+    bare = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for template in (None, bare, bare + "{% if tools %}{% endif %}"):
+        for choice in (None, "required", NAMES[0]):
+            with pytest.raises(RequestError, match="knows no tools"):
+                tool_use(encoder(template), NAMES, choice)
     with pytest.raises(RequestError, match="in a format that is not known here") as refused:
-        tool_use(encoder("{{ tools }} <tool_call> <function=").tokenizer, NAMES, None)
+        tool_use(encoder("{{ tools }} <tool_call> <function="), NAMES, None)
     assert refused.value.param == "tools"
 
 
@@ -69,6 +74,55 @@ def test_tools_and_their_results_reach_the_template() -> None:
     assert "assistant: <tool_call></tool_call>" in prompt_of(broken)
     none = parse_chat(HERMES, tool_choice="none")  # after calls, say, whose prompt is cached
     assert none.tools is None and prompt_of(none) == prompt_of(request)
+
+
+def _history(*calls: str) -> list[dict[str, Any]]:
+    called = [
+        {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": PARIS}}
+        for n, name in enumerate(calls)
+    ]
+    returned = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"rain {n}"}
+        for n, call in enumerate(called)
+    ]
+    asked = {"role": "user", "content": "Paris?"}
+    return [asked, {"role": "assistant", "content": "I look.", "tool_calls": called}, *returned]
+
+
+@pytest.mark.parametrize("template", [GLM_TEMPLATE, GLM_0414])
+def test_glms_templates_have_calls_as_messages_of_their_own(template: str) -> None:
+    """They leave out ``tool_calls`` and the role ``tool`` without an error."""
+    text = prompt_of(parse_chat(template, messages=_history(*NAMES)))
+    begin, _, conversation = text.partition("<|user|>")
+    assert begin.startswith("[gMASK]<sop><|system|>") and all(name in begin for name in NAMES)
+    assert conversation == (
+        f"\nParis?<|assistant|>\nI look.<|assistant|>get_weather\n{PARIS}"
+        f"<|assistant|>get_time\n{PARIS}<|observation|>\nrain 0<|observation|>\nrain 1<|assistant|>"
+    )
+    # Sources know each content's place in the text that the template wrote.
+    [prompt] = parse_chat(template, messages=_history(NAMES[0]), return_sources=2).prompts
+    assert prompt.text is not None
+    assert [part.text for part in prompt.text.parts] == ["Paris?", "I look.", "rain 0"]
+
+
+def test_what_the_template_leaves_out_is_refused() -> None:
+    silent = HERMES.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}"
+    )
+    parse_chat(silent)
+    with pytest.raises(RequestError, match="leaves out what tools return") as refused:
+        parse_chat(silent, messages=_history(NAMES[0]))
+    assert refused.value.param == "messages"
+
+
+def test_an_answer_has_one_call_where_the_template_takes_no_more() -> None:
+    """Llama 3.1's refuses two in a message, and so all that follows on such an answer."""
+    assert parse_chat(LLAMA).tools == ToolUse("llama", NAMES, parallel=False)
+    [prompt] = parse_chat(LLAMA, tool_choice="required").prompts
+    assert prompt.params.structured_outputs.json["maxItems"] == 1
+    assert "rain 0" in prompt_of(parse_chat(LLAMA, messages=_history(NAMES[0])))
+    with pytest.raises(RequestError, match="only supports single tool-calls"):
+        parse_chat(LLAMA, messages=_history(*NAMES))
 
 
 def test_a_forced_choice_is_a_grammar() -> None:

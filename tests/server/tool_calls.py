@@ -132,5 +132,23 @@ HERMES = (
     "</tool_call>{% endfor %}\n{% endfor %}"
 )
 
+# As GLM-4-0414's: calls are messages with metadata, results those of a role of its own.
+GLM_0414 = (
+    "[gMASK]<sop>{% if tools %}<|system|>\n{% for tool in tools %}{{ tool.function | tojson }}"
+    "{% endfor %}{% endif %}{% for message in messages %}{% set meta = message.metadata %}"
+    "{% if message.role == 'user' %}<|user|>\n{{ message.content }}"
+    "{% elif message.role == 'assistant' %}<|assistant|>{{ meta }}\n{{ message.content }}"
+    "{% elif message.role == 'observation' %}<|observation|>\n{{ message.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As Llama 3.1's.
+LLAMA = (
+    "{% for tool in tools or [] %}{{ tool | tojson }} parameters <|eot_id|>{% endfor %}"
+    "{% for message in messages %}{% if message.tool_calls %}"
+    "{% if message.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{{ message.tool_calls[0].function.arguments | tojson }}{% else %}{{ message.role }}: "
+    "{{ message.content }}{% endif %}\n{% endfor %}"
+)
 
 LIMITS = Limits("m", 4, 4096, 49152, {})
