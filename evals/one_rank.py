@@ -56,7 +56,7 @@ from razor_dist.models.slower_half import slower_half
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.messages import AboutRequest, Token
+from razor_dist.protocol.messages import AboutRequest, Failed, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 Layers = Sequence[tuple[Tensor, ...]]  # of each layer, keys and values [K, T, D]
@@ -240,6 +240,15 @@ class ReplayModel(InProcess):
         gc.collect()  # of engines of before: their parts refer to each other, and some hold caches
         return make_engine(model, config, roles, comm, eos_token_ids=self._eos, ring=ring)
 
+    @contextmanager
+    def whole_or_forgotten(self) -> Iterator[None]:
+        """Forget the document if an error ends what is asked about it: its engine is half done."""
+        try:
+            yield
+        except BaseException:
+            self._read = None
+            raise
+
     def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
         """Return an engine of a method that has read a document; see the module."""
         given: AbstractContextManager[None] = nullcontext()
@@ -294,7 +303,8 @@ class MethodEngine:
         for number, prompt in enumerate(prompts):
             ids = prompt["prompt_token_ids"]
             self._core.add(f"question-{number}", ids, params, prefix_id=prefix)
-            said = run_core(self._core)
+            with self.model.whole_or_forgotten():
+                said = run_core(self._core)
             answer = CompletionOutput(text=self.model.prompter.decode(said), token_ids=said)
             outputs.append(RequestOutput(str(number), None, ids, outputs=[answer]))
         return outputs
@@ -311,9 +321,12 @@ def dropped_tokens(config: EngineConfig, window: int | None, tokens: int) -> int
 
 
 def messages(core: EngineCore) -> Iterator[AboutRequest]:
-    """Step until nothing is left to do; yield what each step says."""
+    """Step until nothing is left to do; yield what each step says, and raise what went wrong."""
     while core.has_work:
-        yield from core.step()
+        for message in core.step():
+            if isinstance(message, Failed):
+                raise message.exception
+            yield message
 
 
 def run_core(core: EngineCore) -> list[int]:

@@ -40,7 +40,7 @@ from razor_dist.evals.one_rank import RankEngine, messages, one_rank_engine, tor
 from razor_dist.llm.llm import LLM
 from razor_dist.models.shape import ModelShape
 from razor_dist.plan.deployment import Deployment
-from razor_dist.protocol.messages import Failed, Token
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -182,8 +182,6 @@ class OwnEngine:
         """Yield each token once the device has computed it: one step of the engine for each."""
         self._core.add("bench", prompt, greedy(new_tokens))
         for message in messages(self._core):
-            if isinstance(message, Failed):
-                raise message.exception
             if isinstance(message, Token):
                 synchronize(self.runner.device)
                 yield message.token

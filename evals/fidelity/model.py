@@ -20,7 +20,7 @@ from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.methods import FULL_METHOD, Method
 from razor_dist.evals.one_rank import Observer, ReplayModel, messages
-from razor_dist.protocol.messages import Failed, Token
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # Rows of the vocabulary's size that are compared at once; a chunk's logits are there besides.
@@ -206,14 +206,10 @@ class FidelityModel(ReplayModel):
         core.add("rest", rest, params, prefix_id="document")
         self.replay.observer, kv_bytes = observer, 0
         try:
-            for message in messages(core):
-                if isinstance(message, Failed):
-                    raise message.exception
-                if isinstance(message, Token) and message.finish is None:
-                    kv_bytes = runner.sequences.kv_bytes - before
-        except BaseException:
-            self._read = None  # it may be full attention's engine, with its work half done
-            raise
+            with self.whole_or_forgotten():
+                for message in messages(core):
+                    if isinstance(message, Token) and message.finish is None:
+                        kv_bytes = runner.sequences.kv_bytes - before
         finally:
             self.replay.observer = None
         return kv_bytes

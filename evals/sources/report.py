@@ -184,7 +184,11 @@ class SourcesReport:
                 for name in ((*names, "all") if len(names) > 1 else names)
                 for row in separation.separation(
                     name,
-                    [(o.kind, o.scores(own)) for o in self.asked if name in (o.task, "all")],
+                    [
+                        (one.kind, one.document.content, one.scores(own))
+                        for one in self.asked
+                        if name in (one.task, "all")
+                    ],
                 )
             ],
             "answers": [self._answer(one, own) for one in self.asked],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from razor_dist.evals.report import markdown, widened
 
 _RESAMPLINGS = 1000
 
-# An answer's kind (right, wrong, absent), and its numbers by their names.
-Scored = tuple[str, Mapping[str, float]]
+# An answer's kind (right, wrong, absent), its document, and its numbers by their names.
+Scored = tuple[str, str, Mapping[str, float]]
 
 
 def roc_auc(yes: Sequence[float], no: Sequence[float]) -> float:
@@ -20,30 +22,42 @@ def roc_auc(yes: Sequence[float], no: Sequence[float]) -> float:
     return sum(pairs) / max(1, len(pairs))
 
 
-def auc_interval(yes: Sequence[float], no: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of `roc_auc`, by resampling both.
+def auc_interval(
+    yes: Sequence[Sequence[float]], no: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Return the 95 % interval of `roc_auc` of the numbers of each document's answers.
 
-    It is `widened` as if there were as many pairs as the smaller class has answers: resamplings of
-    classes that are apart are all alike.
+    Documents of both kinds are resampled. It is `widened` as if there were as many pairs as the
+    smaller class has documents: resamplings of classes that are apart are all alike.
     """
     draw = random.Random(0)
-    found = sorted(
-        roc_auc(draw.choices(yes, k=len(yes)), draw.choices(no, k=len(no)))
-        for _ in range(_RESAMPLINGS)
-    )
+
+    def drawn(documents: Sequence[Sequence[float]]) -> list[float]:
+        return list(chain.from_iterable(draw.choices(documents, k=len(documents))))
+
+    found = sorted(roc_auc(drawn(yes), drawn(no)) for _ in range(_RESAMPLINGS))
     outside = _RESAMPLINGS // 40
     inner = found[outside], found[-1 - outside]
-    return widened(inner, roc_auc(yes, no), min(len(yes), len(no)))
+    every = roc_auc(*(list(chain.from_iterable(documents)) for documents in (yes, no)))
+    return widened(inner, every, min(len(yes), len(no)))
+
+
+def _by_document(answers: Sequence[Scored], name: str) -> list[list[float]]:
+    found = defaultdict[str, list[float]](list)
+    for _, document, numbers in answers:
+        found[document].append(numbers[name])
+    return list(found.values())
 
 
 def separation(task: str, answers: Sequence[Scored]) -> list[dict[str, Any]]:
     """Return of each number and kind of other answers: both means, the AUC and its interval."""
     rows = []
-    right = [numbers for kind, numbers in answers if kind == "right"]
+    right = [answer for answer in answers if answer[0] == "right"]
     for other in ("wrong", "absent"):
-        others = [numbers for kind, numbers in answers if kind == other]
-        for name in right[0] if right and others else ():
-            yes, no = ([numbers[name] for numbers in of] for of in (right, others))
+        others = [answer for answer in answers if answer[0] == other]
+        for name in right[0][-1] if right and others else ():
+            yes, no = ([numbers[name] for *_, numbers in of] for of in (right, others))
+            documents = _by_document(right, name), _by_document(others, name)
             rows.append(
                 {
                     "task": task,
@@ -52,7 +66,7 @@ def separation(task: str, answers: Sequence[Scored]) -> list[dict[str, Any]]:
                     "number": name,
                     "means": (sum(yes) / len(yes), sum(no) / len(no)),
                     "auc": roc_auc(yes, no),
-                    "interval": auc_interval(yes, no),
+                    "interval": auc_interval(*documents),
                 }
             )
     return rows

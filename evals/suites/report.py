@@ -58,6 +58,8 @@ class Scores:
         self.tasks: list[str] = task["tasks"]
         self.lengths: list[int] = task["lengths"]
         self._one_document: bool = task.get("one_document", False)
+        counts = task.get("counts", {})
+        self.asked = {name: int(counts.get(name, task["samples"])) for name in self.tasks}
         self._cells: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
         for number, result in enumerate(results):
             cell = self._cells[result["method"], result["task"], result["length"]]
@@ -67,7 +69,9 @@ class Scores:
         return list(self._cells[method, task, length].values())
 
     def mean(self, method: str, task: str, length: int) -> float | None:
-        return _mean(self.of(method, task, length))
+        """Return the mean score in percent, None while samples are missing: others have them."""
+        scores = self.of(method, task, length)
+        return fmean(scores) if scores and len(scores) == self.asked[task] else None
 
     def changes(self, method: str, tasks: Sequence[str], length: int) -> list[float]:
         """Return a method's scores less full attention's, of the documents that both answered.
@@ -169,8 +173,7 @@ def report(
 ) -> str:
     """Return the page of a run."""
     scores = Scores(task, results)
-    counts = (task.get("counts", {}).get(name, task["samples"]) for name in scores.tasks)
-    asked = len(scores.methods) * len(scores.lengths) * sum(counts)
+    asked = len(scores.methods) * len(scores.lengths) * sum(scores.asked.values())
     most = max((len(result.get("answers", ())) for result in results), default=1)
     parts = [
         f"# {title}: {task['model']}",
@@ -196,14 +199,10 @@ def _table(scores: Scores, method: str) -> str:
         task: [scores.mean(method, task, length) for length in scores.lengths]
         for task in scores.tasks
     }
-    rows = [
-        [
-            task,
-            *(_cell(scores.of(method, task, length)) for length in scores.lengths),
-            _shown(_mean(means[task])),
-        ]
-        for task in scores.tasks
-    ]
+    rows = []
+    for task, asked in scores.asked.items():
+        cells = [_cell(scores.of(method, task, length), asked) for length in scores.lengths]
+        rows.append([task, *cells, _shown(_mean(means[task]))])
     average = [_mean(column) for column in zip(*means.values(), strict=True)]
     rows.append(["**average**", *map(_shown, [*average, _mean(average)])])
     return join(f"## {method}", markdown([head, *rows]))
@@ -258,11 +257,12 @@ def _presses(task: Mapping[str, Any], engines: Mapping[str, Mapping[str, Any]]) 
     )
 
 
-def _cell(scores: Sequence[float]) -> str:
+def _cell(scores: Sequence[float], asked: int) -> str:
     if not scores:
         return "-"
     low, high = interval(scores, 0, 100)
-    return f"{fmean(scores):.1f} ({low:.0f}-{high:.0f})"
+    of = f", {len(scores)} of {asked}" if len(scores) < asked else ""
+    return f"{fmean(scores):.1f} ({low:.0f}-{high:.0f}{of})"
 
 
 def _mean(cells: Sequence[float | None]) -> float | None:

@@ -112,7 +112,8 @@ class WhyModel(FidelityModel):
         engine = self.read(FULL_METHOD, len(ids) + most, list(ids[:-1]))
         params = SamplingParams(temperature=0, max_tokens=most)
         engine.core.add("question", list(ids[-1:]), params, prefix_id="document")
-        return run_core(engine.core)
+        with self.whole_or_forgotten():
+            return run_core(engine.core)
 
     def watched(self, text: Scored, method: Method, begin: int, places: Sequence[range]) -> Mass:
         """Return where full attention's heads look from the position ``begin`` on."""

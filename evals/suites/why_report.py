@@ -28,8 +28,13 @@ _FIGURES = {
 }
 
 
-def write_report(folder: Path, method: str, results: Sequence[Result]) -> str:
-    """Write what follows from the results of a `WhyTask`; returns the Markdown."""
+def write_report(
+    folder: Path, method: str, results: Sequence[Result], *, one_document: bool = False
+) -> str:
+    """Write what follows from the results of a `WhyTask`; returns the Markdown.
+
+    With ``one_document`` all tasks ask about the same documents.
+    """
     lost = [{**result, **_reason(result)} for result in results if result["kind"] == LOST]
     write_json(folder / SUMMARY, {"method": method, "lost": lost, "results": list(results)})
     reasons = Counter(result["reason"] for result in lost)
@@ -45,7 +50,7 @@ def write_report(folder: Path, method: str, results: Sequence[Result]) -> str:
         "windows drop most of their attention in this sample: a bound, not a map to be had.",
         _answers(lost),
         _heads(lost),
-        _beside_kept(results),
+        _beside_kept(results, one_document=one_document),
     )
 
 
@@ -96,12 +101,13 @@ def _shown(heads: Sequence[Sequence[Any]]) -> str:
     )
 
 
-def _beside_kept(results: Sequence[Result]) -> str:
+def _beside_kept(results: Sequence[Result], *, one_document: bool) -> str:
     rows = [["answers", "", *_FIGURES.values()]]
     for kind in (LOST, KEPT):
         own = [result for result in results if result["kind"] == kind]
         if own:
-            rows.append([kind, str(len(own)), *(_mean(own, name) for name in _FIGURES)])
+            means = [_mean(own, name, one_document=one_document) for name in _FIGURES]
+            rows.append([kind, str(len(own)), *means])
     note = (
         f"Means over documents with their {INTERVAL}: of the attention to the "
         "tokens that state the answer, the part that is the retrieval heads' (where they are "
@@ -110,13 +116,13 @@ def _beside_kept(results: Sequence[Result]) -> str:
     return join("## Lost beside kept", markdown(rows), note)
 
 
-def _mean(results: Sequence[Result], name: str) -> str:
+def _mean(results: Sequence[Result], name: str, *, one_document: bool) -> str:
     stated = name == "carried_by_retrieval"
     # Questions about one document are not independent.
     by_document: dict[tuple[Any, ...], list[float]] = {}
     for result in results:
         if result["places"] or not stated:
-            document = result["task"], result["length"], result["number"]
+            document = result["length"], result["number"], one_document or result["task"]
             by_document.setdefault(document, []).append(result[name])
     if not by_document:
         return "-"

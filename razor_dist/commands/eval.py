@@ -106,7 +106,8 @@ def why(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     task = WhyTask.plan(folder, config_of(folder), method, most)
-    typer.echo(write_report(out, method, run_here(task, out)))
+    one_document = task.suite.config.suite.one_document
+    typer.echo(write_report(out, method, run_here(task, out), one_document=one_document))
     typer.echo(f"wrote {out}")
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
@@ -23,6 +25,7 @@ from razor_dist.evals.methods import FULL_METHOD, Method
 from razor_dist.evals.needle.config import GridConfig
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.one_rank import (
+    MethodEngine,
     ReplayConfig,
     ReplayModel,
     TracedConfig,
@@ -123,6 +126,40 @@ def test_engines_of_earlier_methods_leave_no_tensors(model: ReplayModel) -> None
     finally:
         gc.enable()
     assert held[2] == held[3] == held[1]
+
+
+@contextmanager
+def without_numbers(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model compute logits that are not finite."""
+    weight = model.get_output_embeddings().weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        yield
+        weight.copy_(before)
+
+
+def test_an_answer_that_fails_is_an_error_and_no_wrong_answer(
+    letters: Path, tmp_path: Path
+) -> None:
+    own = {"model": str(letters), "threads": 1, "chunked_prefill_size": 128}
+    model, document = ReplayModel(EngineConfig(**own)), [5] * 300
+    engine, greedy = MethodEngine(model, FULL_METHOD, 400), SamplingParams(temperature=0)
+
+    def answer() -> list[int]:
+        with engine.prefill(document) as read:
+            [output] = engine.generate([{"prompt_token_ids": [7, 8]}], greedy, read)
+        return list(output.outputs[0].token_ids)
+
+    right = answer()
+    with without_numbers(model.replay.model), pytest.raises(EngineError, match="not finite"):
+        answer()
+    assert answer() == right
+    head_map = save_head_map(letters, HEADS, tmp_path / "map.json")
+    traced = TracedModel(EngineConfig(**own, head_map=str(head_map)))
+    broken = without_numbers(traced._engine.runner.model)
+    with broken, pytest.raises(EngineError, match="not finite"):
+        traced.answer(document, 4)
 
 
 @pytest.mark.parametrize("kind", [ReplayModel, TracedModel])

@@ -107,9 +107,11 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
         "full: kvpress 0.5.5. Every head reads in full; then 0.25 of all is kept" in page_of_press
     )
     assert "## Failed\n\n- `full/cwe/200/0`, `full/cwe/200/1`: ConfigError: cwe cannot" in page
-    assert "1 of 8 samples have not been asked yet" in report(
-        "RULER", about, results, {"full/cwe/200/0": why}, {}
-    )
+    page = report("RULER", about, results[1:], {"full/cwe/200/0": why}, {})
+    assert "2 of 8 samples have not been asked yet" in page
+    # The mean of one of two samples is not beside others' means.
+    assert "| vt | 50.0 (1-99, 1 of 2) | 100.0 (16-100) | - |" in page
+    assert "| **average** | - | - | - |" in page
 
 
 @pytest.mark.long

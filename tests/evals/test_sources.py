@@ -241,8 +241,8 @@ def test_roc_auc() -> None:
 
 
 def test_separation_has_means_areas_and_their_intervals() -> None:
-    answers = [("right", {"a": 0.9, "b": 0.5}), ("right", {"a": 0.7, "b": 0.5})]
-    answers += [("wrong", {"a": 0.8, "b": 0.1}), ("wrong", {"a": 0.4, "b": 0.3})]
+    answers = [("right", "1", {"a": 0.9, "b": 0.5}), ("right", "2", {"a": 0.7, "b": 0.5})]
+    answers += [("wrong", "3", {"a": 0.8, "b": 0.1}), ("wrong", "4", {"a": 0.4, "b": 0.3})]
     rows = separation("vt", answers)
     assert [(row["others"], row["number"], row["auc"]) for row in rows] == [
         ("wrong", "a", 0.75),
@@ -252,7 +252,13 @@ def test_separation_has_means_areas_and_their_intervals() -> None:
     assert rows[0]["interval"] == (0, 1) and rows[1]["interval"] == pytest.approx(
         (0.158, 1), abs=1e-3
     )
-    assert auc_interval([1.0], [0.0]) == pytest.approx((0.025, 1)), "one pair says nothing"
-    many = auc_interval([0.1 * n for n in range(10)], [0.1 * n - 0.25 for n in range(10)])
+    assert auc_interval([[1.0]], [[0.0]]) == pytest.approx((0.025, 1)), "one pair says nothing"
+    yes, no = [[0.1 * n] for n in range(10)], [[0.1 * n - 0.25] for n in range(10)]
+    many = auc_interval(yes, no)
     assert 0.4 < many[0] < 0.7 < many[1] < 0.95
+    thrice = [[one for [one] in of for _ in range(3)] for of in (yes, no)]
+    answers_alike = [[[one] * 3 for [one] in of] for of in (yes, no)]
+    assert auc_interval(*answers_alike) == pytest.approx(many), "documents count, not answers"
+    alone = auc_interval(*([[one] for one in of] for of in thrice))
+    assert alone[1] - alone[0] < 0.8 * (many[1] - many[0])
     assert separation("vt", answers[:2]) == separation("vt", answers[2:]) == []

@@ -267,7 +267,7 @@ def test_lost_and_gained_are_of_the_same_samples() -> None:
 
 def test_an_exact_tie_is_neither_lost_nor_gained() -> None:
     """Two thirds of a score up and two thirds down are no tie in floating point."""
-    about = {"methods": ["full", "razor"], "tasks": ["a", "b"], "lengths": [100]}
+    about = {"samples": 1, "methods": ["full", "razor"], "tasks": ["a", "b"], "lengths": [100]}
     scores = {"full": {"a": 0.0, "b": 1.0}, "razor": {"a": 2 / 3, "b": 1 / 3}}
     results = [
         {"method": method, "task": task, "length": 100, "number": 0, "score": score}
@@ -291,7 +291,7 @@ def test_an_earlier_answer_closes_its_quotation() -> None:
 
 
 def test_a_picture_names_a_method_that_lacks_the_first_cell(tmp_path: Path) -> None:
-    about = {"tasks": ["a", "b"], "lengths": [100, 200], "methods": ["full", "razor"]}
+    about = {"samples": 1, "tasks": ["a", "b"], "lengths": [100, 200], "methods": ["full", "razor"]}
     cells = [("full", "a", 100), ("full", "b", 200), ("razor", "b", 200)]
     results = [{"method": m, "task": t, "length": n, "score": 1.0} for m, t, n in cells]
     Scores(about, results).draw(tmp_path / "scores.svg")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,11 @@ def test_questions_about_one_document_count_as_one() -> None:
     about = {"task": "t", "length": 1, "places": 1}
     found = [{**about, "number": 0, "dropped_answer": 0.2}] * 9
     found.append({**about, "number": 1, "dropped_answer": 0.4})
-    assert _mean(found, "dropped_answer").startswith("30.0% (")
-    assert _mean(found, "dropped_answer") == _mean(found[-2:], "dropped_answer")
+    mean = partial(_mean, name="dropped_answer", one_document=False)
+    assert mean(found).startswith("30.0% (") and mean(found) == mean(found[-2:])
+    of_tasks = [{**result, "task": task} for task in "ab" for result in found]
+    assert mean(of_tasks) != mean(found)
+    assert mean(of_tasks, one_document=True) == mean(found), "all tasks ask about one document"
 
 
 def test_a_methods_own_dtype_and_blocks_are_not_full_attentions(letters: Path) -> None:
