@@ -183,6 +183,8 @@ ANSWERS: Json = {
             "object": {"const": "model"},
             "created": _COUNT,
             "owned_by": TEXT,
+            "root": TEXT,
+            "parent": NULL,
             "max_model_len": or_null(_COUNT),
         }
     ),

@@ -85,6 +85,7 @@ def new_app(
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("Retry-After", "X-Request-Id", "request-id"),
+            allow_private_network=True,  # Chromium asks before a public page calls a local server
         )
     return app
 

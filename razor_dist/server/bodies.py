@@ -106,19 +106,12 @@ class BodyReader:
 
         Without one it may be any.
 
-        Raises `RequestError` if it says otherwise (``unsupported_media_type``), is larger than one
-        body may be (``body_too_large``, at once if its length is declared), if all bodies together
-        are (``bodies_full``), or if it comes too slowly (``body_timeout``). When there is no room,
-        the one of the others that has stalled for the longest is dropped.
+        Raises `RequestError` if it says otherwise or is compressed (``unsupported_media_type``), is
+        larger than one body may be (``body_too_large``, at once if its length is declared), if all
+        bodies together are (``bodies_full``), or if it comes too slowly (``body_timeout``). When
+        there is no room, the one of the others that has stalled for the longest is dropped.
         """
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # A page may send anything else to any server without asking it first.
-        if wanted and kind != wanted:
-            raise RequestError(
-                f"the body must be {what} with the header 'Content-Type: {wanted}', not "
-                f"{kind or 'without one'!r:.80}",
-                code="unsupported_media_type",
-            )
+        _check_kind(request.headers, wanted, what)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_large()
@@ -180,6 +173,24 @@ class BodyReader:
         return RequestError(
             f"the body is larger than {self._max_bytes} bytes, the server's limit (--max-body-mb)",
             code="body_too_large",
+        )
+
+
+def _check_kind(headers: Mapping[str, str], wanted: str, what: str) -> None:
+    """Raise `RequestError` if a body is not of the media type ``wanted``, or is compressed."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page may send anything else to any server without asking it first.
+    if wanted and kind != wanted:
+        raise RequestError(
+            f"the body must be {what} with the header 'Content-Type: {wanted}', not "
+            f"{kind or 'without one'!r:.80}",
+            code="unsupported_media_type",
+        )
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"Content-Encoding {encoding!r:.80} is not supported; send the body as it is",
+            code="unsupported_media_type",
         )
 
 

@@ -107,6 +107,8 @@ class Service:
             "object": "model",
             "created": self._started,
             "owned_by": "razor_dist",
+            "root": self.config.model,  # whose tokenizer vLLM's benchmark loads
+            "parent": None,
             "max_model_len": info.max_model_len if info is not None else None,
         }
 

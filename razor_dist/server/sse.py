@@ -20,6 +20,10 @@ from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
+# Seconds of silence after which heartbeats come only this often. A million tokens take half an hour
+# to read on a CPU, and Go's most used client ends a stream after 300 lines without data.
+_LONG_SILENCE, _RARE_HEARTBEAT = 60.0, 15.0
+
 
 async def stream(
     events: AsyncIterator[ChoiceEvent | None],
@@ -32,9 +36,9 @@ async def stream(
     """Stream the text of server-sent events, with a heartbeat for each event that is ``None``.
 
     There is one too after ``heartbeat`` seconds of tokens that show nothing, as those of a tool's
-    call. The opening comes at once, or with the first event if the format `opens_late`. With
-    ``include_usage`` the last chunk has the token counts, and the others ``"usage": null``, or the
-    counts so far with ``continuous_usage``.
+    call. In a long silence heartbeats are rarer. The opening comes at once, or with the first event
+    if the format `opens_late`. With ``include_usage`` the last chunk has the token counts, and the
+    others ``"usage": null``, or the counts so far with ``continuous_usage``.
     """
 
     sent = 0  # tokens of the answers
@@ -57,7 +61,7 @@ async def stream(
         if not form.opens_late:
             for text in opening:
                 yield text
-        last = clock()
+        last = shown = clock()
         async for event in events:
             lines: list[str] = []
             if event is not None:
@@ -65,10 +69,13 @@ async def stream(
                 lines = list(opening)
                 sent += isinstance(event.what, TextPiece)
                 lines += await asyncio.to_thread(framed, event) if form.is_slow else framed(event)
-            if event is None or (not lines and clock() - last >= heartbeat):
-                lines = [form.heartbeat]
             for text in lines:
                 yield text
+                last = shown = clock()
+            due = event is None or clock() - last >= heartbeat
+            rare = clock() - shown > _LONG_SILENCE
+            if not lines and due and (not rare or clock() - last >= _RARE_HEARTBEAT):
+                yield form.heartbeat
                 last = clock()
         for chunk in form.closing(include_usage):
             yield form.frame(chunk)

@@ -169,6 +169,11 @@ def test_only_named_origins_may_use_it_from_a_browser(guarded: ServerProcess) ->
     assert "authorization" in preflight.headers["access-control-allow-headers"]
     refused = httpx.options(path, headers={"Origin": evil, **asked})
     assert "access-control-allow-origin" not in refused.headers
+    asked["Access-Control-Request-Private-Network"] = "true"
+    preflight = httpx.options(path, headers={"Origin": good, **asked})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-private-network"] == "true"
+    assert httpx.options(path, headers={"Origin": evil, **asked}).status_code == 400
     for origin in (evil, "null", "http://books.example", f"{good}.evil.example"):
         headers = {"Origin": origin, **with_key(ADA)}
         foreign = httpx.post(path, json=TEXT, headers=headers)
@@ -202,6 +207,14 @@ def test_a_body_must_say_that_it_is_json(url: str) -> None:
         assert code_of(refused) == (415, "unsupported_media_type")
     for kind in ("application/json", "Application/JSON; charset=utf-8"):
         assert httpx.post(path, content=content, headers={"Content-Type": kind}).is_success
+    for encoding in ("gzip", "br", "Identity", ""):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        answer = httpx.post(path, content=content, headers=headers)
+        if encoding in ("gzip", "br"):
+            assert code_of(answer) == (415, "unsupported_media_type")
+            assert f"Content-Encoding '{encoding}' is not supported" in answer.text
+        else:
+            assert answer.is_success
 
 
 @pytest.mark.parametrize(

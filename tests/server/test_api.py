@@ -311,6 +311,10 @@ def test_a_prompt_is_echoed_with_its_logprobs(client: openai.OpenAI) -> None:
 def test_models_lists_the_served_one(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").id == "smollm2"
+    [card] = client.models.list()
+    assert card.model_extra is not None
+    # `vllm bench serve` without --model loads the tokenizer that it names.
+    assert (card.model_extra["root"], card.model_extra["parent"]) == ("smollm2", None)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
 

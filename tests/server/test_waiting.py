@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -71,6 +72,33 @@ def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
     body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
         assert next(line for line in response.iter_lines()) == ": heartbeat"
+
+
+@pytest.mark.parametrize("shows_nothing", [False, True])
+def test_heartbeats_of_a_long_silence_are_rare(shows_nothing: bool) -> None:
+    """go-openai ends a stream after 300 lines without data; a heartbeat has two."""
+    choice = Choice(np.array([1]), 0, [TextPiece(5, "Hi"), TextPiece(5, "", None, "stop")])
+    form = FORMATS["completions"](ParsedRequest([]), "m", [choice], TOKENIZER)
+    now, times = 0.0, list[float]()
+
+    async def events() -> AsyncIterator[ChoiceEvent | None]:
+        nonlocal now
+        for _ in range(600):
+            now += 3
+            yield ChoiceEvent(0, TextPiece(5, "")) if shows_nothing else None
+        yield ChoiceEvent(0, choice.pieces[0])
+        now += 3
+        yield None
+        yield ChoiceEvent(0, choice.pieces[1])
+
+    async def main() -> None:
+        with mock.patch.object(asyncio.get_running_loop(), "time", lambda: now):
+            async for line in sse.stream(events(), form, include_usage=False, heartbeat=3):
+                if line == form.heartbeat:
+                    times.append(now)
+
+    asyncio.run(main())
+    assert times == [*range(3, 63, 3), *range(75, 1801, 15), 1803]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses", "messages"])
