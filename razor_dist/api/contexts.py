@@ -94,16 +94,18 @@ def contexts(
             param="messages",
         )
     found: list[KeptContext] = []
-    text = encoded[0]
+    text, ids, ends = encoded
     for mark in sorted(marks, key=lambda mark: mark[:2]):
         name = f"<mark-{uuid.uuid4().hex}>"
         marked = [message.for_template() for message in messages]
         content = marked[mark.message]["content"]
         marked[mark.message]["content"] = content[: mark.at] + name + content[mark.at :]
         begin, there, _ = encoder.chat_text(marked, **template).partition(name)
-        kept = None
-        if there and text.startswith(begin.rstrip()):
-            kept = keep(text, len(begin.rstrip()), *encoded[1:])
+        begin, kept = begin.rstrip(), None
+        if there and text.startswith(begin):
+            if (ends <= len(begin)).sum() < LEAST_TOKENS:
+                continue  # also where it has no place to be cut
+            kept = keep(text, len(begin), ids, ends)
         if kept is None:
             raise RequestError(
                 f"{mark.field or f'messages[{mark.message}]'} cannot be kept up to its "

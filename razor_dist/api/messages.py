@@ -18,7 +18,6 @@ from razor_dist.api.fields import (
     CacheControl,
     Returned,
     Strict,
-    ToolFunction,
     ToolName,
     kinds,
 )
@@ -208,9 +207,8 @@ class CustomTool(_Block):
     strict: bool | None = None
 
     def for_chat(self) -> Json:
-        own = {"name": self.name, "description": self.description, "strict": self.strict}
-        function = ToolFunction(**own, parameters=self.input_schema)  # type: ignore[arg-type]
-        return {"type": "function", "function": function.model_dump()}
+        function = self.model_dump(include={"name", "description", "strict"})
+        return {"type": "function", "function": function | {"parameters": self.input_schema}}
 
 
 class ToolChoice(Strict):
@@ -326,6 +324,8 @@ class CountTokensBody(Strict):
         Errors go by its names.
         """
         self._kept = kept
+        if not any(block.text or block.cache_control for block in self.system or ()):
+            self.system = None  # nothing is asked for
         conversation, cites = Conversation(files), self.cites
         if kept is not None:
             self._go_on_with(kept, conversation)

@@ -188,7 +188,7 @@ class ResponsesBody(SharedFields):
         """Return the chat that it stands for, by whose names errors go (`renamed`)."""
         chat: Json = {name: getattr(self, name) for name in _AS_IN_A_CHAT}
         messages: list[Json] = []
-        if self.instructions is not None:
+        if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
             item.add_to(messages)

@@ -46,6 +46,21 @@ def test_a_handle_stands_for_the_text(ending: str, question: str) -> None:
         assert got.tokens.tolist() == want.tokens.tolist()
 
 
+def test_a_system_prompt_without_text_asks_for_nothing() -> None:
+    said: dict[str, Any] = {"messages": [user("Hello")], "max_tokens": 9}
+    want = parsed("messages", **said).prompts[0].tokens.tolist()
+    for system in ("", [], [part("")], [part(""), part("")]):
+        assert parsed("messages", system=system, **said).prompts[0].tokens.tolist() == want
+        answer = parsed("count_tokens", messages=said["messages"], system=system).answer
+        assert json.loads(answer or b"") == {"input_tokens": len(want)}
+    got = parsed("responses", input="Hello", instructions="").prompts[0].tokens.tolist()
+    assert got == want
+    [kept] = parsed("chat", messages=[user(part(DOCUMENT, cache_control=MARK))]).contexts
+    want = parsed("messages", kept, context="c", **said).prompts[0].tokens.tolist()
+    found = parsed("messages", kept, system="", context="c", **said)
+    assert found.prompts[0].tokens.tolist() == want
+
+
 def test_documents_in_a_context_are_cited_as_if_they_were_sent() -> None:
     def document(text: str, title: str, **more: Any) -> dict[str, Any]:
         source = {"type": "text", "media_type": "text/plain", "data": text}
@@ -222,6 +237,21 @@ def test_a_mark_that_cannot_be_kept_is_named_as_it_was_sent(place: str) -> None:
     with pytest.raises(RequestError, match="cannot be kept up to its cache_control") as error:
         parse_request("messages", json.dumps(body).encode(), encoder, LIMITS)
     assert str(error.value).startswith(f"{place} cannot") and error.value.param == place
+
+
+@pytest.mark.parametrize("system", ["Translate.", "1 2 3", "\N{CJK UNIFIED IDEOGRAPH-4F60}" * 9])
+def test_a_short_beginning_without_a_place_to_cut_is_not_kept(system: str) -> None:
+    encoder = with_template("<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [user("What is red?")]}
+
+    def read(text: str) -> ParsedRequest:
+        marked = json.dumps(body | {"system": [part(text, cache_control=MARK)]})
+        return parse_request("messages", marked.encode(), encoder, LIMITS)
+
+    assert read(system).contexts == []
+    assert len(read(DOCUMENT).contexts) == 1
+    with pytest.raises(RequestError, match="cannot be kept up to its cache_control"):
+        read(system * 64)
 
 
 @pytest.mark.parametrize("marked", [0, 1])
