@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import re
 from inspect import signature
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+)
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.protocol.repetition import RepetitionDetectionParams
@@ -125,6 +134,26 @@ StructuredOutputs = Annotated[
 RepetitionDetection = Annotated[
     RepetitionDetectionParams,
     PlainValidator(RepetitionDetectionParams.of, json_schema_input_type=RepetitionDetectionParams),
+]
+
+_Chosen = TypeVar("_Chosen")
+_Choice = Literal["none", "auto", "required"]
+
+
+def _kind_of_choice(value: object) -> str | None:
+    if isinstance(value, dict | BaseModel):
+        return "@tool"
+    return "@text" if value in get_args(_Choice) else None
+
+
+# Of OpenAI's endpoints, each of which names a tool by an object of its own.
+ToolChoice = Annotated[
+    Annotated[_Choice, Tag("@text")] | Annotated[_Chosen, Tag("@tool")],
+    Discriminator(
+        _kind_of_choice,
+        custom_error_type="tool_choice",
+        custom_error_message="must be 'none', 'auto', 'required' or an object that names a tool",
+    ),
 ]
 
 # What `chat_template_kwargs` may not hold: it is ours to give, or a program.

@@ -79,12 +79,14 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     }
     optional = not cls.model_fields["model"].is_required()
     token: Json = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
+    answers = or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)})
     # Of the model that is served, and of the server's queue.
     own: Json = {
         "model": {"enum": [limits.model, *[None] * optional]},
         "tokens": {"type": "array", "items": token},
         "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
-        "n": or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
+        "n": answers,
+        "best_of": {**answers, "description": "1, or as many as n."},
     }
     if cls is CompletionBody:
         text: Json = {"type": "string", "minLength": 1}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, Tag
 
 from razor_dist.api.errors import shortened
-from razor_dist.api.field_types import Int, Json, TemplateArguments, in_range
+from razor_dist.api.field_types import Int, Json, TemplateArguments, ToolChoice, in_range
 from razor_dist.api.fields import (
     ReasoningEffort,
     Returned,
@@ -178,7 +178,7 @@ class ResponsesBody(SharedFields):
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    tool_choice: ToolChoice[ChosenFunctionTool] | None = None
     parallel_tool_calls: bool | None = None
     # As in a chat.
     chat_template_kwargs: TemplateArguments | None = None

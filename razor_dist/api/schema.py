@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from razor_dist.api.contexts import KeptContext, contexts
 from razor_dist.api.conversation import CitedDocument, Mark, Segment
+from razor_dist.api.ending import Ending
 from razor_dist.api.field_types import (
     CountOrAll,
     Int,
@@ -23,6 +24,7 @@ from razor_dist.api.field_types import (
     StopStrings,
     StructuredOutputs,
     TemplateArguments,
+    ToolChoice,
     in_range,
 )
 from razor_dist.api.fields import (
@@ -93,12 +95,13 @@ class SharedFields(CommonFields, Hints):
 
 class GenerateBody(SharedFields):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "best_of": (1,),
+        "best_of": (1,),  # or as many as ``n``
         "functions": ([],),
         "function_call": ("none",),
         **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
         "suffix": ("",),
         "modalities": (["text"],),
+        **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
     }
     _kept: KeptContext | None = PrivateAttr(default=None)
     _encoded: tuple[str, Ints, Ints] | None = PrivateAttr(default=None)
@@ -224,7 +227,7 @@ class GenerateBody(SharedFields):
         )
 
 
-class ChatBody(GenerateBody):
+class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's fields first
     asks_in = "messages"
     echoes: ClassVar[bool] = False
     prompt_count: ClassVar[int] = 1
@@ -234,11 +237,9 @@ class ChatBody(GenerateBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[Int, in_range("logprobs")] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: ToolChoice[ChosenTool] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_annotations: bool | None = None
 
     @property
@@ -251,7 +252,7 @@ class ChatBody(GenerateBody):
         hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         arguments: dict[str, Any] = {k: v for k, v in hints.items() if v is not None}
         arguments |= self.chat_template_kwargs or {}
-        arguments |= ending(self.add_generation_prompt, self.continue_final_message)
+        arguments |= self.ending
         if self.tools:  # also if none may be called: most templates begin with them
             arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return arguments
@@ -369,7 +370,7 @@ class ChatBody(GenerateBody):
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
         self.one_of("n_predict", "max_tokens", "max_completion_tokens")
-        check_ending(self.add_generation_prompt, self.continue_final_message)
+        self.check_ending()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
 
@@ -381,19 +382,3 @@ class ChatBody(GenerateBody):
             return self._sampling(
                 None if (field, limit) == UNLIMITED else limit, logprobs, defaults
             )
-
-
-def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:
-    """Return how a chat template ends a prompt, as transformers calls it."""
-    if continues:
-        return {"add_generation_prompt": False, "continue_final_message": True}
-    return {"add_generation_prompt": generation is not False}
-
-
-def check_ending(generation: bool | None, continues: bool | None) -> None:
-    if generation and continues:
-        raise RequestError(
-            "continue_final_message goes on with the last message, and add_generation_prompt "
-            "begins another: one of them must be false or left out",
-            param="continue_final_message",
-        )

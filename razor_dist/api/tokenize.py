@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import FailFast
 
+from razor_dist.api.ending import Ending
 from razor_dist.api.field_types import Int, TemplateArguments
 from razor_dist.api.fields import Messages, Strict, check_contents
 from razor_dist.api.request import Limits
-from razor_dist.api.schema import check_ending, ending
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import PromptEncoder
@@ -22,13 +22,11 @@ _MOST_CONTEXTS = 4
 _PIECE = 1 << 16
 
 
-class TokenizeBody(Strict):
+class TokenizeBody(Ending):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # of a prompt; a chat template writes its own
-    add_generation_prompt: bool | None = None  # of messages
-    continue_final_message: bool | None = None  # of messages
     chat_template_kwargs: TemplateArguments | None = None  # of messages
     return_token_strs: bool | None = None
 
@@ -44,16 +42,13 @@ class TokenizeBody(Strict):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise RequestError(f"{name} is only allowed with {other}", param=name)
         check_contents(self.messages or [])
-        check_ending(self.add_generation_prompt, self.continue_final_message)
+        self.check_ending()
 
     def answer(self, encoder: PromptEncoder, limits: Limits) -> dict[str, Any]:
         max_model_len = limits.max_model_len
         if self.messages is not None:
             messages = [message.for_template() for message in self.messages]
-            arguments = {
-                **(self.chat_template_kwargs or {}),
-                **ending(self.add_generation_prompt, self.continue_final_message),
-            }
+            arguments = {**(self.chat_template_kwargs or {}), **self.ending}
             text = encoder.chat_text(messages, **arguments)
             _check_text(encoder, text, max_model_len, "messages")
             special = False  # the template has written them

@@ -42,6 +42,8 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
             fields[name] = value
         elif value is None or _is_neutral(value, cls.neutral.get(name, ())):
             continue
+        elif name == "best_of" and name in cls.neutral and _is_neutral(value, [data.get("n")]):
+            continue  # the best n of n answers are all of them
         elif ignored is not None:
             ignored.append(name)
         else:

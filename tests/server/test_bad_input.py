@@ -102,6 +102,18 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"tools": [TOOL, TOOL]}, "tools", "two tools have the same name"),
         ({"tool_choice": "auto"}, "tool_choice", "tool_choice is only allowed with tools"),
         (
+            {"tool_choice": "any"},
+            "tool_choice",
+            "tool_choice must be 'none', 'auto', 'required' or an object that names a tool",
+        ),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.type", "type must be 'function'"),
+        (
+            {"tool_choice": {"type": "function", "name": "weather"}},
+            "tool_choice.function",
+            "missing required field 'tool_choice.function'",
+        ),
+        ({"n": 2, "best_of": 3}, "best_of", "unsupported field 'best_of'"),
+        (
             {
                 "tools": [TOOL],
                 "tool_choice": {"type": "function", "function": {"name": "other"}},
@@ -207,7 +219,8 @@ def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
         "parallel_tool_calls": False,
         "store": False,
     }
-    for fields in (nothing, nulls, hints, {"n": 1, "user": "somebody", "stop": None}):
+    best = {"n": 2, "best_of": 2}
+    for fields in (nothing, nulls, hints, best, {"n": 1, "user": "somebody", "stop": None}):
         response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
         assert response.status_code == 200, response.text
 

@@ -28,6 +28,7 @@ INEXPRESSIBLE = {
     "response_format",
     "text.format",
     "n",
+    "best_of",  # which may be n alone
     "logit_bias",
     "context",  # which the key may not have
     # What other fields exclude, or contradict.
