@@ -45,6 +45,7 @@ class Device(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = ""
+    about: str = ""  # which machine this is, in words
     kind: Literal["cuda", "cpu"]  # chooses the engine's defaults
     shared: bool = False  # all ranks run on this one, and share its memory, bandwidth and peaks
     memory_gb: float = Field(gt=0)

@@ -43,9 +43,11 @@ def _gb(nbytes: float) -> str:
 def _setting(plan: Plan) -> str:
     d, size = plan.deployment, tokens(plan.deployment.chunked_prefill_size)
     verdict = "\n".join(plan.verdict)
+    about = f"{plan.device.about}, " if plan.device.about else ""
     return (
         f"{verdict}\n\n{d.config.model} on {d.world_size} x {plan.device.name}, "
         f"{dtype_name(d.dtype)}, keys and values in {kv_dtype_name(d.kv_dtype)}\n"
+        f"device: {about}{plan.device.memory_gb:g} GB\n"
         f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
         f"prefill: {d.config.prefill}, decode: {plan.decode}{_why(plan)}\n"
         f"heads:  {d.head_map.kv_fraction:.1%} of the KV heads keep everything "

@@ -54,6 +54,15 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in shown
 
 
+def test_the_tables_name_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shipped = (CONFIGS / "devices/cpu.yaml").read_text()
+    own = tmp_path / "mine.yaml"
+    own.write_text(shipped.replace("about: one socket", "about: half").replace("b: 512", "b: 4.1"))
+    assert cli.main(["plan", "smollm2", "--context", "1K", "--device", str(own)]) == 1
+    shown = capsys.readouterr().out
+    assert "\ndevice: half of an Intel Xeon Platinum 8480+, 4.1 GB\nprompt:" in shown
+
+
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("world_size: 2\nport: 80\nmax_model_len: 8192\n")
