@@ -224,8 +224,9 @@ class RankSizes:
 
 def does_not_fit(config: EngineConfig, max_model_len: int, reason: object) -> ConfigError:
     return ConfigError(
-        f"the KV caches do not fit into memory with max_model_len {max_model_len} and kv_tokens "
-        f"{config.kv_tokens}; lower these, or use more ranks ({reason})"
+        f"the KV caches do not fit into memory with max_model_len {max_model_len}, window_max "
+        f"{config.window_max} and kv_tokens {config.kv_tokens}; lower these, or use more ranks "
+        f"({reason})"
     )
 
 

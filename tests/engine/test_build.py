@@ -97,9 +97,8 @@ def test_a_mixture_of_which_little_is_packed(
 def test_caches_that_do_not_fit_are_refused_with_the_settings_to_change(
     tiny: Callable[[str], Path],
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"do not fit .* max_model_len 64 and kv_tokens \d+; lower"
-    ):
+    settings = r"max_model_len 64, window_max None and kv_tokens \d+; lower"
+    with pytest.raises(ConfigError, match=rf"do not fit .* {settings}"):
         build_full(tiny("llama"), max_num_seqs=1, kv_tokens=2**44)
 
 
@@ -141,7 +140,7 @@ def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -
     config = EngineConfig(window_min=20, block=8, page_size=4, kv_dtype="bf16")
     sizes = RankSizes(config, shape, layout, 2, torch.float32)
     sizes.check_one_fits(tokens, least)
-    with pytest.raises(ConfigError, match=r"do not fit into .* 1000 and kv_tokens None; lower .*"):
+    with pytest.raises(ConfigError, match=r"do not fit into .* 1000, window_max None .*; lower"):
         sizes.check_one_fits(tokens, least - 1)
     assert len(given.arenas) == len(windows)
     assert all(a.places >= a.width(tokens) for a in given.arenas)
