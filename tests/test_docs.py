@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,14 @@ FLAGS_OF_OTHERS = """
     --num-cpus --num-gpus --rdzv-backend --rdzv-conf --rdzv-endpoint --rounds --runtime-env-json
     --shm-size --standalone --working-dir
 """
+
+
+def test_the_commands_of_contributing_are_installed() -> None:
+    """Its first block calls make, the shell, and what the extra `dev` installs."""
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    block = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
+    called = set(re.findall(r"^(?:[A-Z]+=\S+ )*(\S+)", block, re.MULTILINE))
+    assert called - {"make", ".", "python"} <= set(dev["dev"])
 
 
 def test_the_page_of_flags_is_what_the_code_says() -> None:
