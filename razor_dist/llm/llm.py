@@ -141,10 +141,11 @@ class LLM(EngineHandle):
     def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
 
-        A prefix takes one of the ``max_num_seqs`` sequences and its tokens' share of
-        ``kv_tokens`` until it is released. What continues it is always read with local prefill,
-        whatever ``prefill`` was set to. A ``cache_salt`` beside the prompt is that of all that
-        continues it.
+        A prefix takes its tokens' share of ``kv_tokens`` until it is released, and one of the
+        ``max_num_seqs`` sequences while it is read; twice as many may be pinned at once, and four
+        at least. Without the prefix cache it keeps that sequence. What continues it is always read
+        with local prefill, whatever ``prefill`` was set to. A ``cache_salt`` beside the prompt is
+        that of all that continues it.
 
         Takes one prompt, and ``use_tqdm``, as `generate` does. Raises `RequestError` if the prompt
         cannot be served, or leaves no room to continue it, and `EngineError` if the engine dies.

@@ -21,8 +21,8 @@ _BORDER = 64
 class Prefix:
     """A prefilled prompt whose caches an engine keeps, made by `LLM.prefill` or `prefill_chat`.
 
-    Release it, or use it as a context manager: it takes a sequence's slot and the prompt's pages
-    until then. Closing the `LLM` and garbage collection release it as well.
+    Release it, or use it as a context manager: until then it keeps the prompt's part of
+    ``kv_tokens`` (`LLM.prefill`). Closing the `LLM` and garbage collection release it as well.
 
     ``stream`` is the pinned request's, ``client`` that of the engine that holds it, ``loop`` the
     client's, where the stream may be closed, ``chat_text`` the beginning of a conversation as the
