@@ -91,7 +91,8 @@ def run(
     make_folder(settings.out)
     said = settings.out / "gpu.log"
     said.write_text("")
-    waiting: dict[str, tuple[Part, float]] = dict(import_module(module).PARTS)
+    parts: Parts = import_module(module).PARTS
+    waiting = {name: (part, settings.patience * limit) for name, (part, limit) in parts.items()}
     records = {name: _Record() for name in waiting}
     end = time.monotonic() + 60 * settings.minutes
     while waiting and time.monotonic() < end:
@@ -100,7 +101,7 @@ def run(
             while waiting and going_on and time.monotonic() < end:
                 name = next(iter(waiting))
                 _, seconds = waiting.pop(name)
-                limit = min(settings.patience * seconds, end - time.monotonic())
+                limit = min(seconds, end - time.monotonic())
                 for _ in worker.results(records[name], limit):
                     _record(settings, records).write()
                 log.info("%s: %s", name, records[name].status)

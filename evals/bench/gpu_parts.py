@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from razor_dist.evals.bench import one_of_eight, shape
 from razor_dist.evals.bench.attention import GROUP, HEAD_DIM, measure_attention, recorded
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench, Parts, Skipped
+from razor_dist.evals.bench.gpu_tests import run_tests
 from razor_dist.evals.bench.measure import (
     CeilingSizes,
     Rates,
@@ -39,6 +39,7 @@ from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.sweep import sweep
 from razor_dist.kernels import attend
 from razor_dist.kernels.chosen import Shard, attend_chosen, fixed, largest
+from razor_dist.kernels.compiled import SWITCH
 from razor_dist.plan.deployment import Deployment
 
 PartResult = tuple[dict[str, Any], list[Table]]
@@ -133,7 +134,7 @@ def _nvidia_smi() -> str:
     command = ["nvidia-smi", f"--query-gpu={_NVIDIA_SMI}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         return str(error)
 
 
@@ -342,38 +343,12 @@ TESTS = (
 
 def correct(bench: Bench) -> Iterator[PartResult]:
     """Compare the compiled decode kernels with float64: if they are wrong, no figure counts."""
-    return _run_tests(bench, KERNEL_TESTS)
+    # They call no operation of CPUs, whose compilation takes 20 s.
+    return run_tests(bench, KERNEL_TESTS, env={SWITCH: "0"})
 
 
 def gpu_tests(bench: Bench) -> Iterator[PartResult]:
-    return _run_tests(bench, TESTS)
-
-
-def _run_tests(bench: Bench, files: Sequence[str]) -> Iterator[PartResult]:
-    """Run tests file by file, so that a package that one of them lacks stops no other."""
-    root = _PACKAGE.parent
-    if not (root / "tests").is_dir():
-        raise Skipped(f"there is no folder {root / 'tests'}; run from a checkout")
-    if find_spec("pytest") is None or find_spec("hypothesis") is None:
-        raise Skipped("needs pytest and hypothesis: make gpu-wheels")
-    if not bench.cuda:
-        raise Skipped("needs a CUDA device")
-    options = "-m gpu -q -rfE -p no:cacheprovider --continue-on-collection-errors"
-    command = [sys.executable, "-m", "pytest", *options.split(), *files]
-    tests = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-    assert tests.stdout is not None
-    lines = [""]
-    for line in tests.stdout:  # shown as they come, for the case that time runs out
-        print(line, end="", flush=True)
-        lines.append(line.rstrip())
-    failed = [[line] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    code = tests.wait()
-    yield (
-        {"command": command, "closing_line": lines[-1], "exit_code": code},
-        [Table("Tests:", [[lines[-1]], *failed], "left")],
-    )
-    if code:
-        raise RuntimeError(lines[-1])
+    return run_tests(bench, TESTS)
 
 
 PARTS: Parts = {

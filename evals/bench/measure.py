@@ -24,6 +24,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.memory import resident_bytes
 from razor_dist.evals.bench.settings import BenchSettings
 from razor_dist.evals.report import Align, machine, markdown
+from razor_dist.files import replacing
 from razor_dist.kernels.linear import linear
 
 log = logging.getLogger(__name__)
@@ -254,7 +255,8 @@ class BenchRecord:
     def write(self) -> None:
         figures, page, *_ = self.settings.files
         if figures is not None:
-            figures.write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n")
+            with replacing(figures) as draft:
+                draft.write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n")
         if page is not None:
             page.write_text(self.page(), encoding="utf-8")
         for file, content in self.others.items():

@@ -108,16 +108,18 @@ def sweep(bench: Bench, keys: Sequence[int]) -> Iterator[tuple[dict[str, Any], l
     for int8 in (False, True):
         found = _Sweep(bench, int8)
         shipped = found.time(None, 1, keys[0])
-        best = min((found.time(variant, 1, keys[0]), variant) for variant in variants)[1]
-        splits = [best._replace(split=split) for split in _SPLITS if bench.cuda]
-        best = min(
-            [(found.time(variant, 1, keys[0]), variant) for variant in splits] or [(0, best)]
-        )[1]
+        best = min((found.time(variant, 1, keys[0]), variant) for variant in variants)
+        splits = [best[1]._replace(split=split) for split in _SPLITS if bench.cuda]
+        best = min([best, *((found.time(variant, 1, keys[0]), variant) for variant in splits)])
         for heads, count in itertools.product((1, 2), keys):
             if (heads, count) != (1, keys[0]):
                 found.time(None, heads, count)
-                found.time(best, heads, count)
-        figures = {"tried": found.results, "best": best._asdict(), "shipped_seconds": shipped}
+                found.time(best[1], heads, count)
+        figures: dict[str, Any] = {"tried": found.results}
+        if shipped < math.inf:
+            figures["shipped_seconds"] = shipped
+        if best[0] < math.inf:
+            figures["best"] = best[1]._asdict()
         yield {f"sweep_{found.name}": figures}, [found.table()]
 
 
@@ -142,6 +144,7 @@ class _Sweep:
             found = measure(by_tables, q, pairs, want, _SECONDS)
         found |= {"variant": "as shipped" if variant is None else str(variant)}
         self.results.append(found | {"kv_heads": heads, "keys": keys, "bytes": nbytes})
+        print(f"{self.name}: {self.results[-1]}", flush=True)  # if a later variant hangs
         return float(found.get("seconds", math.inf))
 
     def table(self) -> Table:

@@ -18,7 +18,7 @@ PartResult = tuple[dict[str, Any], list[Table]]
 
 
 def good(bench: Bench) -> Iterator[PartResult]:
-    yield {"process": os.getpid()}, [Table("One:", [["a"], ["first row"]])]
+    yield {"process": os.getpid(), "left": bench.left}, [Table("One:", [["a"], ["first row"]])]
     yield {"more": 2}, []
 
 
@@ -53,10 +53,10 @@ PARTS: Parts = {
 }
 
 
-def swept() -> list[dict[str, Any]]:
-    bench = Bench(torch.device("cpu"), time.monotonic() + 300)
+def swept(seconds: float) -> list[dict[str, Any]]:
+    bench = Bench(torch.device("cpu"), time.monotonic() + seconds)
     return [figures for figures, _ in sweep(bench, (128,))]
 
 
 if __name__ == "__main__":
-    print(json.dumps(swept()))
+    print(json.dumps([swept(300), swept(-1)]))
