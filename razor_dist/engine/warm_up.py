@@ -6,13 +6,14 @@ first batch of each size is recorded (0.1 s). On CPU kernels are compiled as the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.kernels import attend
+from razor_dist.kernels import Partial, attend, merge
 from razor_dist.kernels.chosen import BLOCK, RECENT
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
@@ -63,6 +64,8 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
         runner.execute(StepPlan(Op.CLOSE, 0))
     if runner.device.type == "cuda":
         _attend_to_long_keys(runner)
+        if runner.comm.size > 1:
+            merge_as_ranks_do(runner)
     runner.synchronize()
     runner.sequences.peak_kv_bytes = 0
     runner.comm.bytes_sent.clear()
@@ -89,3 +92,15 @@ def _attend_to_long_keys(runner: ModelRunner) -> None:
     group, dim = runner.shape.group, runner.shape.head_dim
     k = torch.zeros(1, _LONG, dim, dtype=runner.model.dtype, device=runner.device)
     attend(k.new_zeros(1, group, -(-_LONG // group), dim), k, k, scale=1.0)
+
+
+def merge_as_ranks_do(runner: ModelRunner) -> None:
+    """Merge results as other ranks send them in prompts of several chunks.
+
+    Triton compiles a kernel once more for strides that 16 divides. Those of what was sent are
+    T (D + 1) and G T (D + 1), for a chunk's T tokens.
+    """
+    group, dim = runner.shape.group, runner.shape.head_dim
+    for tokens in {16, 17, 16 // math.gcd(16, group)}:
+        sent = Partial.unpacked(torch.zeros(1, group, tokens, dim + 1, device=runner.device))
+        merge([sent, sent, sent, Partial(sent.out.contiguous(), sent.lse)])

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from razor_dist.attention import chosen
-from razor_dist.engine.warm_up import warm_up
+from razor_dist.engine.warm_up import merge_as_ranks_do, warm_up
+from razor_dist.kernels import Partial, partial
+from razor_dist.parallel import ring
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
 from tests.engine.recorded import case_of
@@ -108,3 +110,40 @@ def test_without_recordings_four_passes_warm_up(ranks: Ranks, tiny: Tiny) -> Non
     """Two prompts, a step of one answer, a step of both: few, as each may gather all weights."""
     case = dataclasses.replace(case_of(tiny("llama")), prompt=(0,) * 70)
     assert ranks(2).run(passes, case) == [4, 4]
+
+
+Kind = tuple[tuple[bool, ...], ...]
+
+
+def kinds_of_merges(comm: Communicator, case: Case, short: int) -> tuple[set[Kind], set[Kind]]:
+    """Of a prompt's merges and of those that warm up: which strides of both results 16 divides."""
+    found: tuple[set[Kind], set[Kind]] = (set(), set())
+    own = partial._merge
+    runner = make_runner(comm, case)
+    for kinds, run in zip(
+        found, (lambda: prefill(runner, 0, case), lambda: merge_as_ranks_do(runner)), strict=True
+    ):
+
+        def noted(one: Partial, other: Partial, kinds: set[Kind] = kinds) -> Partial:
+            strides = (x.out.stride()[:3] for x in (one, other))
+            kinds.add(tuple(tuple(n % 16 == 0 for n in each) for each in strides))
+            return own(one, other)
+
+        travel = mock.patch.multiple(ring, _SHORT=short, queries_travel=lambda *_: True)
+        with travel, mock.patch.object(partial, "_merge", noted), torch.inference_mode():
+            run()
+    return found
+
+
+@pytest.mark.parametrize("short", [0, 256], ids=["ring", "gather"])
+@pytest.mark.parametrize("chunk", [64, 68, 72])
+def test_a_prompt_merges_nothing_that_has_not_been_compiled(
+    chunk: int, short: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    """Triton compiles a kernel for each of these kinds; a prompt of two chunks on CUDA has them."""
+    case = dataclasses.replace(
+        case_of(tiny("llama")), prompt=(0,) * (3 * chunk), chunked_prefill_size=chunk
+    )
+    for of_prompt, warmed in ranks(2).run(kinds_of_merges, case, short):
+        assert of_prompt <= warmed
+        assert any(not all(other) for _, other in of_prompt)
