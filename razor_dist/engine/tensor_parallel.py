@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from razor_dist.heads.layout import HeadLayout, ShortHeads
 from razor_dist.kernels.linear import Joined, joins, linear
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.shape import ModelShape, routed_of
 from razor_dist.parallel.comm import Communicator
 
 # Inner features and rows of the vocabulary are dealt out in units of a vector's length.
@@ -180,7 +180,7 @@ class TensorParallel:
             self._share_attention(layer.attention, heads)
             self._share_mlp(layer.mlp)
             if layer.experts is not None:
-                routed = getattr(model.config, "num_experts_per_tok", 1)
+                routed = round(routed_of(model.config)) or 1
                 self._share_experts(layer.experts, routed)
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)

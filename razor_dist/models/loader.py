@@ -38,6 +38,7 @@ from razor_dist.models.support import (
     QUANTISED,
     check_class,
     check_supported,
+    read_as_meant,
     scale_rope,
     without_idle_window,
 )
@@ -75,6 +76,7 @@ def read_config(
         )
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(f"cannot read the configuration in {path}: {error}") from error
+    read_as_meant(config)
     if rope_scaling is not None:
         scale_rope(config, rope_scaling)
     check_supported(config)

@@ -54,8 +54,26 @@ class ModelShape:
 
 def experts_of(config: PretrainedConfig) -> int:
     """The experts of a layer of a mixture; 0 of another model."""
-    c: Any = config
-    return getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None) or 0
+    found: int = _of_mixture(config, "num_local_experts", "num_experts", "moe_num_experts")
+    return found
+
+
+def routed_of(config: PretrainedConfig) -> float:
+    """The experts that a token is sent to in a layer: 0 if no field names them.
+
+    HunYuan's files may have a number for each layer, of which this is the mean.
+    """
+    found = _of_mixture(config, "num_experts_per_tok", "moe_topk", "moe_top_k")
+    return sum(found) / len(found) if isinstance(found, list) else found
+
+
+def _of_mixture(config: PretrainedConfig, *names: str) -> Any:
+    """The first of these fields that is set, in ``ffn_config`` too (DBRX); 0 without."""
+    for part in (config, getattr(config, "ffn_config", None)):
+        for name in names:
+            if value := getattr(part, name, None):
+                return value
+    return 0
 
 
 def max_positions(config: PretrainedConfig) -> int:

@@ -96,6 +96,15 @@ def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def read_as_meant(config: PretrainedConfig) -> None:
+    """Set in ``config`` what its file says and transformers does not read."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # DBRX's base, in place of the default; transformers 5.23 writes both into the files it saves.
+    theta = getattr(getattr(config, "attn_config", None), "rope_theta", None)
+    if theta is not None and rope.get("rope_theta") == config.default_theta:
+        config.rope_parameters = {**rope, "rope_theta": theta}
+
+
 def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> None:
     """Change ``config`` as if ``scaling`` stood in its file; `ModelError` where it does not fit."""
     if (reason := _scaling_reason(config, scaling)) is not None:

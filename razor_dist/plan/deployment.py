@@ -32,7 +32,7 @@ from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.kernels.quantized import row_bytes
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
-from razor_dist.models.shape import ModelShape, experts_of
+from razor_dist.models.shape import ModelShape, experts_of, routed_of
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import Chunk, chunks
 from razor_dist.plan.allocations import Allocations
@@ -129,7 +129,7 @@ class Weights:
         table, head = embedding.weight, model.get_output_embeddings().weight
         assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
         experts = experts_of(model.config)
-        routed = getattr(model.config, "num_experts_per_tok", None)
+        routed = routed_of(model.config)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         linear = [m.weight for m in model.modules() if int8 and isinstance(m, nn.Linear)]
         copied = {id(weight): weight.numel() for weight in linear}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
 from razor_dist.models.adapters import register_configs
-from razor_dist.models.loader import read_config
-from razor_dist.models.shape import ModelShape, max_positions
+from razor_dist.models.loader import model_from_config, read_config
+from razor_dist.models.shape import ModelShape, experts_of, max_positions, routed_of
 from razor_dist.models.support import check_supported, without_idle_window
 
 register_configs()
@@ -108,6 +109,7 @@ SERVED = {
     "mistralai/Mixtral-8x7B-v0.1": (32, 8, 128, 32768),
     "microsoft/Phi-3-mini-128k-instruct": (32, 32, 96, 131072),
     "zai-org/glm-4-9b-chat-1m-hf": (32, 4, 128, 1048576),
+    "databricks/dbrx-base": (48, 8, 128, 32768),
 }
 NOT_SERVED = {
     "mistralai/Mistral-7B-v0.1": "sliding window of 4096 tokens .* context of 32768",
@@ -127,7 +129,7 @@ def test_published_models_that_are_served(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = read_config(tmp_path)
     shape = ModelShape.from_config(config)
-    assert shape.layers == PUBLISHED[name]["num_hidden_layers"]
+    assert shape.layers == PUBLISHED[name].get("num_hidden_layers", PUBLISHED[name].get("n_layers"))
     sizes = (shape.query_heads, shape.kv_heads, shape.head_dim, shape.max_positions)
     assert sizes == SERVED[name]
     assert getattr(without_idle_window(config), "sliding_window", None) is None
@@ -138,6 +140,30 @@ def test_published_models_that_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     with pytest.raises(ModelError, match=NOT_SERVED[name]):
         read_config(tmp_path)
+
+
+def test_dbrx_rotates_by_the_base_in_attn_config(tmp_path: Path) -> None:
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 1, "vocab_size": 192}
+    fields = PUBLISHED["databricks/dbrx-base"] | sizes
+    fields["attn_config"] = fields["attn_config"] | {"kv_n_heads": 2}
+    fields["ffn_config"] = fields["ffn_config"] | {"ffn_hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_config(tmp_path)
+    assert (experts_of(config), routed_of(config)) == (16, 4)
+    model = model_from_config(config, device=torch.device("cpu"), dtype=torch.float32)
+    base = cast(Any, model.base_model).rotary_emb.inv_freq[1].item() ** -8
+    assert base == pytest.approx(500000)
+    # transformers saves its default beside it, which says nothing.
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert read_config(tmp_path).rope_parameters["rope_theta"] == 500000
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_config(tmp_path).rope_parameters["rope_theta"] == 1e6
+
+
+def test_the_experts_of_aria() -> None:
+    config = AutoConfig.for_model("aria_text", moe_num_experts=64, moe_topk=6)
+    assert (experts_of(config), routed_of(config)) == (64, 6)
 
 
 def test_dual_chunk_attention_is_served_as_far_as_it_was_made_for() -> None:
