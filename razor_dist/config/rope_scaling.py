@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -21,6 +22,7 @@ class RopeScaling:
     ``factor``                            context in multiples of the original one
     ``original_max_position_embeddings``  tokens that the model was trained for
     ``attention_factor``                  of cosines and sines; none: ``0.1 ln(factor) + 1``
+    ``attn_factor``                       of ``0.1 ln(factor) + 1``, instead (vLLM's name)
     ``beta_fast``, ``beta_slow``          turns within the original context: dimensions that make
                                           more than the first keep their frequency, those that make
                                           fewer than the second are slowed down by the whole factor;
@@ -33,6 +35,7 @@ class RopeScaling:
     factor: Annotated[float, Field(gt=1)]
     original_max_position_embeddings: Annotated[int, Field(ge=1)]
     attention_factor: _Positive = None
+    attn_factor: _Positive = None
     beta_fast: _Positive = None
     beta_slow: _Positive = None
 
@@ -40,6 +43,8 @@ class RopeScaling:
         fast, slow = self.beta_fast or 32.0, self.beta_slow or 1.0
         if fast <= slow:
             raise ValueError(f"beta_fast ({fast:g}) must be above beta_slow ({slow:g})")
+        if self.attention_factor is not None and self.attn_factor is not None:
+            raise ValueError("attention_factor and attn_factor are given; one says it all")
 
     @classmethod
     def of(cls, value: object) -> RopeScaling | None:
@@ -49,4 +54,16 @@ class RopeScaling:
     @property
     def parameters(self) -> dict[str, Any]:
         """The fields that are given, as transformers' ``rope_parameters`` have them."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return with_attention_factor(given)
+
+
+def with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters whose ``attn_factor``, if it is YaRN's, is an ``attention_factor``."""
+    factor, own = rope.get("factor"), rope.get("attn_factor")
+    numbers = all(isinstance(value, int | float) and value > 0 for value in (factor, own))
+    if rope.get("rope_type") != "yarn" or rope.get("attention_factor") is not None or not numbers:
+        return rope
+    found = {name: value for name, value in rope.items() if name != "attn_factor"}
+    usual = 0.1 * math.log(max(1.0, factor)) + 1
+    return found if own == 1 else found | {"attention_factor": own * usual}

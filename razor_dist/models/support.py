@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from razor_dist.config.errors import ModelError
-from razor_dist.config.rope_scaling import RopeScaling
+from razor_dist.config.rope_scaling import RopeScaling, with_attention_factor
 from razor_dist.models.adapters import adapter, is_alibi
 from razor_dist.models.shape import max_positions
 
@@ -98,7 +98,9 @@ def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
 
 def read_as_meant(config: PretrainedConfig) -> None:
     """Set in ``config`` what its file says and transformers does not read."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if "attn_factor" in rope:
+        config.rope_parameters = rope = with_attention_factor(rope)
     # DBRX's base, in place of the default; transformers 5.23 writes both into the files it saves.
     theta = getattr(getattr(config, "attn_config", None), "rope_theta", None)
     if theta is not None and rope.get("rope_theta") == config.default_theta:
@@ -213,6 +215,9 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
     known = ("default", *ROPE_INIT_FUNCTIONS)
     if kind not in known and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"its rope_type is {kind!r}, which is none of {', '.join(known)}"
+    for name in ("attn_factor", "extrapolation_factor"):
+        if rope.get(name) not in (None, 1):
+            return f"rope_parameters.{name} in its config.json is {rope[name]!r}: it is not known"
     factor = rope.get("factor")
     if factor is not None and not (isinstance(factor, int | float) and factor > 0):
         return f"rope_parameters.factor in its config.json must be above 0, got {factor!r}"

@@ -7,9 +7,10 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from razor_dist import LLM, SamplingParams
@@ -19,7 +20,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 from razor_dist.engine.capacity import context_length
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.shape import ModelShape
 from tests.cases import Case, logits_of
 from tests.logits import GROWING, assert_any_cut, split_of, stock_logits, tokens_of
@@ -95,6 +96,29 @@ def test_ultralong() -> None:
     assert config.rope_parameters["beta_fast"] == 4.0
 
 
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_attn_factor_is_of_the_usual_factor(by_flag: bool, tmp_path: Path) -> None:
+    """As vLLM has it. DeepSeek-R1-0528-Qwen3-8B's makes the product 1."""
+    fields = PUBLISHED["deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"] | {"num_hidden_layers": 1}
+    rope = fields["rope_scaling"]
+    plain = fields | {"rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(plain if by_flag else fields))
+    config = read_config(tmp_path, rope_scaling=RopeScaling.of(rope) if by_flag else None)
+    model = model_from_config(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    assert cast(Any, model.base_model).rotary_emb.attention_scaling == 1
+    wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    wanted |= {"rope_theta": 1000000, "attention_factor": 1.0}
+    assert config.rope_parameters == wanted
+
+
+def test_a_factor_that_changes_nothing_is_no_other_model(yarn: Path) -> None:
+    plain = model_fingerprint(read_config(yarn))
+    fields = json.loads((yarn / "config.json").read_text())
+    fields["rope_parameters"]["attn_factor"] = 1.0
+    (yarn / "config.json").write_text(json.dumps(fields))
+    assert model_fingerprint(read_config(yarn)) == plain
+
+
 def test_another_rope_is_another_model(tiny: Tiny) -> None:
     path, scaling = tiny("qwen3"), RopeScaling.of(YARN)
     plain, scaled = read_config(path), read_config(path, rope_scaling=scaling)
@@ -136,6 +160,7 @@ def test_a_prefix_of_another_rope_is_never_used(tiny: Tiny, tmp_path: Path) -> N
         ({**YARN, "factor": None}, "factor must be a number, got None"),
         ({**YARN, "original_max_position_embeddings": 64.0}, "s must be an integer, got 64.0"),
         ({**YARN, "beta_slow": 40}, "beta_fast (32) must be above beta_slow (40)"),
+        ({**YARN, "attention_factor": 1.0, "attn_factor": 1.0}, "factor and attn_factor are given"),
         ({**YARN, "attention_factor": float("nan")}, "must be a finite number, got nan"),
     ],
 )

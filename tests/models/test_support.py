@@ -66,6 +66,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope_type dynamic",
     ),
+    *(
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **factors}},
+            "_factor in its config.json is 0.9: it is not known",
+        )
+        for kind, factors in (
+            ("linear", {"attn_factor": 0.9}),
+            ("yarn", {"attn_factor": 0.9, "attention_factor": 1.0}),
+            ("yarn", {"extrapolation_factor": 0.9}),
+        )
+    ),
     ("llama", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type is 'ntk'"),
     *(
         (
@@ -110,6 +122,7 @@ SERVED = {
     "microsoft/Phi-3-mini-128k-instruct": (32, 32, 96, 131072),
     "zai-org/glm-4-9b-chat-1m-hf": (32, 4, 128, 1048576),
     "databricks/dbrx-base": (48, 8, 128, 32768),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": (32, 8, 128, 131072),
 }
 NOT_SERVED = {
     "mistralai/Mistral-7B-v0.1": "sliding window of 4096 tokens .* context of 32768",
