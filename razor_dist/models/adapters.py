@@ -26,7 +26,9 @@ def is_alibi(config: PretrainedConfig) -> bool:
 
 
 def register_configs() -> None:
-    """Make `AutoConfig` read the configurations that transformers does not know."""
+    """Make `AutoConfig` read the configurations that transformers does not know, or refuses."""
     from razor_dist.models.baichuan import BaichuanConfig
+    from razor_dist.models.mpt import MptConfig
 
-    AutoConfig.register(BaichuanConfig.model_type, BaichuanConfig, exist_ok=True)
+    for kind in (BaichuanConfig, MptConfig):
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)

@@ -6,11 +6,28 @@ import math
 from typing import Any
 
 import torch
+import transformers
+from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import MptConfig, MptForCausalLM, MptModel, MptPreTrainedModel, PretrainedConfig
+from transformers import MptForCausalLM, MptModel, MptPreTrainedModel, PretrainedConfig
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed
+
+
+@strict
+class MptConfig(transformers.MptConfig):
+    """transformers', which takes StoryWriter's ``"clip_qkv": 6`` for the wrong type.
+
+    Its name is transformers', too, for `AutoModelForCausalLM` finds a model by it.
+    """
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.attn_config, dict):
+            numbers = {name: self.attn_config.get(name) for name in ("clip_qkv", "softmax_scale")}
+            floats = {name: float(value) for name, value in numbers.items() if value is not None}
+            self.attn_config = {**self.attn_config, **floats}
+        super().__post_init__(**kwargs)
 
 
 class _Attention(MptAttention):

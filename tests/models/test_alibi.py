@@ -214,12 +214,12 @@ def test_nothing_as_wide_as_the_context_is_built(
     assert logits_of(Communicator(None), case) is not None
 
 
-def test_bias_max_counts_as_in_storywriter(tiny: Tiny, tmp_path: Path) -> None:
-    """transformers' class ignores it; the literal reference does not."""
+def test_settings_of_storywriter(tiny: Tiny, tmp_path: Path) -> None:
+    """transformers' class ignores the bias' maximum; the literal reference does not."""
     path = tmp_path / "story"
     shutil.copytree(tiny("mpt"), path)
     config = json.loads((path / "config.json").read_text())
-    config["attn_config"]["alibi_bias_max"] = 16
+    config["attn_config"] |= {"alibi_bias_max": 16, "clip_qkv": 2}  # an integer, as 6 is there
     (path / "config.json").write_text(json.dumps(config))
     assert model_fingerprint(read_config(path)) != model_fingerprint(read_config(tiny("mpt")))
     tokens = tokens_of(90, seed=5)
