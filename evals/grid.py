@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.methods import FULL, FULL_METHOD, Method, shape_of
@@ -231,8 +231,14 @@ class Check:
         begin, _ = model.prompter.around("", "", chat=False)
         haystack = same_haystack(*task.haystack, model.prompter.tokenizer)
         prose = [*begin, *haystack.hide(tokens - len(begin), [], self.seed)]
-        figures, _ = model.measure(own, Scored(tuple(prose), tokens // 2))
-        about_prose = figures.summary()
+        try:
+            figures, _ = model.measure(own, Scored(tuple(prose), tokens // 2))
+        except ModelError as error:  # the needles were asked all the same
+            say(f"prose is not compared: {error}")
+            fidelity = None
+        else:
+            about_prose = figures.summary()
+            fidelity = Fidelity(**{f.name: about_prose[f.name] for f in fields(Fidelity)})
         return Verification(
             documents=of_map.cells,
             tokens=tokens,
@@ -246,5 +252,5 @@ class Check:
             gained=of_map.gained,
             kv_bytes_full=round(of_full.kv_bytes or 0),
             kv_bytes=round(of_map.kv_bytes or 0),
-            fidelity=Fidelity(**{f.name: about_prose[f.name] for f in fields(Fidelity)}),
+            fidelity=fidelity,
         )

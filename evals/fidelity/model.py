@@ -102,6 +102,7 @@ class FidelityModel(ReplayModel):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._head: Any = self.replay.model.get_output_embeddings()
+        self._scale = 1.0  # of what the output layer computes (Command R, Granite), once known
         # The text that was read last, full attention's hidden states ``[positions, E]``, its bytes.
         self._full: tuple[Scored, Tensor, int] | None = None
 
@@ -125,7 +126,7 @@ class FidelityModel(ReplayModel):
             places = positions[known].to(hidden.device)
             for at, own in zip(places.split(_ROWS), logits[known].split(_ROWS), strict=True):
                 index, device = at - text.prompt, own.device
-                full = self._head(hidden[index].to(device)).float().log_softmax(-1)
+                full = self._logits(hidden[index].to(device)).float().log_softmax(-1)
                 following = ids[at + 1].to(device)
                 figures.note(index.cpu(), full, own.float().log_softmax(-1), following)
             if not one_by_one or not len(places):
@@ -167,18 +168,30 @@ class FidelityModel(ReplayModel):
             kv_bytes = self._read_on(FULL_METHOD, text, look, on_begin=found.clear)
         finally:
             hook.remove()
-        self._check_head(found[0].to(first[0].device), first[0])
+        self._find_scale(found[0][-_ROWS:].to(first[0].device), first[0][-_ROWS:])
         hidden = torch.cat(found)[: len(text.positions)]
         self._full = text, hidden, kv_bytes
         return hidden, kv_bytes
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[n, V]`` of hidden states before the output layer, ``[n, E]``."""
+        logits: Tensor = self._head(hidden)
+        cap = getattr(self.replay.model.config, "final_logit_softcapping", None)
+        return (logits if cap is None else torch.tanh(logits / cap) * cap) * self._scale
+
     @torch.inference_mode()
-    def _check_head(self, hidden: Tensor, logits: Tensor) -> None:
-        """Refuse a model that does anything to what its output layer computes."""
-        if not torch.allclose(self._head(hidden).to(logits.dtype), logits, rtol=1e-3, atol=1e-3):
+    def _find_scale(self, hidden: Tensor, logits: Tensor) -> None:
+        """Find what a model's output layer is scaled by; `ModelError` if that is not all."""
+        self._scale = 1.0
+        made, wanted = self._logits(hidden).double(), logits.double()
+        close = {"rtol": max(1e-3, torch.finfo(logits.dtype).eps), "atol": 1e-3}
+        if torch.allclose(made, wanted, **close):
+            return
+        self._scale = float((made * wanted).sum() / (made * made).sum())
+        if not torch.allclose(made * self._scale, wanted, **close):
             raise ModelError(
-                f"eval fidelity makes full attention's logits of the hidden states before the "
-                f"output layer, and {self.config.model} changes them after it"
+                f"full attention's logits are made of the hidden states before the output layer, "
+                f"and {self.config.model} does more than scale them after it"
             )
 
     def _read_on(

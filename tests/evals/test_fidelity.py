@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import CohereConfig, NanoChatConfig, PretrainedConfig
 
 from razor_dist import cli
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.evals.fidelity import report
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
@@ -22,11 +24,17 @@ from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
 from tests.logits import literal_logits, stock_logits
-from tests.tiny_models import save_head_map
+from tests.tiny_models import save_head_map, write_random
+from tests.tokenizer import write_letters
 
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 WINDOW = {"window_min": 30, "window_ratio": 5, "block": 16, "sink_tokens": 4}
 PROMPT, END = 100, 230
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 192, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,35 @@ def test_full_attention_differs_from_itself_in_nothing(model: FidelityModel, tex
     assert figures.kl.max() < 1e-6 and figures.same.all()
     torch.testing.assert_close(figures.loss, figures.loss_full, rtol=0, atol=1e-5)
     assert cost["kv_bytes"] == cost["kv_bytes_full"] > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Command R, whose logits are scaled behind the output layer, and NanoChat: a soft cap.
+        CohereConfig(logit_scale=0.0625, **SIZES),
+        NanoChatConfig(final_logit_softcapping=2.0, **SIZES),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_logits_that_are_changed_behind_the_output_layer(
+    config: PretrainedConfig, text: Scored, tmp_path: Path
+) -> None:
+    write_letters(write_random(config, tmp_path))
+    settings = {"attention": "full", "threads": 1, "chunked_prefill_size": 64}
+    model = FidelityModel(FidelityEngineConfig(model=str(tmp_path), **settings))
+    figures, _ = model.measure(FULL_METHOD, text)
+    assert figures.kl.max() < 1e-6
+    logits = stock_logits(tmp_path, text.ids)[PROMPT:-1]
+    wanted = cross_entropy(logits, torch.tensor(text.ids[PROMPT + 1 :]), reduction="none")
+    torch.testing.assert_close(figures.loss_full, wanted, rtol=0, atol=1e-4)
+    model.replay.model.register_forward_hook(_cubed)
+    with pytest.raises(ModelError, match="does more than scale them"):
+        model.measure(FULL_METHOD, dataclasses.replace(text, prompt=PROMPT + 1))
+
+
+def _cubed(_: object, __: object, output: Any) -> None:
+    output.logits = output.logits**3
 
 
 @pytest.mark.long

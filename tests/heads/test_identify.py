@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -12,6 +13,7 @@ from PIL import Image
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.fidelity.model import FidelityModel
 from razor_dist.evals.grid import Check, place_seed
 from razor_dist.evals.needle.config import GridConfig
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
@@ -98,7 +100,9 @@ def test_verify_records_what_the_map_loses(
 
 
 @pytest.mark.long
-def test_verify_counts_the_needles_that_a_map_loses(tmp_path: Path) -> None:
+def test_verify_counts_the_needles_that_a_map_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the needle model, whose one retrieval head finds what no window holds."""
     folder = build_needle_model(tmp_path / "needle")
     (tmp_path / "prose.txt").write_text("Rain may come and go again before noon there. " * 80)
@@ -113,6 +117,12 @@ def test_verify_counts_the_needles_that_a_map_loses(tmp_path: Path) -> None:
         for found in (check.run(head_map, print) for head_map in (whole, without))
     ]
     assert counts == [(5, 5, 0, 0), (5, 1, 4, 0)]
+    refusal = ModelError("its logits are cubed")
+    monkeypatch.setattr(FidelityModel, "measure", Mock(side_effect=refusal))
+    said: list[str] = []
+    found = check.run(whole, said.append)
+    assert (found.found, found.fidelity) == (5, None)
+    assert said[-1] == "prose is not compared: its logits are cubed"
 
 
 def ask_for_numbers(folder: Path, settings: GridConfig) -> None:
