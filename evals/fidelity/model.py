@@ -184,7 +184,7 @@ class FidelityModel(ReplayModel):
         """Find what a model's output layer is scaled by; `ModelError` if that is not all."""
         self._scale = 1.0
         made, wanted = self._logits(hidden).double(), logits.double()
-        close = {"rtol": max(1e-3, torch.finfo(logits.dtype).eps), "atol": 1e-3}
+        close: Any = {"rtol": max(1e-3, torch.finfo(logits.dtype).eps), "atol": 1e-3}
         if torch.allclose(made, wanted, **close):
             return
         self._scale = float((made * wanted).sum() / (made * made).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -61,9 +61,13 @@ class RopeScaling:
 def with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters whose ``attn_factor``, if it is YaRN's, is an ``attention_factor``."""
     factor, own = rope.get("factor"), rope.get("attn_factor")
-    numbers = all(isinstance(value, int | float) and value > 0 for value in (factor, own))
-    if rope.get("rope_type") != "yarn" or rope.get("attention_factor") is not None or not numbers:
+    given = rope.get("attention_factor") is not None
+    if rope.get("rope_type") != "yarn" or given or not (_is_positive(factor) and _is_positive(own)):
         return rope
     found = {name: value for name, value in rope.items() if name != "attn_factor"}
     usual = 0.1 * math.log(max(1.0, factor)) + 1
     return found if own == 1 else found | {"attention_factor": own * usual}
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and value > 0
