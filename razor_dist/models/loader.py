@@ -233,6 +233,10 @@ def model_from_config(
 
 
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
+    rope: Any
+    for rope in model.modules():
+        if getattr(rope, "rope_type", None) == "dynamic":
+            rope.rope_type = "default"  # transformers would look at every call's positions
     mark_long_positions(model)
     count_within_chunks(model)
     use_fast_linear(model)

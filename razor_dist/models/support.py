@@ -21,6 +21,9 @@ from razor_dist.models.shape import max_positions
 # PhiMoE's, say, rescales the embedding by length as well.
 _LONGROPE = ("phi3",)
 
+# Model types that have fixed frequencies, by an ``alpha``, under ``rope_type`` dynamic.
+_FIXED_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
+
 # Model types whose makers document YaRN for texts beyond their training.
 _YARN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
@@ -168,6 +171,8 @@ def _shape_reason(config: PretrainedConfig) -> str | None:
         return "its values are of another width than its keys (v_head_dim)"
     if getattr(config, "num_kv_shared_layers", 0):
         return "some of its layers share the keys of others (num_kv_shared_layers)"
+    if getattr(config, "use_cla", False):  # Hunyuan-Large
+        return "some of its layers share the keys of others (use_cla)"
     for name in ("num_attention_heads", "num_key_value_heads"):
         if not isinstance(getattr(config, name, 1), int | None):
             return f"its layers differ in {name}"
@@ -210,7 +215,8 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
             return f"rope_parameters.{name} in its config.json must be a number, got {value!r}"
     kind = rope.get("rope_type", "default")
     # Such frequencies would differ from one rank's slice, or one decode step, to the next.
-    if kind == "dynamic" or (kind == "longrope" and config.model_type not in _LONGROPE):
+    longrope = kind == "longrope" and config.model_type not in _LONGROPE
+    if longrope or (kind == "dynamic" and not _within_context(config)):
         return f"its rotary frequencies change with the length of the sequence (rope_type {kind})"
     known = ("default", *ROPE_INIT_FUNCTIONS)
     if kind not in known and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -222,6 +228,19 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
     if factor is not None and not (isinstance(factor, int | float) and factor > 0):
         return f"rope_parameters.factor in its config.json must be above 0, got {factor!r}"
     return None
+
+
+def _within_context(config: PretrainedConfig) -> bool:
+    """True if a model of ``rope_type`` dynamic has one set of frequencies for all that is served.
+
+    transformers changes them beyond ``max_position_embeddings``, and never where HunYuan's
+    ``alpha`` has fixed them.
+    """
+    c: Any = config
+    if c.rope_parameters.get("alpha") is not None:
+        return c.model_type in _FIXED_ALPHA and c.head_dim is not None
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return known and max_positions(config) <= int(c.max_position_embeddings)
 
 
 def _layers_reason(config: PretrainedConfig) -> str | None:

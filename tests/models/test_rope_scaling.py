@@ -11,7 +11,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import (
+    AutoConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
+    LlamaConfig,
+    PretrainedConfig,
+)
 
 from razor_dist import LLM, SamplingParams
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
@@ -22,13 +28,19 @@ from razor_dist.engine.capacity import context_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.shape import ModelShape
-from tests.cases import Case, logits_of
+from tests.cases import Case, logits_of, model_and_shape
 from tests.logits import GROWING, assert_any_cut, split_of, stock_logits, tokens_of
 from tests.models.test_support import PUBLISHED
 from tests.ranks import Ranks
-from tests.tiny_models import Tiny
+from tests.tiny_models import Tiny, write_random
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+HUNYUAN = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 192, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 160, "eos_token_id": 2, "tie_word_embeddings": False},
+}
 
 
 @pytest.fixture
@@ -50,6 +62,27 @@ def test_yarn_is_stock_transformers_on_any_number_of_ranks(yarn: Path, ranks: Ra
     split = dataclasses.replace(case, retrieval=split_of(yarn), chunked_prefill_size=8192)
     want = ranks(1).run(logits_of, split)[0]
     assert_any_cut(ranks, dataclasses.replace(split, tensor=True), want, (4,), (37,))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}, **SIZES),
+        HunYuanDenseV1Config(rope_parameters={**HUNYUAN}, **SIZES),
+        HunYuanMoEV1Config(rope_parameters={**HUNYUAN}, num_experts=4, moe_topk=[2, 1], **SIZES),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_dynamic_frequencies_are_constant_within_the_context(
+    config: PretrainedConfig, ranks: Ranks, tmp_path: Path
+) -> None:
+    n, tokens = 150, tokens_of(154, seed=1)
+    path = write_random(config, tmp_path)
+    case = Case(str(path), ((True,) * 2,) * 2, GROWING, tokens[:n], tokens[n:], 64)
+    assert_any_cut(ranks, case, stock_logits(path, tokens)[n - 1 :], (1, 2))
+    model, _ = model_and_shape(str(path))
+    rope = cast(Any, model.base_model).rotary_emb
+    assert "dynamic" not in rope.rope_type  # or every pass would look at its positions
 
 
 @pytest.mark.long

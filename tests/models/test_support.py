@@ -61,11 +61,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("vit", {}, "no causal language model"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "are quantised"),
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "rope_type dynamic",
+    *(
+        (
+            kind,
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **alpha}, **fields},
+            "rope_type dynamic",
+        )
+        for kind, alpha, fields in (
+            # transformers' Llama does not know of alpha.
+            ("llama", {"alpha": 1000.0}, {}),
+            ("hunyuan_v1_dense", {"alpha": 1000.0}, {}),  # without head_dim
+            ("cohere", {}, {"model_max_length": 131072}),
+        )
     ),
+    ("hunyuan_v1_moe", {"use_cla": True, "cla_share_factor": 2}, "share the keys of others"),
     *(
         (
             "llama",
@@ -174,8 +183,10 @@ def test_dbrx_rotates_by_the_base_in_attn_config(tmp_path: Path) -> None:
     assert read_config(tmp_path).rope_parameters["rope_theta"] == 1e6
 
 
-def test_the_experts_of_aria() -> None:
+def test_experts_by_other_names() -> None:
     config = AutoConfig.for_model("aria_text", moe_num_experts=64, moe_topk=6)
+    assert (experts_of(config), routed_of(config)) == (64, 6)
+    config = AutoConfig.for_model("hunyuan_v1_moe", num_experts=64, moe_topk=[8, 4])
     assert (experts_of(config), routed_of(config)) == (64, 6)
 
 
