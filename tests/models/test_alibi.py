@@ -214,7 +214,7 @@ def test_nothing_as_wide_as_the_context_is_built(
     assert logits_of(Communicator(None), case) is not None
 
 
-def test_settings_of_storywriter(tiny: Tiny, tmp_path: Path) -> None:
+def test_bias_max_counts_as_in_storywriter(tiny: Tiny, tmp_path: Path) -> None:
     """transformers' class ignores the bias' maximum; the literal reference does not."""
     path = tmp_path / "story"
     shutil.copytree(tiny("mpt"), path)
