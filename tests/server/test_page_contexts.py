@@ -134,6 +134,14 @@ def test_a_context_of_another_client_is_asked_as_it_is(
     assert body["messages"] == [{"role": "user", "content": "What colour is the roof?"}]
     turn = reader.page.locator("article").last
     expect(turn.locator(".copy")).to_be_visible(timeout=60_000)
+    # Ended and kept again, it has all its messages, not only the first.
+    reader.contexts.get_by_role("button", name="End b.txt").click()
+    body = sent(reader, reader.keep.click)
+    assert [one["role"] for one in body["messages"]] == ["system", "user"]
+    expect(reader.pending.locator("[data-ready=kept]")).to_have_count(2, timeout=60_000)
+    [context] = call(server, "GET", "/v1/contexts")["data"]
+    kept = call(server, "GET", f"/v1/contexts/{context['id']}/messages")["messages"]
+    assert kept == [messages[0], {"role": "user", "content": FOREIGN}]
     # Without a part of it, all is sent as it was.
     reader.pending.get_by_role("button", name="Remove system").click()
     body = sent(reader, lambda: reader.ask("And?"))

@@ -328,6 +328,59 @@ def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -
     assert "".join(texts) == book and len(texts) > 2
     expect(turn.locator(".note")).to_contain_text(f"Read in {len(texts)} parts, each by itself")
     expect(turn.locator(".answer")).to_contain_text("All together")
+    expect(reader.pending.locator("li")).to_have_count(0)
+    assert reader.problems == []
+    reader.context.close()
+
+
+@pytest.mark.long
+def test_a_document_stays_until_its_summary_is_whole(
+    browser: Browser, small: ServerProcess
+) -> None:
+    reader = Reader(browser.new_context(bypass_csp=True), small.url(), max_tokens=40)
+    page, held = reader.page, list[Route]()
+    listed = reader.pending.locator("[data-ready='too long']")
+    turn = page.locator("article")
+    reader.add(("book.txt", (STORY + "\n\n").encode() * 4))
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
+
+    def asked() -> Route:
+        while not held:
+            page.wait_for_timeout(20)
+        return held.pop()
+
+    def first_part() -> Route:
+        reader.pending.get_by_role("button", name=re.compile("Summarise in about")).click()
+        return asked()
+
+    def refuse(route: Route) -> None:
+        error = {"message": "It is too long.", "code": "context_length_exceeded"}
+        route.fulfill(status=400, json={"error": error})
+
+    def answer(route: Route) -> None:
+        chunk = {"choices": [{"delta": {"content": "Foxes."}, "finish_reason": "stop"}]}
+        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        route.fulfill(body=body, headers={"Content-Type": "text/event-stream"})
+
+    refuse(first_part())
+    expect(reader.notice).to_have_text("It is too long.")
+    expect(listed).to_contain_text("book.txt")
+    expect(turn).to_have_count(0)
+    first_part()
+    reader.open()
+    expect(listed).to_contain_text("book.txt")
+    expect(turn).to_have_count(0)
+    expect(reader.question).to_have_value("")
+    answer(first_part())
+    refuse(asked())
+    expect(turn.locator(".note")).to_have_text("It is too long.")
+    expect(turn.locator(".answer")).to_have_text(re.compile(r"^Part 1 .*\d\s*Foxes\.$"))
+    expect(listed).to_contain_text("book.txt")
+    answer(first_part())
+    asked()
+    reader.stop.click()
+    expect(turn.last.locator(".note")).to_have_text("Stopped.")
+    expect(listed).to_contain_text("book.txt")
     assert reader.problems == []
     reader.context.close()
 

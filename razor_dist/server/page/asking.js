@@ -218,10 +218,9 @@ export async function keep(ttl) {
   changed();
 }
 
-/** Summarises a document that is longer than the context: each part by a request, then all. */
+/** Summarises a document that is longer than the context: each part by a request, then all. It leaves the list when all is done. */
 export async function summarise(long) {
   const before = app.conversation.snapshot();
-  app.conversation.remove(long);
   const waiting = app.conversation.pending;
   const turn = app.conversation.ask(`Summarise ${long.name} in parts`);
   Object.assign(turn, { documents: [], summary: { name: long.name } });
@@ -231,13 +230,17 @@ export async function summarise(long) {
   const about = Math.ceil(long.tokens / room);
   const summaries = [];
   const one = async (title, content, signal) => {
-    grow(view, `${turn.answer ? "\n\n" : ""}**${title}**\n\n`);
+    const done = turn.answer;
+    view.append(`${done ? "\n\n" : ""}**${title}**\n\n`, follow); // saved with the first of its text
     const begun = turn.answer.length;
     const messages = [{ role: "user", content }];
     const request = () => body(messages, app.settings.maxTokens, { chat_template_kwargs: UNTHINKING });
-    await stream(request, view.reading, signal, (chunk) => {
-      grow(view, chunk.choices?.[0]?.delta?.content);
-    });
+    try {
+      await stream(request, view.reading, signal, (chunk) => grow(view, chunk.choices?.[0]?.delta?.content));
+    } catch (error) {
+      if (turn.answer.length === begun) turn.answer = done; // no title without text
+      throw error;
+    }
     return turn.answer.slice(begun);
   };
   let note = "";
@@ -253,6 +256,7 @@ export async function summarise(long) {
     }
     turn.together = await one("All together", all + ABOUT, signal);
   });
+  if (!error) app.conversation.remove(long);
   finished(view, error, before, note || `Read in ${plural(summaries.length, "part")}, each by itself. The text itself is not in this conversation.`);
 }
 

@@ -51,11 +51,12 @@ export class Conversation {
     return { context: this.kept.id, messages: [{ ...first, content: first.content.slice(inContext) }, ...rest] };
   }
 
-  /** A request's fields that have the documents of the first question kept for a time. */
+  /** A request's fields that have what is before the first question kept for a time. */
   toKeep(ttl) {
     const { messages, ...context } = this.asSent(new Conversation({ ...this, turns: [], pending: this.first }).messagesAhead());
-    const text = { type: "text", text: messages[0].content, cache_control: { type: "ephemeral", ttl } };
-    return { ...context, messages: [{ role: "user", content: [text] }] };
+    const last = messages.pop(); // behind messages of `base`, if no context holds those
+    const text = { type: "text", text: last.content, cache_control: { type: "ephemeral", ttl } };
+    return { ...context, messages: [...messages, { role: "user", content: [text] }] };
   }
 
   get documents() {

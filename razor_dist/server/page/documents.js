@@ -173,7 +173,7 @@ async function useBeginning(document, most) {
   try {
     const all = tokensOf(document);
     const { end, tokens } = await beginning(document.text, 0, most, document.text.length / all);
-    if (!app.conversation.pending.includes(document)) return; // removed meanwhile, or pressed twice
+    if (app.working || !app.conversation.pending.includes(document)) return; // being summarised, removed, or pressed twice
     const name = `${document.name} (first ${count(tokens)} of ${document.tokens ? "" : "about "}${count(all)} tokens)`;
     app.conversation.remove(document);
     addDocument(name, document.text.slice(0, end), tokens);

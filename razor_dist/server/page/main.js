@@ -255,7 +255,8 @@ async function begin() {
     app.conversation = new Conversation(saved);
     const last = app.conversation.turns.at(-1);
     if (last && !last.answer && !last.usage) {
-      $("question").value = app.conversation.takeBack();
+      const question = app.conversation.takeBack();
+      $("question").value = last.summary ? "" : question; // the document's button asks for a summary
       notice("The page was loaded again before an answer came.");
     }
   }
