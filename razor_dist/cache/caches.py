@@ -35,11 +35,8 @@ class CacheConfig:
 
     @property
     def max_pinned(self) -> int:
-        """Sequences pinned at most: half of those kept, so that others stay, too.
-
-        But four of them, as many as one request may mark.
-        """
-        return max(self.max_cached // 2, min(self.max_cached, 4)) or self.max_sequences
+        """Sequences pinned at most: half of those kept, so that others stay, too."""
+        return self.max_cached // 2 or self.max_sequences
 
 
 @dataclass

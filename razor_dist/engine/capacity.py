@@ -46,7 +46,8 @@ _WINDOWS_IN_CHUNK = 4
 _UNEVEN = 4
 # The caches of several sequences take up to this part of the memory that is free.
 _SHARE = 0.7
-# Finished sequences that stay cached, for each one that may run.
+# Sequences kept for later prompts, for each one that may run, but for two at least: half of them may
+# be pinned, and one request may mark four. Each takes sums only; its tokens share the same room.
 _CACHED = 4
 # Chunks of a long prompt of which `RankSizes.window_bytes` takes the most.
 _LAST_CHUNKS = 8
@@ -159,7 +160,7 @@ class RankSizes:
             scratch_pages=pages if config.prefill == "exact" else 0,
             dtype=self.kv_dtype,
             streaming_dtype=self.streaming_dtype,
-            max_cached=_CACHED * config.max_num_seqs if config.caches_prefixes else 0,
+            max_cached=_CACHED * max(2, config.max_num_seqs) if config.caches_prefixes else 0,
             page_bytes=self.layout.retrieval_rows * config.page_size * token,
             place_bytes=tuple(rows * streaming_token for rows in self.layout.most_rows),
         )

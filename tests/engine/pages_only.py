@@ -32,7 +32,7 @@ VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
 POLICY = StreamingPolicy(window_min=4, window_ratio=2, window_max=None, sinks=1, block=1)
 POLICIES = (POLICY.with_window(3, alibi=True), POLICY)
-TAIL, CACHED = 4, 5
+TAIL, CACHED = 4, 8
 WIDEST = Arena.of(POLICY, MAX_LEN, 1, TAIL).places
 
 

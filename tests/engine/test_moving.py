@@ -15,7 +15,7 @@ import torch
 from razor_dist.engine.core import EngineCore
 from razor_dist.prefix.tiers import Tiers
 from razor_dist.prefix.transfer import load_job
-from razor_dist.protocol.messages import Token
+from razor_dist.protocol.messages import CacheScope, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.engine import pages_only
@@ -55,7 +55,7 @@ class Movable(PagesOnly):
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PagesOnly": Movable, "MAX_LEN": 400, "CACHED": 4}.items():
+    for name, value in {"PagesOnly": Movable, "MAX_LEN": 400, "CACHED": 8}.items():
         monkeypatch.setattr(pages_only, name, value)
 
 
@@ -77,31 +77,52 @@ def text(tokens: int, seed: int) -> list[int]:
     return torch.randint(pages_only.VOCABULARY, (tokens,), generator=generator).tolist()
 
 
-def add(core: EngineCore, name: str, ids: list[int], answer: int = 1, *, pin: bool = False) -> None:
+def add(core: EngineCore, name: str, ids: list[int], answer: int = 1, **given: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-    core.add(name, ids, params, pin=pin)
+    core.add(name, ids, params, **given)
 
 
-def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load() -> None:
-    core, runner = core_of(slots=1)
-    document, pins = text(60, 1), [text(20, 10 + number) for number in range(4)]
-    add(core, "document", document)
-    run(core)
-    for number, ids in enumerate(pins):
+def finish(core: EngineCore, name: str) -> None:
+    """Step until an answer has ended."""
+    while not any(isinstance(m, Token) and m.finish and m.id == name for m in core.step()):
+        pass
+
+
+def pin_all(core: EngineCore) -> list[list[int]]:
+    """Pin as many prefixes as may be; return their texts."""
+    texts = [text(20, 10 + number) for number in range(core.runner.config.max_pinned)]
+    for number, ids in enumerate(texts):
         add(core, f"pin{number}", ids, pin=True)
         run(core)
-    runner.parts[Op.SAVE] = runner.parts[Op.LOAD] = 1000
+    return texts
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load(leaves: bool) -> None:
+    """Also beside what was loaded for a request that has gone since."""
+    core, runner = core_of(slots=1)
+    documents = [text(60, 1), text(60, 5)]
+    for number, ids in enumerate(documents):
+        add(core, f"document{number}", ids)
+        run(core)
+    pins = pin_all(core)
+    evict_all(core)
+    runner.parts[Op.SAVE] = 1000
     add(core, "saved", text(30, 2), 4)
-    ended = False
-    while not ended:
-        ended = any(isinstance(message, Token) and message.finish for message in core.step())
+    finish(core, "saved")
     assert core.scheduler.room.saved
-    add(core, "loads", document + text(6, 3))
+    if leaves:
+        runner.parts[Op.LOAD] = 3
+        add(core, "leaves", documents[1] + text(6, 3))
+        add(core, "private", text(3, 6), 9, scope=CacheScope(shared=False))
+        while not core.scheduler.room.stats["entries"] == 2:
+            core.step()
+        core.abort("leaves")
+        finish(core, "private")
+    runner.parts[Op.LOAD] = 1000
+    add(core, "loads", documents[0] + text(6, 3))
     add(core, "copied", pins[0][:12] + text(30, 4))
-    ends = []
-    while len(ends) < 1:
-        ends += [m.id for m in core.step() if isinstance(m, Token) and m.finish]
-    assert ends == ["copied"]
+    finish(core, "copied")
     core.abort("loads")
     runner.parts.clear()
 

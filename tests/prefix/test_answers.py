@@ -193,6 +193,16 @@ def test_a_hit_above_a_thousand_tokens_is_logged(
     assert told == ["1100 of 1103 prompt tokens are cached"]
 
 
+def test_prompts_begin_alike_beside_all_prefixes_that_may_be_pinned(tiny: Tiny) -> None:
+    """Also with one sequence, which may have as many as four."""
+    for sequences, most in ((1, 4), (2, 4), (4, 8)):
+        pins = tuple(Ask(f"p{n}", ids((n, 5)), pin=True) for n in range(most))
+        asks = tuple(Ask(f"q{n}", ids((50, 90), (60 + n, 9))) for n in range(4))
+        changed = {"max_num_seqs": sequences}
+        _, cached, _ = serve(Communicator(None), str(tiny("llama")), changed, pins + asks)
+        assert [cached[ask.name] for ask in asks] == [0, 90, 90, 90]
+
+
 def test_what_a_pinned_prefix_has_is_not_counted_as_found(
     tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
