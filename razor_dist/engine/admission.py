@@ -210,7 +210,7 @@ class Admission:
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
             return None
-        if found.entry is request.loaded:  # once: it may have been evicted since
+        if request.loaded.count(found.entry) > 1:  # twice: what was loaded may have been evicted
             return None
         if tiers.loading is not None and tiers.loading.chain[-1] is not found.entry:
             # Only one is loaded at a time, which may take much longer.
@@ -231,18 +231,16 @@ class Admission:
             key = next(self.room.copies)
             accounts.restore(key, chunks, end, node.manifest.tails)
             plans += [*evicting, tiers.load(node, key, request.namespace)]
-            request.loaded = node
+            request.loaded.append(node)
         loading = tiers.loading
         if loading is not None and loading.chain[-1] is found.entry:
-            loading.wanted_by.add(request.key)
+            loading.wanted_by.add(request)
         return lambda _: tiers.loading is loading
 
-    def end_load(self, waiting: Iterable[Request]) -> list[StepPlan]:
+    def end_load(self) -> list[StepPlan]:
         """Return the plans that end a load for which no request waits any more."""
         tiers = self.room.tiers
-        if tiers is None or (loading := tiers.loading) is None:
-            return []
-        if any(request.key in loading.wanted_by for request in waiting):
+        if tiers is None or (loading := tiers.loading) is None or loading.wanted:
             return []
         tiers.loading = None
         self.accounts.close(loading.key)

@@ -59,9 +59,9 @@ class Request:
     grammar: Future[Grammar] | None = None  # what every answer must match
     # All ranks compute the whole prompt, in one step, unless part of it is found in the caches.
     short: bool = False
-    # While it waits: what is to cache its beginning; and the node that was loaded for it.
+    # While it waits: what is to cache its beginning; and the nodes that were loaded for it.
     awaits: Awaited | None = None
-    loaded: Entry | None = None
+    loaded: list[Entry] = field(default_factory=list)
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # a pinned prefix that only those requests need
     priority: int = field(init=False)  # that of ``params``, or of one which waits for this prefix
@@ -79,6 +79,10 @@ class Request:
         ends = phase is Phase.ENDED and self.phase is not Phase.ENDED
         assert ends or phase.value == self.phase.value + 1, f"from {self.phase} to {phase}"
         self.phase = phase
+
+    @property
+    def waits(self) -> bool:
+        return self.phase is Phase.WAITING
 
     @property
     def pinned(self) -> bool:

@@ -83,12 +83,12 @@ class Room:
         assert (need <= self.accounts.free).all(), "what is available is cached"
         return plans
 
-    def shrink_to(self, sequences: int, *but: int) -> list[StepPlan]:
+    def shrink_to(self, sequences: int) -> list[StepPlan]:
         """Evict cached sequences until this many are left, if the others may go."""
-        cache, sizes = self.prefix_cache, self.accounts.sizes
+        cache = self.prefix_cache
         if cache is None:
             return []
-        return self._evict(lambda: np.full_like(sizes, cache.evictable > sequences, bool), *but)
+        return self._evict(lambda: np.array(cache.evictable > sequences), *cache.wanted)
 
     def _evict(self, short: Callable[[], Bools], *but: int) -> list[StepPlan]:
         """Evict what is worth least until nothing is ``short``, or nothing is left that may go."""
@@ -131,6 +131,7 @@ class Room:
     ) -> list[StepPlan]:
         """Keep a copy of one of a request's sequences as of now, if there is room for it.
 
+        What was loaded for a request that waits does not go for it.
         An ``optional`` one takes room that is free: what was asked for does not go for what may
         never be.
         """
@@ -142,7 +143,7 @@ class Room:
         full = self.prefix_cache.evictable >= self.max_cached
         if optional and (full or (need > accounts.free).any()):
             return []
-        plans = self.make(need, key)
+        plans = self.make(need, key, *self.prefix_cache.wanted)
         if plans is None:
             return []
         copied = next(self.copies)
@@ -161,8 +162,9 @@ class Room:
 
     def can_copy(self, key: int, length: int) -> bool:
         """True if a sequence can be copied once it has come to a length: what is cached may go."""
-        need, available = self._copy_need(key, length), self.accounts.available(*self.saved)
-        return self.max_cached > 0 and bool((need <= available).all())
+        assert self.prefix_cache is not None
+        available = self.accounts.available(*self.saved, *self.prefix_cache.wanted)
+        return bool((self._copy_need(key, length) <= available).all())
 
     def checkpoint(self, prefill: Prefill) -> list[StepPlan]:
         """Keep a copy of a prompt in work, if `copy` finds room.
@@ -269,4 +271,5 @@ class Room:
             return [StepPlan(Op.CLOSE, key)]
         self.accounts.keep(key, len(tokens))
         self.prefix_cache.add(loading.namespace, tokens, key, loading.tier)
-        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached, key)]
+        self.prefix_cache.loaded = loading
+        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached)]

@@ -256,7 +256,6 @@ class Scheduler:
         plans: list[StepPlan] = []
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
-            plans += self.admission.end_load(self.waiting)
             for one in request.prefixes:  # no longer as urgent as what waited for it
                 others = (r.priority for r in self.waiting if one in r.prefixes)
                 one.priority = min([one.params.priority, *others])
@@ -273,6 +272,7 @@ class Scheduler:
         elif self.pinned.pop(request.key, None) is not None:
             plans += self.room.end(request, request.key, request.tokens, keep=True)
         request.enter(Phase.ENDED)
+        plans += self.admission.end_load()
         prefix = request.prefix
         if prefix is None:
             return plans

@@ -17,6 +17,7 @@ import numpy as np
 from razor_dist.cache.accounting import Bools, CacheAccounts
 from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
 from razor_dist.prefix.manifest import Tokens
+from razor_dist.prefix.tiers import Loading
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class PrefixCache:
     def __init__(self, accounts: CacheAccounts, index: PrefixIndex) -> None:
         self._accounts, self.index = accounts, index
         self._entries: dict[int, CachedSequence] = {}
+        self.loaded: Loading | None = None  # the sequence that was loaded last
         # queries, hits, their tokens in all and those that were found; evictions.
         self.counts: Counter[str] = Counter()
 
@@ -56,6 +58,12 @@ class PrefixCache:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.index.remove(entry)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The sequence that was loaded last, while a request waits that has to begin from it."""
+        loaded = self.loaded
+        return [loaded.key] if loaded and loaded.wanted and loaded.key in self else []
 
     def grown(self, key: int, length: int) -> None:
         """Note that an entry in use has become longer, so that it cannot be cut where it could."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -64,6 +64,13 @@ class Saving:
     job: SaveJob | None  # until the ranks have it
 
 
+class Waiter(Protocol):
+    """A request, as far as this package knows it."""
+
+    @property
+    def waits(self) -> bool: ...
+
+
 @dataclass(eq=False)
 class Loading:
     key: int
@@ -71,7 +78,12 @@ class Loading:
     namespace: Namespace
     tokens: Tokens
     tier: Tier
-    wanted_by: set[int] = field(default_factory=set)  # keys of the requests that wait for it
+    wanted_by: set[Waiter] = field(default_factory=set)
+
+    @property
+    def wanted(self) -> bool:
+        """True while a request waits for it, or has not yet begun from it."""
+        return any(request.waits for request in self.wanted_by)
 
 
 class Writing:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ import torch
 from razor_dist.engine.core import EngineCore
 from razor_dist.prefix.tiers import Tiers
 from razor_dist.prefix.transfer import load_job
-from razor_dist.protocol.messages import CacheScope, Token
+from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.engine import pages_only
 from tests.engine.cores import evict_all
-from tests.engine.pages_only import PagesOnly, make_core, run
+from tests.engine.pages_only import TAIL, PagesOnly, make_core, run
 
 
 class Movable(PagesOnly):
@@ -59,8 +60,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pages_only, name, value)
 
 
-def core_of(slots: int) -> tuple[EngineCore, Movable]:
-    core, runner = make_core(share=True, pages=3000, slots=slots, places=10**5)
+def core_of(slots: int, **changed: Any) -> tuple[EngineCore, Movable]:
+    sizes = {"pages": 3000, "places": 10**5, "slots": slots} | changed
+    core, runner = make_core(share=True, **sizes)
     assert isinstance(runner, Movable)
     room = core.scheduler.room
     object.__setattr__(room.cache, "place_bytes", (1, 1))
@@ -77,8 +79,16 @@ def text(tokens: int, seed: int) -> list[int]:
     return torch.randint(pages_only.VOCABULARY, (tokens,), generator=generator).tolist()
 
 
-def add(core: EngineCore, name: str, ids: list[int], answer: int = 1, **given: Any) -> None:
-    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+def add(
+    core: EngineCore,
+    name: str,
+    ids: list[int],
+    answer: int = 1,
+    *,
+    priority: int = 0,
+    **given: Any,
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, priority=priority)
     core.add(name, ids, params, **given)
 
 
@@ -115,7 +125,7 @@ def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load(leaves: bool) -> No
         runner.parts[Op.LOAD] = 3
         add(core, "leaves", documents[1] + text(6, 3))
         add(core, "private", text(3, 6), 9, scope=CacheScope(shared=False))
-        while not core.scheduler.room.stats["entries"] == 2:
+        while core.scheduler.room.stats["entries"] != 2:
             core.step()
         core.abort("leaves")
         finish(core, "private")
@@ -173,3 +183,48 @@ def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
     runner.parts.clear()
     runner._left.clear()
     run(core)
+
+
+def found_by(messages: list[Any], name: str) -> int:
+    return next(m.cached for m in messages if isinstance(m, Progress) and m.id == name)
+
+
+def ask_for_stored(
+    core: EngineCore, runner: Movable, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Have ``loads`` wait for a document of 60 tokens, which comes in three parts."""
+    add(core, "document", text(60, 1))
+    run(core)
+    evict_all(core)
+    meanwhile()
+    runner.parts[Op.LOAD] = 3
+    add(core, "loads", text(60, 1) + text(30, 3))
+    core.step()
+
+
+def test_what_is_loaded_stays_though_an_answer_that_is_worth_more_ends() -> None:
+    core, runner = core_of(slots=1)
+
+    def fill() -> None:
+        pin_all(core)
+        for number in range(4):
+            add(core, f"cached{number}", text(200, 20 + number))
+            run(core)
+
+    ask_for_stored(core, runner, fill)
+    add(core, "passes", text(210, 4))
+    assert found_by(run(core), "loads") == 60
+
+
+def test_what_is_loaded_goes_for_no_copy() -> None:
+    core, runner = core_of(slots=2, places=60, tail=TAIL)
+    ask_for_stored(core, runner)
+    add(core, "passes", text(8, 4), 16)
+    assert found_by(run(core), "loads") == 60
+
+
+def test_what_was_loaded_is_loaded_again_if_it_went_for_an_earlier_priority() -> None:
+    core, runner = core_of(slots=2, pages=100, by_priority=True)
+    ask_for_stored(core, runner)
+    add(core, "urgent", text(180, 4), priority=-1)
+    assert found_by(run(core), "loads") == 60
