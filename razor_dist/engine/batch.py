@@ -11,7 +11,7 @@ import torch
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Prefill
-from razor_dist.parallel.sharding import is_even
+from razor_dist.parallel.sharding import is_even, shard_sizes
 from razor_dist.parallel.zigzag import Chunk, whole_shards
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 
@@ -19,9 +19,9 @@ from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 _LONGEST_RUN = 64
 
 # From answers, each with the tokens that a step can read of it, its last one among them, and from
-# the tokens of prompts in the same step, to what may follow the answers: fewer tokens than those
-# that can be read.
-Drafter = Callable[[Sequence[tuple[Answer, int]], int], list[list[int]]]
+# the tokens of prompts that each rank computes in the same step, to what may follow the answers:
+# fewer tokens than those that can be read.
+Drafter = Callable[[Sequence[tuple[Answer, int]], Sequence[int]], list[list[int]]]
 
 
 class Batch:
@@ -74,7 +74,7 @@ class Batch:
                 chosen, others, answering=lengths, joined=joined, able=able
             )
             pieces.append(self._entry(chosen, length, sharded=sharded))
-        drafts = self._drafts(running, beside=sum(len(piece.tokens) for piece in pieces))
+        drafts = self._drafts(running, pieces)
         entries = [
             BatchEntry(
                 answer.key,
@@ -87,10 +87,15 @@ class Batch:
         entries += pieces
         return StepPlan.step(entries) if entries else None
 
-    def _drafts(self, running: Sequence[Answer], beside: int) -> list[list[int]]:
+    def _drafts(self, running: Sequence[Answer], pieces: list[BatchEntry]) -> list[list[int]]:
         """Return each answer's draft, which is read with its last token and verified."""
         if self.drafter is None:
             return [[] for _ in running]
+        beside = [0] * self._ranks
+        for piece in pieces:
+            n = len(piece.tokens)
+            own = shard_sizes(0, n, n, self._ranks) if piece.sharded else [n] * self._ranks
+            beside = [sum(of_rank) for of_rank in zip(beside, own, strict=True)]
         return self.drafter([(answer, self._longest_run(answer)) for answer in running], beside)
 
     def _longest_run(self, answer: Answer) -> int:

@@ -170,14 +170,16 @@ class Drafts:
         self._drafts = self._draft_tokens = 0
         self._accepted_at = [0] * config.longest_draft
 
-    def __call__(self, answers: Sequence[tuple[Answer, int]], beside: int = 0) -> list[list[int]]:
+    def __call__(
+        self, answers: Sequence[tuple[Answer, int]], beside: Sequence[int] = ()
+    ) -> list[list[int]]:
         """Return each answer's draft, shorter than the run that it may have; mostly none.
 
-        ``beside`` are the tokens of prompts in the same step.
+        ``beside`` are the tokens of prompts that each rank computes in the same step.
         """
         room = self._most_tokens - len(answers)
-        if beside <= room:  # more are no small step without drafts either
-            room -= beside
+        # A rank with more has no small step without drafts either.
+        room -= max((tokens for tokens in beside if tokens <= room), default=0)
         found: list[list[int]] = [[] for _ in answers]
         if room < 1:
             return found

@@ -57,7 +57,6 @@ class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory."""
 
     most_sequences = 1 << 30  # of a step that is recorded
-    most_alike = 1 << 30  # tokens of a step whose results do not depend on how many there are
     # Lengths are padded to a multiple of at least this, in tokens: by less costs next to nothing.
     pad = 1024
 
@@ -211,7 +210,6 @@ class DecodeGraphs:
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         sums = comm.size > 1 and caches.pages.k.device.type == "cuda"
         self._tolerated = max(_SUMS_DIFFER, 2 * torch.finfo(dtype).eps) if sums else 0.0
-        self.most_tokens = recorder.most_alike  # of a step with drafts
         self.enabled = True
         self.difference = 0.0  # the largest, relative to the largest logit, of those compared
 

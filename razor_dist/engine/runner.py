@@ -37,7 +37,7 @@ from razor_dist.engine.rank_stats import RankStats
 from razor_dist.engine.sampler import likeliest
 from razor_dist.engine.sequences import Sequences
 from razor_dist.kernels.fused import postponed_rotations
-from razor_dist.kernels.linear import choose_ways
+from razor_dist.kernels.linear import ALIKE, choose_ways
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.dual_chunk import dual_chunk_of
 from razor_dist.models.longrope import position_mark
@@ -49,7 +49,8 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 log = logging.getLogger(__name__)
 
-# Tokens of answers that drafts bring a step to at most: of more, arithmetic takes the time.
+# Tokens of answers that drafts bring a step to at most, but on CPU (`ALIKE`): of more, arithmetic
+# takes the time.
 _MOST_DECODED = 64
 
 
@@ -116,10 +117,9 @@ class ModelRunner:
     @property
     def most_decoded(self) -> int:
         """Tokens of answers in a step, at most, that drafts may bring it to."""
-        # With a choice of blocks, steps of long texts are not recorded, whatever their size.
-        if self.graphs is None or self.caches.choice is not None:
-            return _MOST_DECODED
-        return min(_MOST_DECODED, self.graphs.most_tokens)
+        # With blocks chosen, longer steps are faster, and their last bits may differ.
+        alike = self.device.type == "cpu" and self.caches.choice is None
+        return ALIKE if alike else _MOST_DECODED
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:

@@ -44,7 +44,6 @@ class Tape:
     """
 
     most_sequences = 32
-    most_alike = ALIKE
     pad = 1 << 14
 
     def __init__(self, comm: Communicator) -> None:

@@ -226,12 +226,12 @@ def test_many_questions_to_a_text_have_it_indexed_once() -> None:
 
 def test_runs_have_few_lengths_and_share_a_step() -> None:
     text = list(range(500)) * 2
-    beside = 4  # tokens of short prompts
+    beside = [2, 4, 90]  # tokens of prompts on three ranks, of which one has no small step
     for most, tokens, room in itertools.product((1, 2, 5, 8, 40), (3, 8, 63), (8, 64)):
         answers: list[Any] = [Answer(text[: 600 + index]) for index in range(3)]
         for answer in answers:
             answer.generated.append(answer.tokens[-1] + 1)
-        found = drafts((1.0, 1e-6, 0.0), room + beside, num_speculative_tokens=tokens)(
+        found = drafts((1.0, 1e-6, 0.0), room + 4, num_speculative_tokens=tokens)(
             [(answer, most) for answer in answers], beside
         )
         lengths = [1 + len(draft) for draft in found]
