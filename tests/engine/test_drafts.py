@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,10 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.request import Answer
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import follow
@@ -29,13 +26,11 @@ from razor_dist.kernels import linear
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
-from tests.engine import pages_only
 from tests.engine.cores import GREEDY, evict_all, make_core, prompt, run
 from tests.logits import POLICY, split_of, tokens_of
 from tests.prefix.engines import SETTINGS
@@ -78,9 +73,7 @@ class Planted:
         self._truth, self._random = truth, random.Random(seed)
         self.drafted = self.right = 0
 
-    def __call__(
-        self, answers: Sequence[tuple[Answer, int]], beside: Sequence[int]
-    ) -> list[list[int]]:
+    def __call__(self, answers: Sequence[tuple[Answer, int]], *_: object) -> list[list[int]]:
         return [self._draft(answer, most) for answer, most in answers]
 
     def _draft(self, answer: Answer, most: int) -> list[int]:
@@ -141,32 +134,6 @@ def test_drafts_know_of_the_prompts_beside_them(tiny: Tiny) -> None:
     run(core)
     assert sum(seen) == 20 + 3 + 50
     core.stop()
-
-
-def test_a_step_that_is_short_on_a_rank_stays_short_with_drafts() -> None:
-    """Of a chunk a rank computes its own shards alone."""
-    core, runner = pages_only.make_core(ranks=4, pages=60)
-    cost: Any = SimpleNamespace(decode_terms=lambda: (1.0, 1e-6, 0.0))
-    batch = core.scheduler.batch
-    batch.drafter = Drafts(SpeculativeConfig("ngram"), cost, linear.ALIKE)
-    # Its windows move at every token: runs are longer than they could be.
-    batch._longest_run = lambda answer: min(8, 35 - len(answer.generated))
-    plans, execute = list[StepPlan](), runner.execute
-    pages_only.add(core, "copies", 3, 35)
-    with mock.patch.object(runner, "execute", lambda plan: plans.append(plan) or execute(plan)):
-        while len(plans) < 8:
-            core.step()
-        pages_only.add(core, "long", 30)
-        pages_only.run(core)
-    beside = 0
-    for entries in (plan.entries for plan in plans if plan.op is Op.STEP):
-        for rank in range(4):
-            n = [len(entry.tokens) for entry in entries if entry.sharded]
-            rows = sum(Chunk(0, tokens, 4).tokens(rank) for tokens in n)
-            rows += sum(len(entry.tokens) for entry in entries if not entry.sharded)
-            assert rows <= linear.ALIKE
-            beside += bool(n) and any(entry.run for entry in entries)
-    assert beside
 
 
 def take(core: EngineCore, answers: Answers, asks: tuple[Ask, ...]) -> None:

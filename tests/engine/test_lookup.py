@@ -21,6 +21,10 @@ from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.drafts import Drafts, HitRates, Lookup, Ngram
 from razor_dist.engine.ngram_index import NgramIndex
 from razor_dist.engine.step_cost import StepCost, Work
+from razor_dist.kernels.linear import ALIKE
+from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.step_plan import Op, StepPlan
+from tests.engine import pages_only
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -242,6 +246,31 @@ def test_runs_have_few_lengths_and_share_a_step() -> None:
         for answer, draft in zip(answers, found, strict=True):
             last = int(answer.generated[-1])
             assert draft == list(range(last + 1, last + 1 + len(draft)))
+
+
+def test_a_step_that_is_short_on_a_rank_stays_short_with_drafts() -> None:
+    """Of a chunk a rank computes its own shards alone."""
+    core, runner = pages_only.make_core(ranks=4, pages=60)
+    batch = core.scheduler.batch
+    batch.drafter = drafts((1.0, 1e-6, 0.0), ALIKE, method="ngram")
+    # Its windows move at every token: runs are longer than they could be.
+    batch._longest_run = lambda answer: min(8, 35 - len(answer.generated))
+    plans, execute = list[StepPlan](), runner.execute
+    pages_only.add(core, "copies", 3, 35)
+    with mock.patch.object(runner, "execute", lambda plan: plans.append(plan) or execute(plan)):
+        while len(plans) < 8:
+            core.step()
+        pages_only.add(core, "long", 30)
+        pages_only.run(core)
+    beside = 0
+    for entries in (plan.entries for plan in plans if plan.op is Op.STEP):
+        for rank in range(4):
+            n = [len(entry.tokens) for entry in entries if entry.sharded]
+            rows = sum(Chunk(0, tokens, 4).tokens(rank) for tokens in n)
+            rows += sum(len(entry.tokens) for entry in entries if not entry.sharded)
+            assert rows <= ALIKE
+            beside += bool(n) and any(entry.run for entry in entries)
+    assert beside
 
 
 @pytest.mark.parametrize(("setting", "longest"), [(1, 1), (2, 1), (4, 3), (8, 7), (63, 63)])
