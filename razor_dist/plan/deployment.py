@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +157,27 @@ class Weights:
         )
 
 
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    count = model.config.num_hidden_layers
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return next(lists)
+
+
+def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
+    """Take all layers but these out of a model."""
+    layers = layers_of(model)
+    chosen = [layers[layer] for layer in kept]
+    del layers[:]
+    layers.extend(chosen)
+    module: Any
+    for index, layer in enumerate(chosen):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+    model.config.num_hidden_layers = len(kept)
+    return model
+
+
 @dataclass(frozen=True)
 class Deployment:
     config: EngineConfig
@@ -252,14 +275,14 @@ class Deployment:
         """A rank's part in tensor mode, if it is that."""
         if not self.shared:
             return None
-        return HeadShare(rank, self.world_size, self.shape.group, is_compact(self.meta_model(1)))
+        return HeadShare(rank, self.world_size, self.shape.group, is_compact(self._first_layer))
 
     @cached_property
     def not_shared(self) -> str | None:
         """Why the ranks cannot share short steps, or None."""
         if self.world_size == 1:
             return "there is one rank"
-        return why_replicated(self.config, self.meta_model(1))
+        return why_replicated(self.config, self._first_layer)
 
     @cached_property
     def layout(self) -> HeadLayout:
@@ -300,15 +323,14 @@ class Deployment:
         policies, layers = self.sizes.policies, self.layout.streaming_in_layers
         return tuple(StreamingHeads(own, layers(index)) for index, own in enumerate(policies))
 
-    def meta_model(self, layers: int | None = None) -> PreTrainedModel:
-        config = self.model
-        if layers is not None:
-            fields: dict[str, Any] = config.to_dict() | {"num_hidden_layers": layers}
-            if fields.get("layer_types"):
-                fields["layer_types"] = fields["layer_types"][:layers]
-            config = type(config).from_dict(fields)
+    def meta_model(self) -> PreTrainedModel:
         remote = self.config.trust_remote_code
+        config = copy.deepcopy(self.model)
         return model_from_config(config, device=META, dtype=self.dtype, trust_remote_code=remote)
+
+    @cached_property
+    def _first_layer(self) -> PreTrainedModel:
+        return keep_layers(self.meta_model(), [0])
 
     @cached_property
     def weights(self) -> Weights:

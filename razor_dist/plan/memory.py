@@ -33,7 +33,7 @@ from razor_dist.parallel.zigzag import Chunk
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.chosen import chosen_from
 from razor_dist.plan.compute import pass_q
-from razor_dist.plan.deployment import META, Deployment
+from razor_dist.plan.deployment import META, Deployment, keep_layers, layers_of
 from razor_dist.plan.devices import Device
 from razor_dist.plan.one_rank import chunk_reader
 from razor_dist.protocol.step_plan import Op, StepPlan
@@ -88,8 +88,11 @@ class DryRun:
         self._d, self._free = deployment, free
         self._reserved: dict[int, dict[str, int]] = {}  # by ``max_model_len``
         kept, windows = deployment.head_map.retrieval, deployment.head_map.windows
-        layers = _kinds_of_layers(deployment.retrieval_per_layer, deployment.shape.kv_heads)
-        self._model = deployment.meta_model(len(layers))
+        whole = deployment.meta_model()
+        parts = [frozenset(map(type, layer.modules())) for layer in layers_of(whole)]
+        heads = deployment.retrieval_per_layer, deployment.shape.kv_heads
+        layers = _kinds_of_layers(*heads, parts)
+        self._model = keep_layers(whole, layers)
         self._layouts = [
             HeadLayout.from_decision(
                 [kept[layer] for layer in layers],
@@ -188,18 +191,23 @@ def _of_rank(layouts: Seq[HeadLayout], rank: int) -> HeadLayout:
     return layouts[rank if len(layouts) > 1 else 0]
 
 
-def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:
+def _kinds_of_layers(retrieval: Seq[int], kv_heads: int, parts: Seq[object]) -> list[int]:
     """Choose the first layer, and of the others: most streaming heads, most retrieval, most even.
 
     The first has less in memory than the others, since its input is the embedding itself; so a kind
-    that only the first layer has must not stand for a later one.
+    that only the first layer has must not stand for a later one. Layers of other ``parts`` than
+    those (a mixture of experts, or none) are added.
     """
     order = sorted(range(1, len(retrieval)), key=lambda layer: retrieval[layer])
     if not order:
         return [0]
     even = min(order, key=lambda layer: abs(retrieval[layer] - kv_heads / 2))
     kinds = {retrieval[layer]: layer for layer in (order[0], even, order[-1])}
-    return [0, *kinds.values()]
+    found = list(kinds.values())
+    for layer in order:
+        if all(parts[layer] != parts[other] for other in found):
+            found.append(layer)
+    return [0, *found]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import Glm4MoeConfig
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
@@ -18,7 +19,7 @@ from razor_dist.plan.advice import remedies
 from razor_dist.plan.compute import collectives, full_attention, traffic
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
-from razor_dist.plan.memory import MemoryPlanner
+from razor_dist.plan.memory import DryRun, MemoryPlanner
 from razor_dist.plan.planner import Plan, plan
 from tests.plan.glm import N, settings
 
@@ -311,3 +312,19 @@ def test_every_rank_of_a_host_holds_all_experts(tiny: Callable[[str], Path]) -> 
     shared = 4 * d.weights.parameters - experts
     found = MemoryPlanner(d, load_device("cpu")).at(1000, 1000).weights
     assert found == d.weights.nbytes - shared * 3 // 4
+
+
+def test_a_chunk_passes_a_mixture_behind_dense_layers(tmp_path: Path) -> None:
+    """GLM-4.6's first three layers are dense, and ERNIE-4.5-300B's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 192}
+    sizes |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    found = []
+    for dense in (1, 3):
+        folder = tmp_path / str(dense)
+        mixture = {"n_routed_experts": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 8}
+        Glm4MoeConfig(**sizes | mixture, first_k_dense_replace=dense).save_pretrained(folder)
+        config = settings(model=str(folder), attention="full", head_map=None, world_size=2)
+        d = Deployment.of(config, "cpu")
+        found.append(DryRun(d).activations(4096))
+        assert d.not_shared is None and d.model.num_hidden_layers == 6
+    assert found[1] == pytest.approx(found[0], rel=0.01)
