@@ -25,8 +25,10 @@ from razor_dist.models.loader import (
     weights_fingerprint,
 )
 from razor_dist.models.smollm2 import embedded_model
+from razor_dist.models.tokenizer import load_tokenizer
 from tests.logits import stock_run
 from tests.tiny_models import FAMILIES, make_tiny
+from tests.tokenizer import write_letters
 
 CPU = torch.device("cpu")
 
@@ -250,3 +252,16 @@ def test_what_turns_keys_is_in_the_fingerprint_of_weights(
         code.write_text(text)
         found.append(weights_fingerprint(model))
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("others", [(), ("tokenizer_config.json",)])
+def test_tekken_alone_is_no_tokenizer(
+    others: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_tokenizer(tmp_path) is None and not caplog.text
+    for name in ("tekken.json", *others):
+        (tmp_path / name).write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+    assert "has tekken.json, which is not read, and no tokenizer.json" in caplog.text
+    write_letters(tmp_path)
+    assert load_tokenizer(tmp_path) is not None
