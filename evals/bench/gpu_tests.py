@@ -41,10 +41,12 @@ def run_tests(
     if not bench.cuda:
         raise Skipped("needs a CUDA device")
     tests: dict[str, str] = {}
+    why = ""  # the last process ended, if not by itself
     while True:
         done = [name for name, outcome in tests.items() if outcome != _WAITING]
         with Child(_run, root, list(files), done, env=os.environ | (env or {})) as child:
-            for _ in _outcomes(bench, child, tests):
+            for ending in _outcomes(bench, child, tests):
+                why = ending
                 yield {"tests": _by_file(tests)}, []
         waiting = Counter(tests.values())[_WAITING]
         # A process that ends before its first test would do so again.
@@ -54,21 +56,21 @@ def run_tests(
     counts = Counter(map(_kind, tests.values()))
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _KINDS if counts[kind])
     if not tests:
-        raise RuntimeError("no time was left" if bench.is_late else "pytest found no tests")
+        raise RuntimeError(why or "pytest found no tests")
     if counts["skipped"] == len(tests):
         raise Skipped(f"{said}, the first: {next(iter(tests.values())).partition(': ')[2]}")
     if counts["passed"] + counts["skipped"] < len(tests):
         raise RuntimeError(said)
 
 
-def _outcomes(bench: Bench, child: Child, tests: dict[str, str]) -> Iterator[None]:
-    """Fill in ``tests`` and yield after each outcome, while the process is of use."""
+def _outcomes(bench: Bench, child: Child, tests: dict[str, str]) -> Iterator[str]:
+    """Fill in ``tests`` while the process is of use; yield after each outcome, and why it ended."""
     while True:
         try:
             if child.connection.poll(min(bench.left, _PATIENCE)):
                 changed, going_on = child.connection.recv()
                 tests |= changed
-                yield
+                yield ""
                 if going_on:
                     continue
                 return
@@ -77,7 +79,7 @@ def _outcomes(bench: Bench, child: Child, tests: dict[str, str]) -> Iterator[Non
             why = f"its process ended with {child.process.wait()}"
         kind = _RUNNING if bench.is_late else "failed"
         tests |= {name: f"{kind}: {why}" for name, now in tests.items() if now == _RUNNING}
-        yield
+        yield why
         return
 
 

@@ -69,7 +69,7 @@ class Scores:
         return list(self._cells[method, task, length].values())
 
     def mean(self, method: str, task: str, length: int) -> float | None:
-        """Return the mean score in percent, None while samples are missing: others have them."""
+        """Return the mean score in percent; None while samples are missing that others have."""
         scores = self.of(method, task, length)
         return fmean(scores) if scores and len(scores) == self.asked[task] else None
 

@@ -83,9 +83,9 @@ def verdict(tried: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
     """Return the reason of a loss, by what was tried (`WhyModel.compare`), and a probability.
 
     It is what would have kept the answer. Full attention was unsure if it gave the first token
-    that was lost less than `UNSURE`; that probability is returned. Which token is the likeliest
-    then says little, and the whole answer's loss decides: the reason is ``model`` if the method
-    adds less than `CHANCE` to it, else whatever takes off half of what the method adds.
+    that was lost less than `UNSURE`; that probability is returned. Then one token says little, so
+    the loss of the whole answer decides: if the method adds less than `CHANCE` to it, the reason
+    is ``model``, else each change that takes away more than half of what it adds.
     """
     own = tried["as it is"]
     if own["kept"]:  # what follows the part that earned the score differs

@@ -1,4 +1,4 @@
-"""How a chat template ends a prompt: fields of every request that has messages rendered."""
+"""How a chat template ends a prompt: fields of a chat and of ``/tokenize``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class RopeScaling:
     ``factor``                            context in multiples of the original one
     ``original_max_position_embeddings``  tokens that the model was trained for
     ``attention_factor``                  of cosines and sines; none: ``0.1 ln(factor) + 1``
-    ``attn_factor``                       of ``0.1 ln(factor) + 1``, instead (vLLM's name)
+    ``attn_factor``                       multiplies ``0.1 ln(factor) + 1`` (vLLM's name)
     ``beta_fast``, ``beta_slow``          turns within the original context: dimensions that make
                                           more than the first keep their frequency, those that make
                                           fewer than the second are slowed down by the whole factor;
@@ -59,7 +59,7 @@ class RopeScaling:
 
 
 def with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters whose ``attn_factor``, if it is YaRN's, is an ``attention_factor``."""
+    """Turn YaRN's ``attn_factor`` into the ``attention_factor`` that transformers reads."""
     factor, own = rope.get("factor"), rope.get("attn_factor")
     given = rope.get("attention_factor") is not None
     if rope.get("rope_type") != "yarn" or given or not (_is_positive(factor) and _is_positive(own)):

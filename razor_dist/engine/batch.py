@@ -18,9 +18,9 @@ from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 # Tokens of an answer in one step at most.
 _LONGEST_RUN = 64
 
-# From answers, each with the tokens that a step can read of it, its last one among them, and from
-# the tokens of prompts that each rank computes in the same step, to what may follow the answers:
-# fewer tokens than those that can be read.
+# Takes answers, each with the most tokens that a step can read of it (its last one counts), and how
+# many tokens of prompts each rank computes in the step. Returns a draft for each answer, at least
+# one token shorter.
 Drafter = Callable[[Sequence[tuple[Answer, int]], Sequence[int]], list[list[int]]]
 
 

@@ -46,8 +46,9 @@ _WINDOWS_IN_CHUNK = 4
 _UNEVEN = 4
 # The caches of several sequences take up to this part of the memory that is free.
 _SHARE = 0.7
-# Sequences kept for later prompts, for each one that may run, and for two at least: half of them
-# may be pinned, and one request may mark four. Each takes sums only, and shares the tokens' room.
+# Entries of the prefix cache for each sequence that may run. Two are counted at least: half of the
+# entries may be pinned, and one request may pin four. An entry sets aside memory for its sums only;
+# its tokens share the pages and windows of all.
 _CACHED = 4
 # Chunks of a long prompt of which `RankSizes.window_bytes` takes the most.
 _LAST_CHUNKS = 8

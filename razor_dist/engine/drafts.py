@@ -153,7 +153,7 @@ class Ngram:
 
 
 class Drafts:
-    """Chooses the drafts of a step; a `razor_dist.engine.scheduler.Drafter`.
+    """Chooses the drafts of a step; a `razor_dist.engine.batch.Drafter`.
 
     ``cost`` estimates a step's seconds. A step has up to ``most_tokens`` tokens of answers and of
     short prompts because of drafts: in larger steps products may be rounded otherwise. Runs have 1,
@@ -178,7 +178,7 @@ class Drafts:
         ``beside`` are the tokens of prompts that each rank computes in the same step.
         """
         room = self._most_tokens - len(answers)
-        # A rank with more has no small step without drafts either.
+        # Where a rank's prompts alone are more, its step is long with or without drafts.
         room -= max((tokens for tokens in beside if tokens <= room), default=0)
         found: list[list[int]] = [[] for _ in answers]
         if room < 1:

@@ -131,7 +131,7 @@ class Room:
     ) -> list[StepPlan]:
         """Keep a copy of one of a request's sequences as of now, if there is room for it.
 
-        What was loaded for a request that waits does not go for it.
+        It never evicts what was loaded for a waiting request.
         An ``optional`` one takes room that is free: what was asked for does not go for what may
         never be.
         """

@@ -49,8 +49,8 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 log = logging.getLogger(__name__)
 
-# Tokens of answers that drafts bring a step to at most, but on CPU (`ALIKE`): of more, arithmetic
-# takes the time.
+# Drafts lengthen a step to this many tokens of answers at most, on CPU to `ALIKE`: beyond that,
+# arithmetic takes the time.
 _MOST_DECODED = 64
 
 
@@ -117,7 +117,7 @@ class ModelRunner:
     @property
     def most_decoded(self) -> int:
         """Tokens of answers in a step, at most, that drafts may bring it to."""
-        # With blocks chosen, longer steps are faster, and their last bits may differ.
+        # Where blocks are chosen, longer steps are faster, and last bits may differ.
         alike = self.device.type == "cpu" and self.caches.choice is None
         return ALIKE if alike else _MOST_DECODED
 

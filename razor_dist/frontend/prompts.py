@@ -157,7 +157,13 @@ class PromptEncoder:
                 param="messages",
             )
         if arguments.get("tools") or any(_is_of_tools(message) for message in messages):
-            messages, arguments = self.tools.adapted(messages, arguments)
+            tools, own = self.tools, arguments.get("chat_template")
+            if own is not None:  # the caller's
+                tools = tool_template(partial(self._render, tokenize=False, chat_template=own))
+            try:
+                messages, arguments = tools.adapted(messages, arguments)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise _refused(error) from error
         return self._render(messages, **arguments)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> Any:
@@ -166,11 +172,7 @@ class PromptEncoder:
             arguments = {"add_generation_prompt": True, **arguments}
             return tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
         except Exception as error:  # templates are programs: they may raise anything
-            raise RequestError(
-                # Not all of it: transformers may put the whole conversation into its message.
-                f"the model's chat template refuses these messages: {error!s:.500}",
-                param="messages",
-            ) from error
+            raise _refused(error) from error
 
     def _need(self, what: str, param: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
@@ -178,6 +180,12 @@ class PromptEncoder:
                 f"the model has no tokenizer, so it takes no {what}; send token ids", param=param
             )
         return self.tokenizer
+
+
+def _refused(error: Exception) -> RequestError:
+    # Not all of it: transformers may put the whole conversation into its message.
+    why = f"the model's chat template refuses these messages: {error!s:.500}"
+    return RequestError(why, param="messages")
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:

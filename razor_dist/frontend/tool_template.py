@@ -1,4 +1,4 @@
-"""What a chat template makes of tools and their results, found by rendering some.
+"""What a chat template makes of tools, their calls and results, found by rendering some.
 
 A template raises no error for what it leaves out: GLM-4's knows tools only as a field of a message,
 and results of tools only in a role of its own.
@@ -16,11 +16,12 @@ Messages = Sequence[Mapping[str, Any]]
 # A template's text of messages, with tools if there are any; `RequestError` if it refuses them.
 Render = Callable[..., str]
 
-_NAME, _ARGUMENT, _RESULT = "zqnamezq", "zqargumentzq", "zqresultzq"  # in no template
+# In no template.
+_TOOL_NAME, _NAME, _ARGUMENT, _RESULT = "zqtoolzq", "zqcalledzq", "zqargumentzq", "zqresultzq"
 _TOOL = {
     "type": "function",
     "function": {
-        "name": _NAME,
+        "name": _TOOL_NAME,
         "description": "",
         "parameters": {"type": "object", "properties": {}},
     },
@@ -32,25 +33,26 @@ class ToolTemplate(NamedTuple):
     """How a template takes tools, and what of them is in its text."""
 
     shows_tools: bool = False
+    shows_calls: bool = True
     shows_results: bool = True
     takes_several: bool = True  # calls in one message
-    tools_in_message: bool = False  # the first one, as a field, and not beside the messages
-    calls_in_content: bool = False  # each in a message with `metadata`; results are observations
+    # Tools are a field of the first message, no argument of the template.
+    tools_in_message: bool = False
+    # A call is a message whose `metadata` is the tool's name; results have the role observation.
+    calls_in_content: bool = False
 
     def adapted(
         self, messages: Messages, arguments: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return messages and arguments as the template takes them.
 
-        `RequestError` if they have results of tools and it leaves these out.
+        `RequestError` if they have calls or results of tools and it leaves these out.
         """
         arguments, found = dict(arguments), [dict(message) for message in messages]
+        if not self.shows_calls and any(message.get("tool_calls") for message in found):
+            raise _left_out("calls of tools (tool_calls)", "assistant")
         if not self.shows_results and any(message.get("role") == "tool" for message in found):
-            raise RequestError(
-                "the model's chat template leaves out what tools return (messages whose role is "
-                "tool); put it into a message of the user",
-                param="messages",
-            )
+            raise _left_out("what tools return (messages whose role is tool)", "user")
         if self.calls_in_content:
             found = [own for message in found for own in _in_content(message)]
         if self.tools_in_message and (tools := arguments.pop("tools", None)):
@@ -58,25 +60,32 @@ class ToolTemplate(NamedTuple):
         return found, arguments
 
 
+def _left_out(what: str, role: str) -> RequestError:
+    return RequestError(
+        f"the model's chat template leaves out {what}: write it into a message of the {role}",
+        param="messages",
+    )
+
+
 def _in_content(message: dict[str, Any]) -> list[dict[str, Any]]:
     if message.get("role") == "tool":
-        return [{"role": "observation", "content": message["content"]}]
+        return [{"role": "observation", "content": message.get("content") or ""}]
     calls = message.pop("tool_calls", None) or []
     found = [message] if message.get("content") or not calls else []
     for call in calls:
-        text = arguments = call["function"]["arguments"]
+        function = call["function"]
+        text = arguments = function.get("arguments") or {}
         if not isinstance(arguments, str):
             text = json.dumps(arguments, ensure_ascii=False)
-        name = call["function"]["name"]
-        found.append({"role": "assistant", "metadata": name, "content": text})
+        found.append({"role": "assistant", "metadata": function["name"], "content": text})
     return found
 
 
 def tool_template(render: Render) -> ToolTemplate:
     """Return what the template behind ``render`` makes of tools."""
 
-    def text_of(form: ToolTemplate, messages: Messages, **given: Any) -> str | None:
-        adapted, arguments = form.adapted(messages, given)
+    def text_of(form: ToolTemplate, messages: Messages) -> str | None:
+        adapted, arguments = form.adapted(messages, {"tools": [_TOOL]} if form.shows_tools else {})
         try:
             return render(adapted, **arguments)
         except RequestError:
@@ -84,23 +93,29 @@ def tool_template(render: Render) -> ToolTemplate:
 
     forms = [ToolTemplate(shows_tools=True, tools_in_message=inside) for inside in (False, True)]
     asked = _history(0)
-    shown = [form for form in forms if _NAME in (text_of(form, asked, tools=[_TOOL]) or "")]
+    for messages in (asked, [{"role": "system", "content": "a"}, *asked]):
+        shown = [form for form in forms if _TOOL_NAME in (text_of(form, messages) or "")]
+        if shown:
+            break
     form = shown[0] if shown else ToolTemplate()
     plain = text_of(form, _history(1))
-    if plain is None:  # says so itself where it matters
+    if plain is None:  # so will be a request with such messages, in the template's own words
         return form
-    if _RESULT not in plain or _ARGUMENT not in plain:
+    has_call, has_result = _NAME in plain or _ARGUMENT in plain, _RESULT in plain
+    if not (has_call and has_result):
         in_content = form._replace(calls_in_content=True)
         text = text_of(in_content, _history(1)) or ""
         if all(part in text for part in (_NAME, _ARGUMENT, _RESULT)):
             return in_content
     several = text_of(form, _history(2)) is not None
-    return form._replace(shows_results=_RESULT in plain, takes_several=several)
+    return form._replace(
+        shows_calls=has_call, shows_results=has_result, takes_several=several or not has_call
+    )
 
 
 def _history(calls: int) -> Messages:
     """Return a question, and with ``calls`` of the tool their results."""
-    function = {"name": _NAME, "arguments": {"text": _ARGUMENT}}
+    function = {"name": _NAME, "arguments": {"city": _ARGUMENT}}
     called = [{"id": id_, "type": "function", "function": function} for id_ in _IDS[:calls]]
     results = [{"role": "tool", "tool_call_id": i, "content": _RESULT} for i in _IDS[:calls]]
     asked = {"role": "user", "content": "a"}

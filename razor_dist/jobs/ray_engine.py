@@ -127,7 +127,7 @@ class RayEngine:
         while not ray.wait([ref], timeout=_POLL_SECONDS)[0]:
             if self._over.is_set():
                 raise EngineError("the job is over")
-            # Ray waits for ever for the node of an actor that has not run yet.
+            # If a node is lost before its actor runs, Ray never says so.
             if not (placed or self._group.wait(MOVE_SECONDS)):
                 raise EngineLostError(
                     "a node of this engine was lost before it was ready, and no other has had room "

@@ -233,10 +233,12 @@ def model_from_config(
 
 
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
-    rope: Any
-    for rope in model.modules():
-        if getattr(rope, "rope_type", None) == "dynamic":
-            rope.rope_type = "default"  # transformers would look at every call's positions
+    module: Any
+    for module in model.modules():
+        # Its frequencies are constant here (`check_supported`); transformers would look at the
+        # positions of each call.
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
     mark_long_positions(model)
     count_within_chunks(model)
     use_fast_linear(model)

@@ -21,7 +21,7 @@ from razor_dist.models.shape import max_positions
 # PhiMoE's, say, rescales the embedding by length as well.
 _LONGROPE = ("phi3",)
 
-# Model types that have fixed frequencies, by an ``alpha``, under ``rope_type`` dynamic.
+# Model types for which ``rope_type`` dynamic with an ``alpha`` means frequencies that never change.
 _FIXED_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 
 # Model types whose makers document YaRN for texts beyond their training.
@@ -104,7 +104,8 @@ def read_as_meant(config: PretrainedConfig) -> None:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if "attn_factor" in rope:
         config.rope_parameters = rope = with_attention_factor(rope)
-    # DBRX's base, in place of the default; transformers 5.23 writes both into the files it saves.
+    # DBRX's base. transformers ignores it and saves its own default beside it, so that only another
+    # value in rope_parameters counts.
     theta = getattr(getattr(config, "attn_config", None), "rope_theta", None)
     if theta is not None and rope.get("rope_theta") == config.default_theta:
         config.rope_parameters = {**rope, "rope_theta": theta}
@@ -215,6 +216,10 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
             return f"rope_parameters.{name} in its config.json must be a number, got {value!r}"
     kind = rope.get("rope_type", "default")
     # Such frequencies would differ from one rank's slice, or one decode step, to the next.
+    if rope.get("alpha") is not None and config.model_type not in _FIXED_ALPHA:
+        return "it has a rope_parameters.alpha, which is known of HunYuan only"
+    if rope.get("alpha") is not None and getattr(config, "head_dim", None) is None:
+        return "it has a rope_parameters.alpha and no head_dim, without which that means nothing"
     longrope = kind == "longrope" and config.model_type not in _LONGROPE
     if longrope or (kind == "dynamic" and not _within_context(config)):
         return f"its rotary frequencies change with the length of the sequence (rope_type {kind})"
@@ -237,10 +242,9 @@ def _within_context(config: PretrainedConfig) -> bool:
     ``alpha`` has fixed them.
     """
     c: Any = config
-    if c.rope_parameters.get("alpha") is not None:
-        return c.model_type in _FIXED_ALPHA and c.head_dim is not None
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return known and max_positions(config) <= int(c.max_position_embeddings)
+    within = known and max_positions(config) <= int(c.max_position_embeddings)
+    return within or c.rope_parameters.get("alpha") is not None
 
 
 def _layers_reason(config: PretrainedConfig) -> str | None:

@@ -61,7 +61,7 @@ class PrefixCache:
 
     @property
     def wanted(self) -> list[int]:
-        """The sequence that was loaded last, while a request waits that has to begin from it."""
+        """The key of the sequence that was loaded last, if a request still waits for it."""
         loaded = self.loaded
         return [loaded.key] if loaded and loaded.wanted and loaded.key in self else []
 

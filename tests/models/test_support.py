@@ -65,13 +65,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         (
             kind,
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **alpha}, **fields},
-            "rope_type dynamic",
+            why,
         )
-        for kind, alpha, fields in (
-            # transformers' Llama does not know of alpha.
-            ("llama", {"alpha": 1000.0}, {}),
-            ("hunyuan_v1_dense", {"alpha": 1000.0}, {}),  # without head_dim
-            ("cohere", {}, {"model_max_length": 131072}),
+        for kind, alpha, fields, why in (
+            ("llama", {"alpha": 1000.0}, {}, "alpha, which is known of HunYuan only"),
+            ("hunyuan_v1_dense", {"alpha": 1000.0}, {}, "alpha and no head_dim"),
+            ("cohere", {}, {"model_max_length": 131072}, "rope_type dynamic"),
         )
     ),
     ("hunyuan_v1_moe", {"use_cla": True, "cla_share_factor": 2}, "share the keys of others"),

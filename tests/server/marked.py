@@ -8,6 +8,7 @@ from typing import Any
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.frontend.prompts import PromptEncoder
+from tests.server.tool_calls import encoder
 from tests.tokenizer import smollm2_tokenizer
 
 ENCODER = PromptEncoder(smollm2_tokenizer())
@@ -16,9 +17,19 @@ DOCUMENT = "The door of the house is red. The sky is blue.\n\n" * 12
 MARK = {"type": "ephemeral", "ttl": "1h"}
 
 
-def parsed(endpoint: Endpoint, kept: Any = None, **body: Any) -> ParsedRequest:
+# Of a template that shows calls of tools.
+CALLING = encoder(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def parsed(
+    endpoint: Endpoint, kept: Any = None, by: PromptEncoder = ENCODER, **body: Any
+) -> ParsedRequest:
     raw = json.dumps({"model": "m", **body}).encode()
-    return parse_request(endpoint, raw, ENCODER, LIMITS, (), kept)
+    return parse_request(endpoint, raw, by, LIMITS, (), kept)
 
 
 def part(text: str, **more: Any) -> dict[str, Any]:

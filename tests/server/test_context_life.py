@@ -21,7 +21,7 @@ from razor_dist.protocol.messages import Ready
 from razor_dist.server.context_files import ContextFiles
 from razor_dist.server.contexts import Contexts
 from tests.server.fake_client import FakeClient
-from tests.server.marked import DOCUMENT, MARK, parsed, part, user
+from tests.server.marked import CALLING, DOCUMENT, MARK, parsed, part, user
 from tests.server.used_contexts import (
     MESSAGES,
     begun,
@@ -281,7 +281,7 @@ def test_messages_that_only_call_tools_are_kept_and_listed(stored: bool, tmp_pat
     async def play() -> None:
         client = FakeClient(tmp_path if stored else None, reads=True)
         contexts = Contexts(client, 1e9)
-        both = parsed("chat", messages=[call, told, *MESSAGES]).contexts
+        both = parsed("chat", by=CALLING, messages=[call, told, *MESSAGES]).contexts
         pinned, found = await begun(contexts, *both)
         pinned.close()
         await asyncio.gather(*contexts._writing.values())

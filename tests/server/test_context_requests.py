@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 from unittest import mock
@@ -15,7 +14,8 @@ from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import PromptEncoder
-from tests.server.marked import DOCUMENT, ENCODER, LIMITS, MARK, parsed, part, user
+from tests.server.marked import CALLING, DOCUMENT, ENCODER, LIMITS, MARK, parsed, part, user
+from tests.server.tool_calls import encoder as with_template
 from tests.tokenizer import smollm2_tokenizer
 
 HELLO = {"role": "assistant", "content": "Hello"}
@@ -182,11 +182,11 @@ def test_another_tool_result_is_no_more_of_the_kept_one() -> None:
     calls = [{"id": f"call_{n}", "type": "function", "function": function} for n in range(2)]
     begin = [user("Look."), {"role": "assistant", "content": "Yes.", "tool_calls": calls}]
     marked = [*begin, result(0, part(DOCUMENT, cache_control=MARK))]
-    [kept] = parsed("chat", messages=marked).contexts
+    [kept] = parsed("chat", by=CALLING, messages=marked).contexts
     for then, joined in ((result(1, part("red")), False), (result(0, part("red")), True)):
         whole = [*begin, result(0, part(DOCUMENT + "red" * joined)), *[then] * (not joined)]
-        want = parsed("chat", messages=whole).prompts[0].tokens.tolist()
-        got = parsed("chat", kept, messages=[then], context="c").prompts[0].tokens.tolist()
+        want = parsed("chat", by=CALLING, messages=whole).prompts[0].tokens.tolist()
+        got = parsed("chat", kept, CALLING, messages=[then], context="c").prompts[0].tokens.tolist()
         assert got == want
 
 
@@ -302,12 +302,6 @@ def test_many_documents_and_marks_are_looked_at_once() -> None:
         with pytest.raises(RequestError, match="at most 4 blocks may have cache_control, got 300"):
             parsed("messages", messages=[user(*[document] * 300)], max_tokens=9)
         assert seen.call_count <= 4
-
-
-def with_template(template: str) -> PromptEncoder:
-    tokenizer = copy.deepcopy(smollm2_tokenizer())
-    tokenizer.chat_template = template
-    return PromptEncoder(tokenizer)
 
 
 @pytest.mark.parametrize("endpoint", ["responses", "completions"])

@@ -32,7 +32,7 @@ from tests.server.tool_calls import (
 from tests.tokenizer import GLM_TEMPLATE, smollm2_tokenizer
 
 
-def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
+def parse_chat(template: str | dict[str, str] | None, **fields: Any) -> ParsedRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
     return parse_request("chat", body | fields, encoder(template), LIMITS)
 
@@ -113,6 +113,28 @@ def test_what_the_template_leaves_out_is_refused() -> None:
     with pytest.raises(RequestError, match="leaves out what tools return") as refused:
         parse_chat(silent, messages=_history(NAMES[0]))
     assert refused.value.param == "messages"
+    for template in (smollm2_tokenizer().chat_template, HERMES.replace("message.tool_calls", "[]")):
+        with pytest.raises(RequestError, match="leaves out calls of tools"):
+            parse_chat(template, messages=_history(NAMES[0]), tools=None)
+
+
+def test_a_template_in_parts_is_judged_by_the_part_with_tools() -> None:
+    """transformers renders ``tool_use`` where a request has tools; some list them in the system."""
+    plain = "{% for message in messages %}{% if message.role in ('user', 'assistant') %}"
+    parts = {"default": plain + "{{ message.content }}{% endif %}{% endfor %}", "tool_use": HERMES}
+    assert "rain 0" in prompt_of(parse_chat(parts, messages=_history(NAMES[0])))
+    inside = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        "{% if message.role == 'system' and tools %}{{ tools }}{% endif %}{% endfor %}"
+    )
+    assert encoder(inside).tools.shows_tools
+
+
+def test_a_call_without_a_name_is_refused() -> None:
+    """As `LLM.chat` may get one."""
+    broken = {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}
+    with pytest.raises(RequestError, match="refuses these messages"):
+        encoder(GLM_0414).chat_text([{"role": "user", "content": "a"}, broken])
 
 
 def test_an_answer_has_one_call_where_the_template_takes_no_more() -> None:

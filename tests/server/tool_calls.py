@@ -118,7 +118,7 @@ def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str
     return text + rest, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
 
 
-def encoder(template: str | None) -> PromptEncoder:
+def encoder(template: str | dict[str, str] | None) -> PromptEncoder:
     tokenizer = copy.deepcopy(smollm2_tokenizer())
     tokenizer.chat_template = template
     return PromptEncoder(tokenizer)
