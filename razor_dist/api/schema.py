@@ -14,7 +14,6 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from razor_dist.api.contexts import KeptContext, contexts
 from razor_dist.api.conversation import CitedDocument, Mark, Segment
-from razor_dist.api.ending import Ending
 from razor_dist.api.field_types import (
     CountOrAll,
     Int,
@@ -29,6 +28,7 @@ from razor_dist.api.field_types import (
 )
 from razor_dist.api.fields import (
     ChosenTool,
+    Ending,
     Hints,
     Messages,
     ReasoningEffort,

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import FailFast
 
-from razor_dist.api.ending import Ending
 from razor_dist.api.field_types import Int, TemplateArguments
-from razor_dist.api.fields import Messages, Strict, check_contents
+from razor_dist.api.fields import Ending, Messages, Strict, check_contents
 from razor_dist.api.request import Limits
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts

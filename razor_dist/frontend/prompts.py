@@ -47,7 +47,7 @@ class PromptEncoder:
 
     @cached_property
     def tools(self) -> ToolTemplate:
-        """What the chat template makes of tools; nothing without a template."""
+        """How the tokenizer's chat template takes tools: found when first asked, then kept."""
         if not getattr(self.tokenizer, "chat_template", None):
             return ToolTemplate()
         return tool_template(partial(self._render, tokenize=False))

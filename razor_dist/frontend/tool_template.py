@@ -1,4 +1,4 @@
-"""What a chat template makes of tools, their calls and results, found by rendering some.
+"""The form in which a chat template takes tools, calls and results, found by rendering some.
 
 A template raises no error for what it leaves out: GLM-4's knows tools only as a field of a message,
 and results of tools only in a role of its own.
@@ -30,7 +30,7 @@ _IDS = "zqzqzqzq1", "zqzqzqzq2"  # of nine letters, as Mistral's templates want 
 
 
 class ToolTemplate(NamedTuple):
-    """How a template takes tools, and what of them is in its text."""
+    """The form in which a chat template takes tools, and which parts of them its text shows."""
 
     shows_tools: bool = False
     shows_calls: bool = True

@@ -249,7 +249,7 @@ def test_runs_have_few_lengths_and_share_a_step() -> None:
 
 
 def test_a_step_that_is_short_on_a_rank_stays_short_with_drafts() -> None:
-    """Of a chunk a rank computes its own shards alone."""
+    """A rank computes its own shards of a chunk only, and these count."""
     core, runner = pages_only.make_core(ranks=4, pages=60)
     batch = core.scheduler.batch
     batch.drafter = drafts((1.0, 1e-6, 0.0), ALIKE, method="ngram")

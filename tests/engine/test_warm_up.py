@@ -116,7 +116,7 @@ Kind = tuple[tuple[bool, ...], ...]
 
 
 def kinds_of_merges(comm: Communicator, case: Case, short: int) -> tuple[set[Kind], set[Kind]]:
-    """Of a prompt's merges and of those that warm up: which strides of both results 16 divides."""
+    """Return which strides 16 divides: in a prompt's merges, and in those that warm up."""
     found: tuple[set[Kind], set[Kind]] = (set(), set())
     own = partial._merge
     runner = make_runner(comm, case)
