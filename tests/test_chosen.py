@@ -267,7 +267,7 @@ def logits_in_rounds(comm: Communicator, case: Case, most: int) -> tuple[Tensor 
 
 def test_heads_are_taken_a_few_at_a_time(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama2")  # four KV heads
-    case = Case(str(path), all_full(path), POLICY, tokens_of(3000), share=1 / 300)
+    case = Case(str(path), all_full(path), POLICY, tokens_of(1200), share=1 / 120)
     (want, whole), (got, few) = (
         ranks(2).run(logits_in_rounds, case, most)[0] for most in (1 << 40, 1)
     )
