@@ -61,10 +61,12 @@ class CompletionBody(GenerateBody):
         """Return None: only a chat has tools."""
 
     def encoded(
-        self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False
+        self, encoder: PromptEncoder, max_model_len: int, *, ends: bool, keeps: bool = False
     ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
         """As `ChatBody.encoded`; a prompt of token ids has no text."""
         for prompt in self.prompt:
+            if isinstance(prompt, str):
+                encoder.check_length(prompt, max_model_len, "prompt")
             if self._kept is not None:
                 yield self._behind(encoder, self._kept, prompt), None
             elif not isinstance(prompt, str):

@@ -238,9 +238,9 @@ class DocumentsChat(ChatBody):
     _conversation: Conversation = PrivateAttr()
 
     def encoded(
-        self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False
+        self, encoder: PromptEncoder, max_model_len: int, *, ends: bool, keeps: bool = False
     ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
-        for ids, text in super().encoded(encoder, ends=ends, keeps=keeps):
+        for ids, text in super().encoded(encoder, max_model_len, ends=ends, keeps=keeps):
             yield ids, text and self._conversation.searched(text)
 
     def go_on_with(self, kept: KeptContext) -> None:

@@ -137,7 +137,7 @@ def _rendered(
     params = body.sampling(limits.defaults)
     tools = body.tool_use(encoder)
     if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
-        [(ids, _)] = body.encoded(encoder, ends=False)
+        [(ids, _)] = body.encoded(encoder, limits.max_model_len, ends=False)
         return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)
     prompts = _prompts(body, params, encoder, limits)
     names = {} if asked is None else asked.names
@@ -180,7 +180,9 @@ def _prompts(
         last = max(1, last)
     prompts = [
         bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)
-        for ids, text in body.encoded(encoder, ends=params.return_sources > 0, keeps=limits.pins)
+        for ids, text in body.encoded(
+            encoder, limits.max_model_len, ends=params.return_sources > 0, keeps=limits.pins
+        )
     ]
     limits.check_logprobs(prompts)
     return prompts

@@ -301,17 +301,20 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         return tool_use(encoder, names, self.forced_tool, self.parallel_tool_calls is not False)
 
     def encoded(
-        self, encoder: PromptEncoder, *, ends: bool, keeps: bool = False
+        self, encoder: PromptEncoder, max_model_len: int, *, ends: bool, keeps: bool = False
     ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
         """Yield each prompt's tokens, and with ``ends`` where they are in its text.
 
-        With ``keeps``, `contexts` is called next.
+        With ``keeps``, `contexts` is called next. `RequestError` as `PromptEncoder.check_length`,
+        of what follows a kept context.
         """
         messages = [message.for_template() for message in self.messages]
-        if not (ends or self._kept or (keeps and self.marks)):
-            yield encoder.chat(messages, **self.template), None
-            return
         text = encoder.chat_text(messages, **self.template)
+        begin = 0 if self._kept is None else self._kept.text.length
+        encoder.check_length(text[begin:], max_model_len, "messages")
+        if not (ends or self._kept or (keeps and self.marks)):
+            yield encoder.text(text, special_tokens=False), None
+            return
         if self._kept is None:
             ids, where = encoder.with_ends(text)
         else:

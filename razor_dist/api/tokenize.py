@@ -11,14 +11,8 @@ from razor_dist.api.fields import Ending, Messages, Strict, check_contents
 from razor_dist.api.request import Limits
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import MOST_CONTEXTS, PromptEncoder
 from razor_dist.protocol.messages import as_tokens
-
-# Tokens of a text or a list at most, as a multiple of the model's maximum context length.
-_MOST_CONTEXTS = 4
-# Characters that are tokenised at a time to find out whether a long text has too many tokens: the
-# tokenizer takes some hundred bytes for each token of what it gets at once.
-_PIECE = 1 << 16
 
 
 class TokenizeBody(Ending):
@@ -75,7 +69,7 @@ class DetokenizeBody(Strict):
     def check_length(cls, value: object, max_model_len: int) -> None:
         """Refuse a body with too many tokens, before each of them is looked at."""
         tokens = value.get("tokens") if isinstance(value, dict) else None
-        if isinstance(tokens, list) and len(tokens) > _MOST_CONTEXTS * max_model_len:
+        if isinstance(tokens, list) and len(tokens) > MOST_CONTEXTS * max_model_len:
             raise _too_many(f"{len(tokens)} token ids", max_model_len, "tokens")
 
     def answer(self, encoder: PromptEncoder, limits: Limits) -> dict[str, Any]:
@@ -86,31 +80,14 @@ class DetokenizeBody(Strict):
 
 
 def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:
-    """Refuse a text of too many tokens, without having all of them in memory.
-
-    Only of a text of more bytes than that are tokens counted, until what follows cannot have too
-    many: no token is less than a byte of UTF-8. Tokens across the border of two pieces may be
-    counted twice, which is nothing beside the bound.
-    """
-    most = _MOST_CONTEXTS * max_model_len
-    if len(text) <= most // 4:  # a character has at most four bytes
-        return
-    count, rest = 0, len(text.encode())
-    for begin in range(0, len(text), _PIECE):
-        if count + rest <= most:
-            return
-        piece = text[begin : begin + _PIECE]
-        count += len(encoder.text(piece, special_tokens=False))
-        rest -= len(piece.encode())
-        if count > most:
-            found = f"its first {begin + _PIECE} characters alone are {count} tokens"
-            raise _too_many(found, max_model_len, param)
+    if found := encoder.too_long(text, max_model_len):
+        raise _too_many(found, max_model_len, param)
 
 
 def _too_many(found: str, max_model_len: int, param: str) -> RequestError:
     return RequestError(
-        f"{param}: {found}; at most {_MOST_CONTEXTS * max_model_len} can be asked for at once, "
-        f"{_MOST_CONTEXTS} times this model's maximum context length",
+        f"{param}: {found}; at most {MOST_CONTEXTS * max_model_len} can be asked for at once, "
+        f"{MOST_CONTEXTS} times this model's maximum context length",
         param=param,
         code="too_many_tokens",
     )

@@ -23,6 +23,11 @@ from razor_dist.protocol.sampling_params import SamplingParams
 # Tokens before a border that must come out again when their text is tokenised.
 _SAME = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
+# Tokens of a text that is tokenised at once at most, as a multiple of the maximum context length.
+MOST_CONTEXTS = 4
+# Characters that are tokenised at a time to find out whether a long text has too many tokens: the
+# tokenizer takes some hundred bytes for each token of what it gets at once.
+_PIECE = 1 << 16
 # What a message's content must be.
 CONTENT = (
     'must be a string or a list of {"type": "text", "text": ...} parts; '
@@ -115,6 +120,37 @@ class PromptEncoder:
         check_text(text, "prompt")
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
+
+    def check_length(self, text: str, max_model_len: int, param: str) -> None:
+        """Raise `RequestError` for a text of more than `MOST_CONTEXTS` contexts (`too_long`)."""
+        if found := self.too_long(text, max_model_len):
+            raise RequestError(
+                f"this model's maximum context length is {max_model_len} tokens, and {param} is "
+                f"longer: {found}",
+                param=param,
+                code=CONTEXT_EXCEEDED,
+            )
+
+    def too_long(self, text: str, max_model_len: int) -> str | None:
+        """Describe the beginning of a text that has more tokens than `MOST_CONTEXTS` contexts.
+
+        None if the text has fewer. Pieces are tokenised, not the whole, and only until what follows
+        cannot have too many: no token is less than a byte of UTF-8. Tokens across the border of two
+        pieces may be counted twice, which is nothing beside the bound.
+        """
+        most = MOST_CONTEXTS * max_model_len
+        if len(text) <= most // 4:  # a character has at most four bytes
+            return None
+        count, rest = 0, len(text.encode())
+        for begin in range(0, len(text), _PIECE):
+            if count + rest <= most:
+                return None
+            piece = text[begin : begin + _PIECE]
+            count += len(self.text(piece, special_tokens=False))
+            rest -= len(piece.encode())
+            if count > most:
+                return f"its first {begin + len(piece)} characters alone are {count} tokens"
+        return None
 
     def continuation(self, before: Sequence[int], text: str) -> list[int]:
         """Return the tokens of a text that continues another, which ends in the tokens ``before``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import select
 import time
 from typing import Any
@@ -13,9 +14,11 @@ from starlette.requests import Request
 
 from razor_dist.api import tokenize
 from razor_dist.api.errors import Failure
-from razor_dist.api.request import Limits
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend import prompts
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server import bodies
 from razor_dist.server.bodies import BodyReader
@@ -25,6 +28,7 @@ from tests.server.process import ServerProcess, health
 from tests.server.raw_connections import HEAD, TEXT, connections
 from tests.tokenizer import smollm2_tokenizer
 
+MESSAGES = [{"role": "user", "content": " a" * 100_000}]
 JSON = {"Content-Type": "application/json"}
 
 
@@ -147,6 +151,45 @@ def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
     assert int(back.headers["content-length"]) == len(back.content)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "param"),
+    [
+        ("completions", {"prompt": " a" * 100_000}, "prompt"),
+        ("completions", {"prompt": " a" * 100_000, "return_sources": 1}, "prompt"),
+        ("completions", {"prompt": " a" * 100_000, "truncate_prompt_tokens": 9}, "prompt"),
+        ("chat", {"messages": MESSAGES}, "messages"),
+        ("chat", {"messages": MESSAGES, "return_sources": 1}, "messages"),
+        ("responses", {"input": MESSAGES}, "input"),
+        ("messages", {"messages": MESSAGES, "max_tokens": 1}, "messages"),
+        ("count_tokens", {"messages": MESSAGES}, "messages"),
+    ],
+)
+def test_a_far_too_long_prompt_is_not_tokenised_at_once(
+    endpoint: Endpoint, fields: dict[str, Any], param: str
+) -> None:
+    longest = 0
+
+    class Longest(PromptEncoder):
+        def _need(self, what: str, param: str) -> Any:
+            tokenizer = super()._need(what, param)
+            if what != "text prompts":
+                return tokenizer
+
+            def tokenised(text: str, **options: Any) -> Any:
+                nonlocal longest
+                longest = max(longest, len(text))
+                return tokenizer(text, **options)
+
+            return tokenised
+
+    body = json.dumps({"model": "smollm2", **fields}).encode()
+    limits = Limits("smollm2", 1, 512, 49_152, {})
+    with pytest.raises(RequestError, match="maximum context length is 512 tokens") as refused:
+        parse_request(endpoint, body, Longest(smollm2_tokenizer()), limits)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
+    assert longest == prompts._PIECE
+
+
 def test_a_documents_text_counts_as_a_body(tight: ServerProcess) -> None:
     # A million characters: of one byte, or of three, which are more than all bodies may have.
     for word, status in (("word ", 200), ("\u4e16\u754c\u4e16\u754c ", 413)):
@@ -189,7 +232,7 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     assert (encoder.rendered, encoder.tokenised) == (int(chat), len(text))
     # Of a text that may have too many tokens, no more is counted than is needed to know.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize, "_PIECE", 100)
+        patch.setattr(prompts, "_PIECE", 100)
         encoder.tokenised = 0
         body.answer(encoder, limits._replace(max_model_len=len(text) // 5))
     assert len(text) < encoder.tokenised < 1.5 * len(text)
