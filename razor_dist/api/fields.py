@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.prompts import CONTENT, called_arguments
+from razor_dist.frontend.prompts import CONTENT, for_template
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 
@@ -113,11 +113,6 @@ class CalledTool(Returned):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        arguments = called_arguments(self.function.arguments)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
 
 class ChatMessage(Returned):
     added = frozenset({"parsed"})
@@ -163,16 +158,7 @@ class ChatMessage(Returned):
         return self.model_dump(exclude_none=True, exclude=apart) | content
 
     def for_template(self) -> dict[str, Any]:
-        # OpenAI renamed the role; templates know the old name only.
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.text}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_calls is not None:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
+        return for_template({"role": self.role, "content": self.text, **self.for_context()})
 
 
 MAX_MESSAGES = 16384

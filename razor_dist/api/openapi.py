@@ -78,7 +78,7 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
         for field, values in cls.neutral.items()
     }
     optional = not cls.model_fields["model"].is_required()
-    token: Json = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
+    token: Json = {"type": "integer", "minimum": 0, "maximum": limits.prompt.vocab_size - 1}
     answers = or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)})
     # Of the model that is served, and of the server's queue.
     own: Json = {

@@ -25,7 +25,7 @@ from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
-from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
+from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
 
 BODIES: dict[Endpoint, type[Strict]] = {
@@ -62,7 +62,7 @@ def parse_request(
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
     try:
         if endpoint == "detokenize":
-            DetokenizeBody.check_length(value, limits.max_model_len)
+            DetokenizeBody.check_length(value, limits.prompt.max_model_len)
         _check_size(value)
         read = validated(BODIES[endpoint], value, ignored)
         parsed = _parsed(read, encoder, limits, files, kept)
@@ -137,7 +137,7 @@ def _rendered(
     params = body.sampling(limits.defaults)
     tools = body.tool_use(encoder)
     if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
-        [(ids, _)] = body.encoded(encoder, limits.max_model_len, ends=False)
+        [(ids, _)] = body.encoded(encoder, limits.prompt.max_model_len, ends=False)
         return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)
     prompts = _prompts(body, params, encoder, limits)
     names = {} if asked is None else asked.names
@@ -166,22 +166,21 @@ def _prompts(
     body: ChatBody | CompletionBody, params: SamplingParams, encoder: PromptEncoder, limits: Limits
 ) -> list[Checked]:
     limits.check_count(body.prompt_count, body.n)
-    bounds = PromptLimits(
-        limits.max_model_len,
-        limits.vocab_size,
-        has_tokenizer=encoder.tokenizer is not None,
-        default_max_tokens=limits.default_max_tokens,
-        fit_max_tokens=limits.fit_max_tokens,
-    )
-    last = body.truncate_prompt_tokens
+    bounds, last = limits.prompt, body.truncate_prompt_tokens
     if last == -1:  # as many as fit beside the answer
-        usual = min(_ANSWER, limits.max_model_len // 4, limits.default_max_tokens or _ANSWER)
-        last = limits.max_model_len - (params.max_tokens or max(1, usual, params.min_tokens))
+        usual = min(_ANSWER, bounds.max_model_len // 4, bounds.default_max_tokens or _ANSWER)
+        last = bounds.max_model_len - (params.max_tokens or max(1, usual, params.min_tokens))
         last = max(1, last)
     prompts = [
-        bounds.checked(ids if last is None else ids[-last:], params, param=body.asks_in, text=text)
+        bounds.checked(
+            ids if last is None else ids[-last:],
+            params,
+            param=body.asks_in,
+            text=text,
+            has_tokenizer=encoder.tokenizer is not None,
+        )
         for ids, text in body.encoded(
-            encoder, limits.max_model_len, ends=params.return_sources > 0, keeps=limits.pins
+            encoder, bounds.max_model_len, ends=params.return_sources > 0, keeps=limits.pins
         )
     ]
     limits.check_logprobs(prompts)

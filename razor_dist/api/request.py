@@ -10,7 +10,7 @@ from razor_dist.api.annotations import Title
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.prompts import Checked
+from razor_dist.frontend.prompts import Checked, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingDefaults
 
 Endpoint = Literal[
@@ -23,15 +23,12 @@ class Limits(NamedTuple):
 
     model: str
     max_prompts: int
-    max_model_len: int
-    vocab_size: int
+    prompt: PromptLimits
     defaults: SamplingDefaults
     room: int | None = None  # prompts that the queue takes now; None is any number
-    default_max_tokens: int | None = None  # of requests that name none
     pins: bool = False  # contexts are kept
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     most_logprobs: int | None = None  # of a request's prompts, those of likelier tokens counted
-    fit_max_tokens: bool = False  # of requests that name none: as in `SamplingParams`
 
     def check_model(self, name: str) -> None:
         """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""

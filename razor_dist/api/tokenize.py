@@ -38,7 +38,7 @@ class TokenizeBody(Ending):
         self.check_ending()
 
     def answer(self, encoder: PromptEncoder, limits: Limits) -> dict[str, Any]:
-        max_model_len = limits.max_model_len
+        max_model_len = limits.prompt.max_model_len
         if self.messages is not None:
             messages = [message.for_template() for message in self.messages]
             arguments = {**(self.chat_template_kwargs or {}), **self.ending}
@@ -75,7 +75,7 @@ class DetokenizeBody(Strict):
     def answer(self, encoder: PromptEncoder, limits: Limits) -> dict[str, Any]:
         if encoder.tokenizer is None:
             raise RequestError("the model has no tokenizer", param="tokens")
-        tokens = as_tokens(self.tokens, limits.vocab_size, "tokens").tolist()
+        tokens = as_tokens(self.tokens, limits.prompt.vocab_size, "tokens").tolist()
         return {"prompt": token_texts(encoder.tokenizer).decode(tokens, skip_special=False)}
 
 

@@ -14,10 +14,11 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.passages import Part, PromptText, conversation_parts, question_begin
 from razor_dist.frontend.tool_template import ToolTemplate, tool_template
-from razor_dist.protocol.messages import Tokens, as_tokens, check_text
+from razor_dist.protocol.messages import EngineInfo, Tokens, as_tokens, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # Tokens before a border that must come out again when their text is tokenised.
@@ -228,12 +229,42 @@ def _is_of_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
-def called_arguments(arguments: str) -> Any:
-    """Return a called tool's arguments as templates take them; the text itself if it is no JSON."""
+def for_template(message: Mapping[str, Any], where: str = "messages") -> dict[str, Any]:
+    """Return a message as templates take it: its content is a text, and arguments are objects.
+
+    Raises `RequestError`, which says ``where`` the message is, if its content is no text.
+    """
+    read = dict(message)
+    if read.get("role") == "developer":
+        read["role"] = "system"  # OpenAI's new name, which templates do not know
+    if "content" in read:
+        read["content"] = _content(read["content"], where)
+    if read.get("tool_calls"):
+        read["tool_calls"] = [_with_arguments(call) for call in read["tool_calls"]]
+    return read
+
+
+def _content(content: object, where: str) -> str:
+    """Return a content's text: a template would write a list of parts as Python does."""
+    if isinstance(content, str | None):
+        return content or ""
+    parts: Sequence[Any] = content if isinstance(content, list | tuple) else [content]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}.content {CONTENT}", param="messages")
+    return "".join(part["text"] for part in parts)
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a call with its arguments as an object, or as they are if they are no JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
     try:
-        return json.loads(arguments)
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except (ValueError, RecursionError):
-        return arguments
+        return call
 
 
 class Checked(NamedTuple):
@@ -247,9 +278,13 @@ class PromptLimits(NamedTuple):
 
     max_model_len: int
     vocab_size: int
-    has_tokenizer: bool = True
     default_max_tokens: int | None = None  # of requests that name none
     fit_max_tokens: bool = False  # of those: as in `SamplingParams`
+
+    @classmethod
+    def of(cls, info: EngineInfo, config: EngineConfig, *, fit_max_tokens: bool) -> PromptLimits:
+        length, vocab = info.max_model_len, info.vocab_size
+        return cls(length, vocab, config.default_max_tokens, fit_max_tokens)
 
     def checked(
         self,
@@ -259,6 +294,7 @@ class PromptLimits(NamedTuple):
         param: str = "prompt",
         before: int = 0,
         text: PromptText | None = None,
+        has_tokenizer: bool = True,
     ) -> Checked:
         """Check that a request can be served, and settle ``max_tokens``.
 
@@ -275,7 +311,7 @@ class PromptLimits(NamedTuple):
         as_tokens(params.stop_token_ids, self.vocab_size, "stop_token_ids")
         as_tokens(list(params.logit_bias or ()), self.vocab_size, "logit_bias")
         for name in ("structured_outputs", "stop"):
-            if getattr(params, name) and not self.has_tokenizer:
+            if getattr(params, name) and not has_tokenizer:
                 raise RequestError(f"{name} needs a tokenizer, which the model lacks", param=name)
         answer = 1 if params.max_tokens is None else params.max_tokens
         length = before + len(prompt)

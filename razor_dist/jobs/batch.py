@@ -27,7 +27,7 @@ from razor_dist.api.validate import warn_of
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import RETRYABLE, Item, ItemSize, Update, Work
 from razor_dist.llm.llm import LLM
@@ -155,12 +155,11 @@ class BatchTask:
         return Limits(
             self.model,
             _MAX_PROMPTS,
-            llm.info.max_model_len,
-            llm.info.vocab_size,
+            # Answers do not depend on kv_tokens.
+            PromptLimits.of(llm.info, llm.config, fit_max_tokens=False),
             llm.sampling_defaults,
-            default_max_tokens=llm.config.default_max_tokens,
             unknown_fields=self.unknown_fields,
-        )  # without fit_max_tokens: answers do not depend on kv_tokens
+        )
 
 
 def _answer(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from razor_dist.config.errors import RequestError
-from razor_dist.frontend.prompts import CONTENT, called_arguments
+from razor_dist.frontend.prompts import for_template
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -26,7 +26,7 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
             if not isinstance(message, Mapping) or "role" not in message:
                 raise _no_conversation(message)
     return [
-        [_for_template(message, place) for place, message in enumerate(conversation)]
+        [for_template(message, f"messages[{place}]") for place, message in enumerate(conversation)]
         for conversation in cast("Sequence[Conversation]", messages)
     ]
 
@@ -47,35 +47,3 @@ def _no_conversation(value: object) -> RequestError:
         f"lists; got {value!r:.80}. For a text use generate",
         param="messages",
     )
-
-
-def _for_template(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return a message whose content is a text: a template would write a list as Python does."""
-    read = dict(message)
-    if read.get("role") == "developer":
-        read["role"] = "system"  # OpenAI's new name, which templates do not know
-    if "content" in read:
-        read["content"] = _text(read["content"], place)
-    if read.get("tool_calls"):
-        read["tool_calls"] = [_with_arguments(call) for call in read["tool_calls"]]
-    return read
-
-
-def _text(content: object, place: int) -> str:
-    """Return a content's text, and of one in parts the texts of all, joined as the server does."""
-    if isinstance(content, str | None):
-        return content or ""
-    parts: Sequence[Any] = content if isinstance(content, list | tuple) else [content]
-    for part in parts:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise RequestError(f"messages[{place}].content {CONTENT}", param="messages")
-    return "".join(part["text"] for part in parts)
-
-
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = called_arguments(function["arguments"])
-    return {**call, "function": {**function, "arguments": arguments}}

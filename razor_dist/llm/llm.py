@@ -251,17 +251,11 @@ class LLM(EngineHandle):
             encode(self._encoder, prompt, prefix, own.return_sources > 0)
             for prompt, own in zip(prompts, params, strict=True)
         ]
-        info = self.info
-        limits = PromptLimits(
-            info.max_model_len,
-            info.vocab_size,
-            has_tokenizer=self._encoder.tokenizer is not None,
-            default_max_tokens=self.config.default_max_tokens,
-            fit_max_tokens=True,
-        )
+        limits = PromptLimits.of(self.info, self.config, fit_max_tokens=True)
         before = 0 if prefix is None else prefix.num_tokens
+        known = self._encoder.tokenizer is not None
         return [
-            (one, limits.checked(one.ids, own, before=before, text=one.where))
+            (one, limits.checked(one.ids, own, before=before, text=one.where, has_tokenizer=known))
             for one, own in zip(encoded, params, strict=True)
         ]
 

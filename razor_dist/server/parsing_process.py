@@ -108,7 +108,7 @@ class ParsingProcess(ChildProcess):
 def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
     """Return the frame that answers one body, whatever it holds."""
     try:
-        limits = Limits(*message["limits"])
+        limits = msgspec.convert(message["limits"], Limits)
         files = [Document(*file) for file in message["files"]]
         kept = msgspec.convert(message["kept"], KeptContext | None)
         parsed = parse_request(message["endpoint"], raw, encoder, limits, files, kept)

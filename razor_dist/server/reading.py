@@ -15,7 +15,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.documents.read import Document
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.protocol.messages import EngineInfo
 from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.server.bodies import Body
@@ -51,14 +51,11 @@ class RequestReader:
         return Limits(
             config.name,
             config.max_queue,
-            info.max_model_len,
-            info.vocab_size,
+            PromptLimits.of(info, config, fit_max_tokens=True),
             self.defaults,
-            default_max_tokens=config.default_max_tokens,
             pins=config.pinned_gb > 0,
             unknown_fields=config.unknown_fields,
             most_logprobs=int(config.max_total_body_mb * 2**20) // _LOGPROB_BYTES,
-            fit_max_tokens=True,
         )
 
     async def files(self, raw: Body, fields: Sequence[tuple[str, bytes]]) -> list[Document]:

@@ -23,7 +23,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.config.sources import load_config
 from razor_dist.engine import build, capacity
 from razor_dist.engine.core import EngineCore
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import eos_token_ids, load_model, read_config
 from razor_dist.models.shape import ModelShape
@@ -83,12 +83,13 @@ def test_a_chat_begins_with_one_gmask_and_one_sop(folder: Path, encoder: PromptE
     assert encoder.chat(CHAT) == want
     # As `LLM.prefill_chat` does it.
     assert encoder.text(encoder.chat_text(CHAT), special_tokens=False) == want
+    limits = Limits("glm", 8, PromptLimits(4096, 192), {})
     body = json.dumps({"model": "glm", "messages": CHAT, "max_tokens": 3}).encode()
-    [prompt] = parse_request("chat", body, encoder, Limits("glm", 8, 4096, 192, {})).prompts
+    [prompt] = parse_request("chat", body, encoder, limits).prompts
     assert list(prompt.tokens) == want
     # A plain text has no template, and gets both from the tokenizer.
     body = json.dumps({"model": "glm", "prompt": "Why?", "max_tokens": 3}).encode()
-    [prompt] = parse_request("completions", body, encoder, Limits("glm", 8, 4096, 192, {})).prompts
+    [prompt] = parse_request("completions", body, encoder, limits).prompts
     assert list(prompt.tokens) == spelt("[gMASK]<sop>Why?")
 
 

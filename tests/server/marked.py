@@ -7,12 +7,12 @@ from typing import Any
 
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from tests.server.tool_calls import encoder
 from tests.tokenizer import smollm2_tokenizer
 
 ENCODER = PromptEncoder(smollm2_tokenizer())
-LIMITS = Limits("m", 8, 10_000, 49152, {}, pins=True)
+LIMITS = Limits("m", 8, PromptLimits(10_000, 49152), {}, pins=True)
 DOCUMENT = "The door of the house is red. The sky is blue.\n\n" * 12
 MARK = {"type": "ephemeral", "ttl": "1h"}
 

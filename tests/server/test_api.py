@@ -21,7 +21,7 @@ from razor_dist.api.request import Limits, ParsedRequest
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Logprob, Source
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from tests import fake_engine
 from tests.tokenizer import smollm2_tokenizer
 
@@ -337,7 +337,7 @@ def test_names_and_settings_of_a_chat_reach_the_template() -> None:
     body = {"model": "m", "messages": [HELLO[0] | {"name": "Ada"}, *HELLO]}
     body["chat_template_kwargs"] = {"mode": "brief"}
     text = f"brief Ada: {HELLO[0]['content']} user: {HELLO[0]['content']}"
-    limits, encoder = Limits("m", 4, 4096, 49152, {}), PromptEncoder(tokenizer)
+    limits, encoder = Limits("m", 4, PromptLimits(4096, 49152), {}), PromptEncoder(tokenizer)
     found = parse_request("chat", body, encoder, limits).prompts[0].tokens
     assert tokenizer.decode(found) == text
     counted = parse_request("tokenize", body, encoder, limits).answer

@@ -20,7 +20,7 @@ from razor_dist.api.tokenize import DetokenizeBody
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server
@@ -39,7 +39,7 @@ PATHS["responses"] = "/v1/responses"
 ROUTES = list(GIVEN)
 TOKENIZER = smollm2_tokenizer()
 ENCODER = PromptEncoder(TOKENIZER)
-LIMITS = Limits("smollm2", 8, 512, 49152, {})
+LIMITS = Limits("smollm2", 8, PromptLimits(512, 49152), {})
 
 
 def parsed(route: Any, limits: Limits = LIMITS, **fields: Any) -> Any:
@@ -125,7 +125,7 @@ def test_truncated_prompts(route: str) -> None:
         *((512, 100, 0, 100), (512, 100, 150, 150), (512, 10_000, 0, 128), (512, None, 0, 128)),
         (8192, 32768, 0, 1024),
     ):
-        limits = LIMITS._replace(max_model_len=length, default_max_tokens=default)
+        limits = LIMITS._replace(prompt=PromptLimits(length, 49152, default))
         asked = of("word " * 9000) | {"truncate_prompt_tokens": -1, "min_tokens": least}
         checked = parsed(route, limits, **asked, **unlimited).prompts[0]
         assert (len(checked.tokens), checked.params.max_tokens) == (length - room, room)
@@ -217,7 +217,8 @@ def test_special_tokens_are_shown_if_asked_for(url: str, stream: bool) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_limits_of_those_who_name_none(route: str) -> None:
     room = 512 - len(prompt(route))
-    limits = LIMITS._replace(default_max_tokens=20)
+    limits = LIMITS._replace(prompt=PromptLimits(512, 49152, 20))
+    fits = LIMITS._replace(prompt=PromptLimits(512, 49152, 20, fit_max_tokens=True))
     limit = "max_output_tokens" if route == "responses" else "max_tokens"
     if route == "completions":  # OpenAI's own default
         assert params(route).max_tokens == params(route, limits).max_tokens == 16
@@ -225,10 +226,10 @@ def test_limits_of_those_who_name_none(route: str) -> None:
         assert params(route).max_tokens == room
         assert params(route, limits).max_tokens == 20
         assert params(route, limits, min_tokens=30).max_tokens == 30
-        many = LIMITS._replace(default_max_tokens=10_000)
+        many = LIMITS._replace(prompt=PromptLimits(512, 49152, 10_000))
         assert params(route, many).max_tokens == room
-        assert params(route, limits._replace(fit_max_tokens=True)).fit_max_tokens
-    named = params(route, limits._replace(fit_max_tokens=True), **{limit: 40})
+        assert params(route, fits).fit_max_tokens
+    named = params(route, fits, **{limit: 40})
     assert named.max_tokens == 40 and not named.fit_max_tokens
 
 
@@ -337,5 +338,5 @@ def test_of_tokens_only_the_first_that_is_none_is_told() -> None:
     with pytest.raises(ValidationError) as refused:
         DetokenizeBody(tokens=[5, "a", "b"])
     assert [error["loc"] for error in refused.value.errors()] == [("tokens", 1)]
-    limits = LIMITS._replace(max_model_len=10**6)
+    limits = LIMITS._replace(prompt=PromptLimits(10**6, 49152))
     assert parse_request("detokenize", {"tokens": [5] * 300_000}, ENCODER, limits).answer

@@ -19,7 +19,7 @@ from razor_dist.api.request import Endpoint, Limits
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend import prompts
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.server import bodies
 from razor_dist.server.bodies import BodyReader
 from tests import fake_engine
@@ -183,7 +183,7 @@ def test_a_far_too_long_prompt_is_not_tokenised_at_once(
             return tokenised
 
     body = json.dumps({"model": "smollm2", **fields}).encode()
-    limits = Limits("smollm2", 1, 512, 49_152, {})
+    limits = Limits("smollm2", 1, PromptLimits(512, 49_152), {})
     with pytest.raises(RequestError, match="maximum context length is 512 tokens") as refused:
         parse_request(endpoint, body, Longest(smollm2_tokenizer()), limits)
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
@@ -225,7 +225,7 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     plain = PromptEncoder(smollm2_tokenizer())
     chat = field == "messages"
     text = plain.chat_text(messages) if chat else content
-    limits = Limits("smollm2", 1, 10_000, 49_152, {})
+    limits = Limits("smollm2", 1, PromptLimits(10_000, 49_152), {})
     assert body.answer(encoder, limits)["tokens"] == (
         plain.chat(messages) if chat else plain.text(content)
     )
@@ -234,7 +234,8 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "_PIECE", 100)
         encoder.tokenised = 0
-        body.answer(encoder, limits._replace(max_model_len=len(text) // 5))
+        short = PromptLimits(len(text) // 5, 49_152)
+        body.answer(encoder, limits._replace(prompt=short))
     assert len(text) < encoder.tokenised < 1.5 * len(text)
 
 

@@ -19,6 +19,7 @@ from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.frontend.child_process import CLOSED
+from razor_dist.frontend.prompts import PromptLimits
 from razor_dist.models.registry import resolve_model
 from razor_dist.protocol.messages import HEADER_SIZE, decode_fields
 from razor_dist.server import parsing_process as parsing
@@ -26,7 +27,7 @@ from razor_dist.server.parsing_process import ParsingProcess
 from tests import fake_engine
 from tests.server.long_bodies import ENCODER, MILLION, body, ids, words
 
-LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE, {})
+LIMITS = Limits("smollm2", 4, PromptLimits(2 * MILLION, fake_engine.VOCAB_SIZE), {})
 
 
 GOOD: list[tuple[Endpoint, dict[str, Any]]] = [

@@ -27,7 +27,7 @@ from razor_dist.documents.read import Document
 from razor_dist.frontend.answers import Choice, ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import Logprob
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.server import reading
 from razor_dist.server.app import build_app
 from razor_dist.server.bodies import Body, BodyReader
@@ -130,7 +130,7 @@ def test_the_messages_of_a_context_count_as_a_body(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_log_probabilities_of_prompts_have_a_bound() -> None:
-    limits = Limits("smollm2", 4, 512, 49152, {}, most_logprobs=240)
+    limits = Limits("smollm2", 4, PromptLimits(512, 49152), {}, most_logprobs=240)
     asked = {"model": "smollm2", "prompt": [[5] * 10, [6] * 10], "echo": True, "n": 2}
     parse_request("completions", {**asked, "logprobs": 5}, ENCODER, limits)
     parse_request("completions", {**asked, "echo": False, "logprobs": 20}, ENCODER, limits)

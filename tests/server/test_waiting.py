@@ -22,7 +22,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import Choice, ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.protocol.messages import EngineInfo, Progress, Ready, encode
 from razor_dist.server import sse
 from razor_dist.server.app import build_app
@@ -162,7 +162,7 @@ def test_prompts_for_which_the_queue_has_no_room_are_not_tokenised() -> None:
         def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
             raise AssertionError("tokenised")
 
-    limits = Limits("smollm2", 4, 100, 100, {}, room=1)
+    limits = Limits("smollm2", 4, PromptLimits(100, 100), {}, room=1)
     body = {"model": "smollm2", "prompt": ["a", "b"]}
     with pytest.raises(RequestError, match="the queue has room for 1 prompts now") as refused:
         parse_request("completions", body, Untouched(None), limits)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from razor_dist.api.request import Limits
 from razor_dist.api.tools import ToolParser, ToolUse
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]
@@ -151,4 +151,4 @@ LLAMA = (
     "{{ message.content }}{% endif %}\n{% endfor %}"
 )
 
-LIMITS = Limits("m", 4, 4096, 49152, {})
+LIMITS = Limits("m", 4, PromptLimits(4096, 49152), {})
