@@ -41,6 +41,7 @@ def test_the_units_give_options_that_exist(unit: str) -> None:
     patience = re.search(r"--shutdown-timeout (\d+)", flags)
     stop = re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
     assert patience and stop and int(stop[1]) > int(patience[1])
+    assert "OOMPolicy=continue" in text.splitlines()
 
 
 def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from razor_dist.config.errors import DocumentError, ReaderKilledError
 from razor_dist.config.extras import install_command
-from razor_dist.config.memory import resident_bytes
+from razor_dist.config.memory import die_first, resident_bytes
 from razor_dist.documents.detect import BOMS_OF_UTF16, detect_kind
 
 # Kinds by the names' ends; `read` of `razor_dist.documents.KIND` yields the pages' texts.
@@ -190,6 +190,7 @@ def reader_output(code: int, output: bytes, limits: ReadLimits) -> tuple[bytes, 
 
 def main() -> None:
     """Read the document on standard input as the argument says; print its text or its problem."""
+    die_first()
     given = json.loads(sys.argv[1])
     kind, limits = given["kind"], ReadLimits(**given["limits"])
     _, most = resource.getrlimit(resource.RLIMIT_AS)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import psutil
 
 from razor_dist.config.errors import ProcessKilledError
+from razor_dist.config.memory import die_first
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
@@ -242,10 +243,12 @@ async def _exit_code(process: Process) -> int:
 class Pipes:
     """Questions on standard input and answers on standard output, as frames.
 
-    What libraries print goes to standard error from now on: it must not get between the frames.
+    What libraries print goes to standard error from now on: it must not get between the frames. The
+    kernel ends this process before others when memory is short.
     """
 
     def __init__(self) -> None:
+        die_first()
         self._source, self._sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
 

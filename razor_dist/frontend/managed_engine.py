@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from razor_dist.config.errors import ClusterError, RazorError
+from razor_dist.config.errors import ClusterError, EngineError, RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.ranks import RankExit, RankGroup, Ranks, StartRanks
@@ -47,9 +47,13 @@ class ManagedEngine:
         start_ranks: StartRanks = RankGroup.start,
     ) -> None:
         remove_abandoned_folders()
-        # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
-        self._folder = Path(tempfile.mkdtemp(prefix="razor-"))
-        self._lock = lock_folder(self._folder)
+        try:
+            # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
+            self._folder = Path(tempfile.mkdtemp(prefix="razor-"))
+            self._lock = lock_folder(self._folder)
+        except OSError as error:
+            problem = f"cannot make a folder in TMPDIR: {error.strerror or error}"
+            raise EngineError(problem) from None
         self.client = EngineClient(self._folder / "engine", max_queue=max_queue)
         self._config = config
         self._start_ranks = start_ranks

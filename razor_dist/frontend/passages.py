@@ -29,11 +29,11 @@ SINKS = 4
 _END, _CLOSING = ".!?\u3002\uff01\uff1f", "\"')\\]\u2019\u201d\u00bb"
 # Where a sentence ends, in a group, and the space after it. A point before a small letter may be
 # an abbreviation's, unless it follows a longer word or a space. A line that goes on with a small
-# letter is a wrapped one.
+# letter is a wrapped one. No break begins within white space, so that a run of it is tried once.
 _BREAK = re.compile(
     rf"((?<=[^\W\d_]{{4}})[.!?][{_CLOSING}]*|(?<=\s)[.!?]"
     rf"|[.!?][{_CLOSING}]*(?=\s+[^\sa-z]))\s+"
-    rf"|([\u3002\uff01\uff1f][{_CLOSING}]*)\s*|\s*\n\s*\n\s*|\s*\n(?!\s*[a-z])\s*"
+    rf"|([\u3002\uff01\uff1f][{_CLOSING}]*)\s*|(?<!\s)\s*\n(?:\s*\n|(?!\s*[a-z]))\s*"
 )
 _LONGEST = 1000  # characters of a sentence on each side of a token
 _PARAGRAPH = re.compile(r"\n\s*\n")

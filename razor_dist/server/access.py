@@ -140,6 +140,8 @@ class Access:
     In this order: a foreign ``Host`` on a server that listens on loopback, since a page's own
     domain may be made to lead there (DNS rebinding: 403); a foreign ``Origin`` (403); a missing or
     unknown key (401); more requests than a key may have in flight (429).
+
+    ``bound`` is the address on which the server listens, if it is not ``config.host``, a name.
     """
 
     def __init__(
@@ -148,15 +150,15 @@ class Access:
         config: ServerConfig,
         holders: dict[bytes, KeyHolder],
         retry_after: Callable[[Exception], int],
+        bound: str | None = None,
     ) -> None:
         self.app = app
         self._retry_after = retry_after
         self._holders = holders
         self._origins = {origin.lower() for origin in config.allowed_origins}
         hosts = {host.lower().removesuffix(".") for host in config.allowed_hosts}
-        bound = config.host.lower()
-        self._any_host = "*" in hosts or not (hosts or is_loopback(bound))
-        self._hosts = hosts | {bound, "localhost"}
+        self._any_host = "*" in hosts or not (hosts or is_loopback(bound or config.host))
+        self._hosts = hosts | {config.host.lower(), "localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -275,6 +277,7 @@ def _is_address(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Return whether a name or address leads to this machine alone."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

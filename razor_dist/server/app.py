@@ -42,14 +42,20 @@ _ENDPOINTS: dict[str, Endpoint] = {
 }
 
 
-def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -> FastAPI:
-    """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
+def build_app(
+    service: Service, keys: Mapping[bytes, KeyHolder] | None = None, bound: str | None = None
+) -> FastAPI:
+    """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none.
+
+    ``bound`` is as in `Access`.
+    """
     app = new_app(
         service.config,
         keys or {},
         service.retry_after,
         service.metrics.http_requests,
         lambda: service.draining,
+        bound,
     )
     bodies = BodyReader(service.config)
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
@@ -64,6 +70,7 @@ def new_app(
     retry_after: Callable[[Exception], int],
     count: Counter,
     is_draining: Callable[[], bool] = lambda: False,
+    bound: str | None = None,
 ) -> FastAPI:
     """Return an application without routes, which checks access, logs, and shapes errors."""
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
@@ -76,7 +83,8 @@ def new_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     # The last that is added hears first.
-    app.add_middleware(Access, config=config, holders=dict(keys), retry_after=retry_after)
+    access = {"config": config, "holders": dict(keys), "retry_after": retry_after, "bound": bound}
+    app.add_middleware(Access, **access)
     app.add_middleware(RequestLog, count=count, is_draining=is_draining)
     if config.allowed_origins:  # the outermost, so that errors can be read as well
         app.add_middleware(
@@ -114,7 +122,7 @@ def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def document_text(request: Request, name: str = "") -> Response:
         service.require_open()
         body = await bodies.read(request, "application/octet-stream", "a file")
-        read = service.documents.read(body, name, current_record().key)
+        read = service.documents.read(body, name, current_record().turn)
         return await _unless_gone(request, asyncio.create_task(_as_text(read, body)))
 
 

@@ -45,14 +45,14 @@ class DocumentReader:
         self._read = read or read_apart
         self._large = asyncio.Semaphore(_AT_ONCE)
         self._small = asyncio.Semaphore(_SMALL_AT_ONCE)
-        # By API key, and for small files or others: those for which some file waits or is read.
+        # By client, and for small files or others: those for which some file waits or is read.
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
     async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> Document:
         """Return a file's text and pages; if this is cancelled, the process is killed.
 
-        Files of one API ``key`` are read one after the other, so that a second key's need not wait
-        for all of them; small files do not wait for large ones.
+        Files of one client (``key``) are read one after the other, so that a second client's need
+        not wait for all of them; small files do not wait for large ones.
 
         Raises `RequestError` (``unreadable_document``) that says what is wrong with the file, and
         `ProcessKilledError` if its reader was ended from outside.

@@ -120,6 +120,7 @@ class Frontend:
         self._service = Service(self.config, self.client)
         self._keys = load_keys(self.config)
         self._tls = tls_context(self.config)
+        self._bound: str = self.listener.getsockname()[0]
 
     async def run(self) -> int:
         """Serve until a signal, the agent's end, or a failure to start, which is raised."""
@@ -143,11 +144,12 @@ class Frontend:
         if self.agent is not None:
             ends.append(asyncio.create_task(_process_end(self.agent)))
         log.info("listening on %s, loading %s", self._url, self.config.name)
-        if not self._keys and not is_loopback(self.listener.getsockname()[0]):
+        if not self._keys and not is_loopback(self._bound):
             log.warning("anybody who reaches %s may use this server: --api-key-file", self._url)
         try:
             if await _unless(ends, load(self._service, self.start)):
-                print(f"Serving {self.config.name} on {self._url}", flush=True)
+                with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads
+                    print(f"Serving {self.config.name} on {self._url}", flush=True)
                 failure = asyncio.create_task(self._failure())
                 await asyncio.wait([failure, *ends], return_when=asyncio.FIRST_COMPLETED)
                 if failure.done():
@@ -181,7 +183,7 @@ class Frontend:
             "server_header": False,
             "proxy_headers": False,
         }
-        return uvicorn.Config(build_app(self._service, self._keys), **settings)
+        return uvicorn.Config(build_app(self._service, self._keys, self._bound), **settings)
 
     async def _drain(self, server: uvicorn.Server) -> None:
         """Refuse new requests and wait for those that are here, as long as they get."""
@@ -311,8 +313,9 @@ def bind(config: ServerConfig) -> socket.socket:
     """Listen on the configured address; `ConfigError` if it is unknown or in use."""
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ConfigError(f"host {config.host!r} is not an address: {error.strerror}") from None
+    except (socket.gaierror, UnicodeError) as error:  # the second for a label of the wrong length
+        problem = getattr(error, "strerror", error)
+        raise ConfigError(f"host {config.host!r} is not an address: {problem}") from None
     # IPv4 if there is any: localhost may be ::1 first, which clients that know 127.0.0.1 miss.
     family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     # With the protocol, by which asyncio knows TCP: it then sends what is written at once, instead

@@ -64,7 +64,7 @@ class RequestReader:
         with self.client.reading():
             for name, data in fields:
                 try:
-                    document = await self.documents.read(data, "a.pdf", current_record().key)
+                    document = await self.documents.read(data, "a.pdf", current_record().turn)
                 except RequestError as error:
                     raise RequestError(f"{name}: {error}", param=name) from None
                 left -= len(document.text)

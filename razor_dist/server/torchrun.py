@@ -137,11 +137,19 @@ def _start_frontend(
 def private_folder(agent: int) -> Path:
     """Return this user's folder for the job of one agent, the same for each of its rank 0s."""
     # With the time of its start: its number alone may be used again.
-    born = round(psutil.Process(agent).create_time() * 100)
-    folder = Path(tempfile.gettempdir()) / f"razor-{os.getuid()}-{agent}-{born}"
+    folder = Path(tempfile.gettempdir()) / f"razor-{os.getuid()}-{agent}-{_start_of(agent)}"
     folder.mkdir(mode=0o700, exist_ok=True)
     # The name can be guessed: another user may have made the folder first.
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"the folder {folder} is not private to this user; remove it")
     return folder
+
+
+def _start_of(pid: int) -> int:
+    """Return when a process started, in units of 10 ms or so."""
+    try:
+        # Since boot: psutil's time moves when the clock is set.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except FileNotFoundError:  # another system than Linux
+        return round(psutil.Process(pid).create_time() * 100)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import pickle
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import docx
@@ -20,6 +22,7 @@ from razor_dist.documents.detect import detect_kind
 from razor_dist.documents.read import ReadLimits, kind_of, read_document
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
+from tests.server.process import wait_until
 
 
 @pytest.mark.parametrize(
@@ -362,6 +365,18 @@ def test_a_reader_that_was_killed_says_nothing_of_the_document(code: int, retrya
         read.reader_output(code, b"is broken", ReadLimits())
     assert pickle.loads(pickle.dumps(raised.value)).retryable == retryable
     assert ReadLimits().too_slow().retryable
+
+
+def test_a_reader_dies_before_others_when_memory_is_short() -> None:
+    arguments = read.reader_arguments("text", limits=ReadLimits())
+    command = [sys.executable, "-P", "-m", "razor_dist.documents.read", arguments]
+    environment = read.reader_environment()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        score = Path(f"/proc/{process.pid}/oom_score_adj")
+        try:
+            assert wait_until(lambda: score.read_text() == "1000\n", 20)
+        finally:
+            process.kill()
 
 
 def test_sentences_of_a_page_are_whole_wherever_its_lines_end() -> None:

@@ -159,6 +159,14 @@ def test_sentences() -> None:
     assert sentence_around("x" * 9000, 5000, 9000) == (4000, 6000)
 
 
+def test_a_run_of_white_space_is_looked_at_once() -> None:
+    """From each of its characters on, it would take 28 ms for each position asked about."""
+    assert sentence_around("End. \n\n \nBegin", 9, 14) == (9, 14)
+    for run in (" \n\nB", " \nB", " \n \n"):
+        assert passages._BREAK.match(f"a{run}", 1)
+        assert not passages._BREAK.match(f"a {run}", 2)
+
+
 def trace_of(text: str, pairs: list[tuple[int, float]], searched: int | None = None) -> Trace:
     """A trace of a prompt whose tokens are characters."""
     part = Part(text, 0, len(text) if searched is None else searched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -19,7 +20,9 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.server.access import load_keys, tls_context
+from razor_dist.frontend.client import EngineClient
+from razor_dist.server.access import is_loopback, load_keys, tls_context
+from razor_dist.server.main import Frontend, bind
 from tests import fake_engine
 from tests.server.process import ROOT, ServerProcess, fake_server, wait_until
 
@@ -196,6 +199,22 @@ def test_a_server_on_loopback_has_no_other_name(url: str) -> None:
         assert code_of(rebound) == (403, "host_not_allowed")
     for host in (f"127.0.0.1:{port}", "LOCALHOST", "localhost.:80", "[::1]:80", "10.0.0.7"):
         assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200, host
+
+
+def test_a_server_that_is_bound_to_loopback_by_another_name(
+    tmp_path: Path,
+) -> None:
+    async def statuses(app: Any) -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+            hosts = "evil.example", "127.1:80", "127.0.0.1"
+            url = "http://x/version"
+            return [(await http.get(url, headers={"Host": host})).status_code for host in hosts]
+
+    config = ServerConfig(host="127.1", port=0)
+    with bind(config) as listener:
+        frontend = Frontend(config, EngineClient(tmp_path / "engine"), listener)
+        assert asyncio.run(statuses(frontend._uvicorn_config().app)) == [403, 200, 200]
+    assert is_loopback("::ffff:127.0.0.1") and not is_loopback("::ffff:10.0.0.7")
 
 
 def test_a_body_must_say_that_it_is_json(url: str) -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import gzip
 import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
 
+from razor_dist.config.schema import ServerConfig
 from razor_dist.documents.read import Document, ReadLimits
+from razor_dist.frontend.client import EngineClient
+from razor_dist.server.access import load_keys
+from razor_dist.server.app import build_app
 from razor_dist.server.documents import DocumentReader
+from razor_dist.server.service import Service
 from tests.documents import files
 from tests.documents.files import FIRST, TITLE
 from tests.server.process import fake_server, wait_until
@@ -115,6 +123,32 @@ def test_large_files_of_one_key_hold_up_nobody_else() -> None:
         assert sorted(begun) == [b"a", b"b", b"c", b"d", b"e", b"f"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("keys", [(), ("k" * 32, "l" * 32)])
+def test_files_take_turns_by_key_or_by_address(keys: Sequence[str], tmp_path: Path) -> None:
+    turns: list[str | None] = []
+
+    class Reader:
+        async def read(self, data: bytes, name: str, key: str | None = None) -> Document:
+            turns.append(key)
+            return Document("text")
+
+    async def main() -> None:
+        config = ServerConfig(api_key=list(keys))
+        service = Service(config, EngineClient(tmp_path / "engine"))
+        service.documents = cast(DocumentReader, Reader())
+        app = build_app(service, load_keys(config))
+        for number in (0, 1, 0):
+            transport = httpx.ASGITransport(app, client=(f"10.0.0.{number}", 1))
+            headers = {**OCTETS, "Authorization": f"Bearer {keys[number] if keys else 0}"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                sent = await http.post("/documents/text", content=b"a", headers=headers)
+                assert sent.status_code == 200
+
+    asyncio.run(main())
+    assert turns[0] == turns[2] != turns[1] and None not in turns
+    assert keys or turns == ["10.0.0.0", "10.0.0.1", "10.0.0.0"]
 
 
 def test_a_file_has_bounds(url: str) -> None:

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,7 @@ def test_clients_that_hang_up_leave_the_others_their_answers() -> None:
         async with reading() as process:
             await ask(process, [1])
             child = process.pid
+            assert Path(f"/proc/{child}/oom_score_adj").read_text() == "1000\n"
             prompts: list[Any] = [words(20_000), [8, 9], [7], [6, 5]]
             tasks = [ask(process, prompt) for prompt in prompts]
             while not process.is_busy:

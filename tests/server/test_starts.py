@@ -8,12 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
 
+from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.server.main import bind
 from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, alive, folder, health, wait_until
@@ -43,6 +46,35 @@ def test_a_port_in_use_is_told() -> None:
     assert code == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "Traceback" not in output
+
+
+def test_a_host_that_is_no_name_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"host 'a\.\.b' is not an address: "):
+        bind(ServerConfig(host="a..b", port=0))
+
+
+def test_a_disk_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(EngineError, match="cannot make a folder in TMPDIR: No such file"):
+        ManagedEngine(ServerConfig())
+
+
+def test_a_server_serves_though_nobody_can_read_where_it_is(tmp_path: Path) -> None:
+    told = tmp_path / "url"
+    command = [sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine", "--port", "0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (
+        open("/dev/full", "wb") as full,
+        subprocess.Popen(
+            [*command, "--url-file", str(told)], cwd=ROOT, env=env, stdout=full
+        ) as server,
+    ):
+        try:
+            assert wait_until(lambda: told.exists() and health(told.read_text())[0] == 200, 60)
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.wait(1)
+        finally:
+            server.terminate()
 
 
 def test_a_name_of_both_families_is_bound_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:

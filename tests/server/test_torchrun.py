@@ -51,6 +51,15 @@ def test_the_first_rank_0_starts_the_frontend(folder: Path, started: list[Path])
     assert started == [folder]
 
 
+def test_setting_the_clock_does_not_move_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = torchrun.psutil.Process
+    moved = process().create_time() + 5
+    monkeypatch.setattr(process, "create_time", lambda self: moved)
+    assert torchrun.private_folder(os.getpid()) == folder
+
+
 def test_a_new_rank_0_waits_until_its_predecessors_frontend_listens(
     folder: Path, started: list[Path]
 ) -> None:
