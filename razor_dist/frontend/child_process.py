@@ -221,10 +221,10 @@ async def exchange(process: Process, *parts: bytes | bytearray) -> Fields:
     try:
         for part in parts:
             # In pieces: each write copies what the pipe does not take at once.
-            view = memoryview(part)
-            for begin in range(0, len(part), _PIECE):
-                process.stdin.write(view[begin : begin + _PIECE])
-                await process.stdin.drain()
+            with memoryview(part) as view:  # an error's traceback would hold it
+                for begin in range(0, len(part), _PIECE):
+                    process.stdin.write(view[begin : begin + _PIECE])
+                    await process.stdin.drain()
         return decode_fields(await read_frame(process.stdout))
     except (asyncio.IncompleteReadError, ConnectionError):
         raise ProcessDiedError(await _exit_code(process)) from None

@@ -58,12 +58,12 @@ def route_of(body: bytes | bytearray, owner: str) -> Route:
     """
     try:
         fields = json.loads(body)
+        if not isinstance(fields, dict):
+            return Route()
+        text = "".join(json.dumps(fields[name]) for name in _PROMPT if name in fields)
+        before = f"{owner}\n{json.dumps(fields.get('cache_salt'))}\n".encode()
     except (ValueError, RecursionError):
         return Route()
-    if not isinstance(fields, dict):
-        return Route()
-    text = "".join(json.dumps(fields[name]) for name in _PROMPT if name in fields)
-    before = f"{owner}\n{json.dumps(fields.get('cache_salt'))}\n".encode()
     blocks = []
     data = memoryview(text.encode())  # ASCII: a character is a byte
     for end in range(BLOCK, len(data) + 1, BLOCK):

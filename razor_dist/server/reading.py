@@ -30,6 +30,11 @@ _LONG, _COMMAS = 1 << 18, 1 << 14
 _LOGPROB_BYTES = 128
 
 
+def is_long(raw: bytes | bytearray) -> bool:
+    """Return whether a body is for another process to read."""
+    return len(raw) >= _LONG or raw.count(b",") >= _COMMAS
+
+
 @dataclass(frozen=True)
 class RequestReader:
     """Reads requests, which count for ``max_queue`` meanwhile.
@@ -93,7 +98,7 @@ class RequestReader:
             room = self.config.max_queue - self.client.unfinished + 1  # in its own place, too
             limits = self.limits(info)._replace(room=room)
             size = len(raw) + sum(len(file.text) for file in files)
-            if size >= _LONG or raw.count(b",") >= _COMMAS:
+            if size >= _LONG or is_long(raw):
                 key = current_record().turn
                 parsed = await self.process.parse_request(endpoint, raw, limits, key, files, kept)
             else:

@@ -19,6 +19,7 @@ from razor_dist.ray_serve.routing import (
 )
 
 ENGINES = {"a": "replica-a", "b": "replica-b"}
+DEPTHS = range(500, 1100)
 TEXT = "".join(f"Sentence {i} of the report. " for i in range(2000))
 
 
@@ -62,6 +63,13 @@ def test_prompts_of_every_endpoint_are_seen(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"{", b"[" * 100_000])
 def test_what_is_no_request_has_no_route(body: bytes) -> None:
     assert route_of(body, "") == Route()
+
+
+def test_what_nests_as_deep_as_json_goes_is_the_engines_to_refuse() -> None:
+    found = [route_of(b'{"prompt": ' + b"[" * deep + b"]" * deep + b"}", "") for deep in DEPTHS]
+    lengths = [one.length for one in found]
+    assert lengths[0] == 2 * DEPTHS[0] and lengths[-1] == 0
+    assert lengths == sorted(lengths[: lengths.index(0)]) + [0] * lengths.count(0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 12))))
