@@ -83,8 +83,7 @@ def new_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     # The last that is added hears first.
-    access = {"config": config, "holders": dict(keys), "retry_after": retry_after, "bound": bound}
-    app.add_middleware(Access, **access)
+    app.add_middleware(Access, config, dict(keys), retry_after, bound)
     app.add_middleware(RequestLog, count=count, is_draining=is_draining)
     if config.allowed_origins:  # the outermost, so that errors can be read as well
         app.add_middleware(
