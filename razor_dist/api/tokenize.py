@@ -80,7 +80,7 @@ class DetokenizeBody(Strict):
 
 
 def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:
-    if found := encoder.too_long(text, max_model_len):
+    if found := encoder.too_long(text, MOST_CONTEXTS * max_model_len):
         raise _too_many(found, max_model_len, param)
 
 

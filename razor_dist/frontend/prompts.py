@@ -25,7 +25,8 @@ from razor_dist.protocol.sampling_params import SamplingParams
 _SAME = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
 # Tokens of a text that is tokenised at once at most, as a multiple of the maximum context length.
-MOST_CONTEXTS = 4
+# A prompt may have this many tokens in any case: ``truncate_prompt_tokens`` may leave few of them.
+MOST_CONTEXTS, _ALWAYS = 4, 1 << 20
 # Characters that are tokenised at a time to find out whether a long text has too many tokens: the
 # tokenizer takes some hundred bytes for each token of what it gets at once.
 _PIECE = 1 << 16
@@ -123,8 +124,8 @@ class PromptEncoder:
         return ids
 
     def check_length(self, text: str, max_model_len: int, param: str) -> None:
-        """Raise `RequestError` for a text of more than `MOST_CONTEXTS` contexts (`too_long`)."""
-        if found := self.too_long(text, max_model_len):
+        """Raise `RequestError` for a prompt that is too long to be tokenised at once."""
+        if found := self.too_long(text, max(_ALWAYS, MOST_CONTEXTS * max_model_len)):
             raise RequestError(
                 f"this model's maximum context length is {max_model_len} tokens, and {param} is "
                 f"longer: {found}",
@@ -132,14 +133,13 @@ class PromptEncoder:
                 code=CONTEXT_EXCEEDED,
             )
 
-    def too_long(self, text: str, max_model_len: int) -> str | None:
-        """Describe the beginning of a text that has more tokens than `MOST_CONTEXTS` contexts.
+    def too_long(self, text: str, most: int) -> str | None:
+        """Describe the beginning of a text that has more than ``most`` tokens.
 
-        None if the text has fewer. Pieces are tokenised, not the whole, and only until what follows
-        cannot have too many: no token is less than a byte of UTF-8. Tokens across the border of two
-        pieces may be counted twice, which is nothing beside the bound.
+        None if the text has at most as many. Pieces are tokenised, not the whole, and only until
+        what follows cannot have too many: no token is less than a byte of UTF-8. Tokens across the
+        border of two pieces may be counted twice, which is nothing beside the bound.
         """
-        most = MOST_CONTEXTS * max_model_len
         if len(text) <= most // 4:  # a character has at most four bytes
             return None
         count, rest = 0, len(text.encode())

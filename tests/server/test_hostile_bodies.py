@@ -165,8 +165,9 @@ def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
     ],
 )
 def test_a_far_too_long_prompt_is_not_tokenised_at_once(
-    endpoint: Endpoint, fields: dict[str, Any], param: str
+    endpoint: Endpoint, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prompts, "_ALWAYS", 2000)
     longest = 0
 
     class Longest(PromptEncoder):
