@@ -22,7 +22,7 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.protocol.repetition import RepetitionDetectionParams
-from razor_dist.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOPS, RANGES
+from razor_dist.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 Json = dict[str, Any]
@@ -43,10 +43,15 @@ Int64 = Annotated[int, Field(ge=-_INT64, lt=_INT64), BeforeValidator(_whole)]
 
 def in_range(field: str, low: float | None = None) -> Any:
     """Describe the range of a field of `SamplingParams`, from ``low`` on if it is given."""
-    range_ = RANGES[field]
-    least = "exclusiveMinimum" if range_.is_open else "minimum"
-    high = _INT64 - 1 if range_.high is None else range_.high
-    return Field(json_schema_extra={least: range_.low if low is None else low, "maximum": high})
+    known: Any = SamplingParams
+    signs = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
+    bounds = {
+        name: getattr(bound, sign)
+        for bound in known.__pydantic_fields__[field].metadata
+        for sign, name in signs.items()
+        if hasattr(bound, sign)
+    }
+    return Field(json_schema_extra=bounds | ({} if low is None else {"minimum": low}))
 
 
 def _count_or_all(value: int) -> int:

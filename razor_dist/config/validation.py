@@ -20,17 +20,20 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.foreign import FOREIGN_SETTINGS
 from razor_dist.config.sizes import Size, takes_sizes
 
 # By pydantic's name of a problem: words that follow "must be".
 _WANTED = {
-    "greater_than_equal": "at least {ge:g}",
-    "greater_than": "greater than {gt:g}",
-    "less_than_equal": "at most {le:g}",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt}",
+    "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
+    "too_long": "a list of at most {max_length}",
     "string_too_short": "a non-empty string",
+    "string_too_long": "a string of at most {max_length} characters",
+    "string_unicode": "text without a lone surrogate (\\ud800 to \\udfff)",
     "string_pattern_mismatch": "an address such as http://HOST:4318",
     "finite_number": "a finite number",
 }
@@ -262,6 +265,8 @@ def explain(
     reason, value = context.get("error"), problem["input"]
     if isinstance(reason, SettingError):  # raised by a setting's own validator
         return reason
+    if isinstance(reason, RequestError):
+        raise reason from None
     prefix, names = ("", path[:1]) if setting is None else (f"{setting}.", [setting])
     if not path:  # raised by a dataclass: a rule between its fields
         return SettingError(f"{prefix}{reason}", *names)
@@ -272,12 +277,14 @@ def explain(
     if kind == "literal_error":
         wanted = _one_of(re.findall("'(.*?)'", context["expected"]))
     elif kind in _WANTED:
-        wanted = _WANTED[kind].format(**context)
+        whole = {k: int(v) for k, v in context.items() if isinstance(v, float) and v.is_integer()}
+        wanted = _WANTED[kind].format(**context | whole)
     else:
         # The innermost that is a field: what follows it is an index, or the member of a union.
-        wanted = _type_in_words(next(fields[part] for part in reversed(path) if part in fields))
+        field = next(fields[part] for part in reversed(path) if part in fields)
+        wanted = field.title or _type_in_words(field)
     # A number given as text (by a flag or a variable) reads better without its quotes.
-    got = value if "than" in kind else f"{value!r:.80}"
+    got = context.get("actual_length", value if "than" in kind else f"{value!r:.80}")
     return SettingError(f"{prefix}{path[0]} must be {wanted}, got {got}", *names)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from dataclasses import fields as fields_of
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic.dataclasses import dataclass
 
 from razor_dist.config.errors import ModelError, RequestError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.validation import STRICT, explained
 from razor_dist.models.smollm2 import NAME as EMBEDDED
-from razor_dist.protocol.messages import check_text
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 
@@ -28,49 +31,26 @@ MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1000, 1024
 _INT64 = 2**63
 
 
-@dataclass(frozen=True)
-class Range:
-    """The values that a field may have, from ``low`` on; those above it alone if ``is_open``."""
-
-    low: float
-    high: float | None = None
-    is_open: bool = False
-    words: str | None = None  # instead of those made of the bounds
-
-    def __contains__(self, value: Any) -> bool:
-        above = value > self.low if self.is_open else value >= self.low
-        return above and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        if self.words is not None:
-            return self.words
-        if self.high is None:
-            return f"at least {self.low}"
-        return (
-            f"in ({self.low}, {self.high}]"
-            if self.is_open
-            else f"between {self.low} and {self.high}"
-        )
+def _several(value: Any) -> Any:
+    """Return one string or several values as a tuple; None stands for none."""
+    if isinstance(value, str | None):
+        return () if value is None else (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
-RANGES: dict[str, Range] = {
-    "n": Range(1, MAX_N),
-    "max_tokens": Range(1),
-    "min_tokens": Range(0),
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, is_open=True),
-    "top_k": Range(-1, words="-1, 0 or positive"),
-    "min_p": Range(0, 1),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0.01, 100),
-    "logprobs": Range(0, MAX_LOGPROBS),
-    "prompt_logprobs": Range(0, MAX_LOGPROBS),
-    "return_sources": Range(0, MAX_SOURCES),
-}
+def _constraint(value: object) -> StructuredOutputsParams | GrammarText | None:
+    return value if isinstance(value, GrammarText) else StructuredOutputsParams.of(value)
 
 
-@dataclass(frozen=True)
+_Int64 = Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)]
+_Logprobs = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+@explained(error=RequestError)
+@dataclass(frozen=True, config=STRICT)
 class SamplingParams:
     """Sampling settings of one request, with the names vLLM's users know.
 
@@ -108,63 +88,56 @@ class SamplingParams:
     Raises `RequestError` for a value of the wrong type or out of range; ``param`` names the field.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    structured_outputs: StructuredOutputsParams | GrammarText | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    max_tokens: Annotated[int | None, Field(ge=1, le=_INT64 - 1)] = 16
+    min_tokens: Annotated[int, Field(ge=0, le=_INT64 - 1)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=_INT64 - 1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    logit_bias: Annotated[
+        Mapping[_Int64, _Bias] | None, Field(title="a mapping of token ids to numbers")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | GrammarText | None, PlainValidator(_constraint)
+    ] = None
+    seed: Annotated[
+        int | None,
+        Field(ge=-_INT64, le=_INT64 - 1),
+        AfterValidator(lambda seed: None if seed == -1 else seed),  # as in vLLM and llama-server
+    ] = None
+    stop: Annotated[
+        tuple[_Stop, ...],
+        Field(max_length=MAX_STOPS, title="a string or a list of strings"),
+        BeforeValidator(_several),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[_Int64, ...],
+        Field(max_length=MAX_STOP_IDS, title="a list of token ids"),
+        BeforeValidator(_several),
+    ] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_sources: int = 0
-    repetition_detection: RepetitionDetectionParams | None = None
-    priority: int = 0
+    logprobs: _Logprobs = None
+    prompt_logprobs: _Logprobs = None
+    return_sources: Annotated[int, Field(ge=0, le=MAX_SOURCES)] = 0
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None, PlainValidator(RepetitionDetectionParams.of)
+    ] = None
+    priority: _Int64 = 0
     fit_max_tokens: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _tuple("stop", stop, str, "strings"))
-        ids = _tuple("stop_token_ids", self.stop_token_ids, int, "token ids")
-        object.__setattr__(self, "stop_token_ids", ids)
-        if not isinstance(self.structured_outputs, GrammarText | None):
-            structured = StructuredOutputsParams.of(self.structured_outputs)
-            object.__setattr__(self, "structured_outputs", structured)
-        repetition = RepetitionDetectionParams.of(self.repetition_detection)
-        object.__setattr__(self, "repetition_detection", repetition)
-        self._check_types()
-        if self.seed == -1:  # as in vLLM and llama-server
-            object.__setattr__(self, "seed", None)
-        for name, range_ in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and value not in range_:
-                raise RequestError(f"{name} must be {range_}, got {value}", param=name)
-        self._check_min_tokens()
-        if any(not s for s in self.stop):
-            raise RequestError("stop must not contain an empty string", param="stop")
-        check_text("".join(self.stop), "stop")
-        longest = max(map(len, self.stop), default=0)
-        if len(self.stop) > MAX_STOPS or longest > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} "
-                f"characters, got {len(self.stop)} of up to {longest}",
-                param="stop",
-            )
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"stop_token_ids must hold at most {MAX_STOP_IDS}, got {len(self.stop_token_ids)}",
-                param="stop_token_ids",
-            )
+        problem = None
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problem = f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+        elif self.min_tokens and self.structured_outputs is not None:
+            problem = "excludes structured_outputs: what matches them may be shorter"
+        if problem:
+            raise RequestError(f"min_tokens {problem}", param="min_tokens")
 
     @property
     def penalizes(self) -> bool:
@@ -202,46 +175,6 @@ class SamplingParams:
             fields = {**fields, "structured_outputs": GrammarText(**structured)}
         return cls(**fields)
 
-    def _check_types(self) -> None:
-        """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""
-        for field in fields_of(self):
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "float" and not _is_number(value):
-                raise RequestError(f"{name} must be a number, got {value!r:.80}", param=name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise RequestError(f"{name} must be True or False, got {value!r:.80}", param=name)
-            if field.type == "int" or (field.type == "int | None" and value is not None):
-                _check_int(name, value)
-        self._check_bias()
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token)
-
-    def _check_min_tokens(self) -> None:
-        problem = None
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            problem = f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
-        elif self.min_tokens and self.structured_outputs is not None:
-            problem = "excludes structured_outputs: what matches them may be shorter"
-        if problem:
-            raise RequestError(f"min_tokens {problem}", param="min_tokens")
-
-    def _check_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(
-                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}",
-                param="logit_bias",
-            )
-        for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token)
-            if not _is_number(bias) or not -100 <= bias <= 100:
-                raise RequestError(
-                    f"logit_bias must hold numbers between -100 and 100, got {bias!r:.80} for "
-                    f"token {token}",
-                    param="logit_bias",
-                )
-
 
 def request_defaults(folder: Path, config: EngineConfig) -> SamplingDefaults:
     """Return what requests get that say nothing else: the model's values, and the settings'."""
@@ -273,30 +206,3 @@ def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
             "--generation-config none"
         ) from error
     return found
-
-
-def _check_int(name: str, value: Any) -> None:
-    if not _is(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r:.80}", param=name)
-    if not -_INT64 <= value < _INT64:
-        raise RequestError(f"{name} must be a 64-bit integer, got {value}", param=name)
-
-
-def _tuple(name: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
-    """A field that holds several values; ``None`` stands for none."""
-    try:
-        found = tuple(() if values is None else values)
-    except TypeError:
-        found = (None,)
-    if not all(_is(value, kind) for value in found):
-        raise RequestError(f"{name} must hold {what}, got {values!r:.80}", param=name)
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is(value: Any, kind: type) -> bool:
-    """Return `isinstance`, except that a bool does not count as an int."""
-    return isinstance(value, kind) and not isinstance(value, bool)

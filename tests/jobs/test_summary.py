@@ -203,7 +203,7 @@ def test_templates() -> None:
 def test_a_style_that_makes_no_sense_is_refused(style: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Style(**style)
-    with pytest.raises(RequestError, match="temperature must be between 0 and 2"):
+    with pytest.raises(RequestError, match="temperature must be at most 2"):
         Style(temperature=3)
 
 
