@@ -86,8 +86,8 @@ class GridTask:
         shape_of(grid, *head_maps)
         haystack = Corpus.of(grid.haystack) if preset.haystack else None
         own = grid.model_dump(include=set(EngineConfig.model_fields))
-        # Attention is the methods', and so are the windows and the blocks that are chosen.
-        names = (*STREAMING_SETTINGS, "retrieval_share")
+        # What heads see is the methods', and so are the blocks that are chosen.
+        names = ("prefill", *STREAMING_SETTINGS, "retrieval_share")
         own |= {name: EngineConfig.model_fields[name].default for name in names}
         shared = ReplayConfig(**own | {"attention": "full", "head_map": None, "seed": None})
         return cls(shared, grid, tuple(methods), haystack, preset)

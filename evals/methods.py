@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,48 +15,22 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.validation import share_of
 from razor_dist.evals.selection import SELECTORS, Selection
-from razor_dist.evals.settings import (
-    METHOD_SETTINGS,
-    SELECTION,
-    STREAMING_SETTINGS,
-    streaming_settings,
-)
-from razor_dist.heads.decision import Flags, Windows
+from razor_dist.evals.settings import CHOICES, METHOD_SETTINGS, SELECTION, STREAMING_SETTINGS
+from razor_dist.evals.settings import FULL as FULL
+from razor_dist.heads.decision import Flags, Windows, decide, flags
 from razor_dist.heads.head_map import (
     HeadMap,
     choose,
     default_head_map,
+    head_map_file,
     kv_budget,
-    shipped_head_map,
 )
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
 
-FULL = "full"  # the method that others are measured against
-# The budget of KV heads, by the head map's own scores; else the map's decision is taken.
-_PERCENT = "percent"
-
-_SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
-_LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
-_CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
-_14: Mapping[str, Any] = {"head_map": "smollm2-14-1"}
-_28: Mapping[str, Any] = {"head_map": "smollm2"}
-
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"attention": "full"},
-    "exact-256": {"prefill": "exact", **_14, **_SMALL},
-    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_14, **_SMALL},
-    "local-512c-28": {"prefill": "local", **_28, **_CONSTANT},
-    "local-512-28": {"prefill": "local", **_28, **_LARGE},
-    "local-256-28": {"prefill": "local", **_28, **_SMALL},
-    "local-512c": {"prefill": "local", **_14, **_CONSTANT},
-    "local-512": {"prefill": "local", **_14, **_LARGE},
-    "local-256": {"prefill": "local", **_14, **_SMALL},
-    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
-}
-"""Settings of the embedded model by name: 14 % + 1 % of the heads unless the name ends in 28 (28 %
-+ 2 %); a window of a fixed length has a c. Head maps are named as `shipped_head_map` names them."""
+_CHOSEN = {"percent": "{:g} %", "induction": "induction {:g} %", "echo": "echo {:g} %"}
+_CHOSEN |= {"random": "random {}"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +55,13 @@ class Method:
         return self.settings.get("attention") == "full" or self.settings.get("prefill") == "exact"
 
     @property
+    def kept(self) -> str:
+        """How many KV heads keep the whole context, in a table's words."""
+        if self.retrieval is None:
+            return "all" if self.settings["attention"] == "full" else "none"
+        return str(sum(map(sum, self.retrieval)))
+
+    @property
     def fingerprint(self) -> str:
         about: list[Any] = [dict(self.settings), self.retrieval, self.windows]
         if self.selection is not None:
@@ -87,47 +70,6 @@ class Method:
 
 
 FULL_METHOD = Method(FULL, {"attention": "full"})
-
-
-def named_method(name: str, model: str) -> Method:
-    """Return one of `METHODS`, with its head map's decision.
-
-    ``NAME/N`` is the method whose retrieval heads read the blocks that the slower dimensions give
-    at least 1/N of a query's mass (`razor_dist.evals.selection`); beside full attention, these are
-    the heads of the model's own map.
-    """
-    base, _, parts = name.partition("/")
-    if base not in METHODS:
-        raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
-    own = METHODS[base]
-    retrieval = None
-    if "head_map" in own:
-        retrieval = HeadMap.load(shipped_head_map(own["head_map"])).retrieval
-    if not parts:
-        return Method(name, own, retrieval)
-    if own.get("attention") == "streaming":
-        raise ConfigError(f"methods: {name}: {base} has no retrieval heads to choose blocks for")
-    heads = retrieval or HeadMap.load(default_head_map(model)).retrieval
-    selection = selection_of(f"1/{parts}", "slower", heads)
-    shown = {**own, "retrieval_share": f"1/{parts}", "selector": "slower"}
-    return Method(name, shown, retrieval, selection=selection)
-
-
-def beside_full(
-    config: EngineConfig,
-    prefills: Sequence[str],
-    own: Mapping[str, tuple[Flags, Mapping[str, Any]]],
-) -> list[Method]:
-    """Return full attention, and for each prefill streaming and the heads and settings by name."""
-    found = [FULL_METHOD]
-    for prefill in prefills:
-        window = streaming_settings(config, prefill)
-        found.append(Method(f"streaming, {prefill}", {"attention": "streaming", **window}))
-        found += [
-            Method(f"{name}, {prefill}", {**window, **settings}, retrieval)
-            for name, (retrieval, settings) in own.items()
-        ]
-    return found
 
 
 def shape_of(config: EngineConfig, *head_maps: HeadMap) -> ModelShape:
@@ -139,46 +81,45 @@ def shape_of(config: EngineConfig, *head_maps: HeadMap) -> ModelShape:
     return shape
 
 
-def methods_of(config: EngineConfig, settings: Mapping[str, Mapping[str, Any]]) -> list[Method]:
-    """Return methods by their own settings beside ``config``; refuse one that is wrong, by name."""
+def methods_of(
+    config: EngineConfig, settings: Mapping[str, Mapping[str, Any]], *, as_written: bool = False
+) -> list[Method]:
+    """Return methods by their own settings beside ``config``; refuse one that is wrong, by name.
+
+    A `Method` has all of its settings, or ``as_written`` its own and those of ``config`` that are
+    not the defaults.
+    """
     methods = []
     for name, own in settings.items():
         try:
-            methods.append(_method(config, name, own))
+            methods.append(_method(config, name, own, as_written=as_written))
         except (ConfigError, HeadMapError) as error:
             kind = HeadMapError if isinstance(error, HeadMapError) else ConfigError
             raise kind(f"methods: {name}: {error}") from None
     return methods
 
 
-def _method(config: EngineConfig, name: str, own: Mapping[str, Any]) -> Method:
-    known = (_PERCENT, *METHOD_SETTINGS, *SELECTION)
+def _method(config: EngineConfig, name: str, own: Mapping[str, Any], *, as_written: bool) -> Method:
+    known = (*METHOD_SETTINGS, *CHOICES, *SELECTION)
     if unknown := own.keys() - set(known):
         raise ConfigError(f"{min(unknown)} is no setting of a method; those are {', '.join(known)}")
     shared = config.model_dump(include=set(METHOD_SETTINGS) - {"attention"})
     engine = EngineConfig(
         model=config.model, **shared | {key: own[key] for key in own if key in METHOD_SETTINGS}
     )
-    shown: dict[str, Any] = {"attention": engine.attention}
-    if engine.kv_dtype != "auto":
-        shown["kv_dtype"] = engine.kv_dtype
-    if engine.attention != "full":
-        shown |= {key: getattr(engine, key) for key in ("prefill", *STREAMING_SETTINGS)}
+    shown = _written(config, engine, own) if as_written else _whole(engine)
     selects = own.keys() & set(SELECTION)
     if engine.attention == "streaming" or (engine.attention == "full" and not selects):
-        if useless := own.keys() & {"head_map", _PERCENT, *SELECTION}:
+        if useless := own.keys() & {"head_map", *CHOICES, *SELECTION}:
             raise ConfigError(f"{min(useless)} is of no use with attention: {engine.attention}")
         return Method(name, shown)
-    path = Path(engine.head_map or default_head_map(config.model))
+    path = head_map_file(engine.head_map or str(default_head_map(config.model)))
     head_map = HeadMap.load(path)
     shape_of(config, head_map)
-    retrieval, windows = head_map.retrieval, head_map.windows
-    percent, shown["head_map"] = own.get(_PERCENT), path.name
-    if percent is not None:
-        if isinstance(percent, bool) or not isinstance(percent, int | float):
-            raise ConfigError(f"{_PERCENT} must be a number, got {percent!r}")
-        shown["head_map"] = f"{path.name}, {percent:g} %"
-        retrieval, windows = choose(head_map, kv_budget(head_map, percent)).retrieval, None
+    retrieval, windows = _heads(head_map, own)
+    if not as_written:
+        chosen = (_CHOSEN[key].format(own[key]) for key in CHOICES if key in own)
+        shown["head_map"] = ", ".join((path.name, *chosen))
     if not selects:
         return Method(name, shown, retrieval, windows)
     if engine.kv_dtype != "auto":
@@ -191,6 +132,59 @@ def _method(config: EngineConfig, name: str, own: Mapping[str, Any]) -> Method:
     if engine.attention == "full":  # the map says which heads select
         return Method(name, shown, selection=selection)
     return Method(name, shown, retrieval, windows, selection)
+
+
+def _whole(engine: EngineConfig) -> dict[str, Any]:
+    shown: dict[str, Any] = {"attention": engine.attention}
+    if engine.kv_dtype != "auto":
+        shown["kv_dtype"] = engine.kv_dtype
+    if engine.attention != "full":
+        shown |= {key: getattr(engine, key) for key in ("prefill", *STREAMING_SETTINGS)}
+    return shown
+
+
+def _written(config: EngineConfig, engine: EngineConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    # Which heads were chosen, a `Method` says itself.
+    chosen = {"head_map", *CHOICES} if own.keys() & set(CHOICES) else ()
+    shown = {key: value for key, value in own.items() if key not in chosen}
+    if shown.get("head_map"):
+        shown["head_map"] = Path(shown["head_map"]).stem  # in whichever folder it is
+    if engine.attention != "full":
+        for key in ("prefill", *STREAMING_SETTINGS):
+            if (value := getattr(config, key)) != EngineConfig.model_fields[key].default:
+                shown.setdefault(key, value)
+    return shown
+
+
+def _heads(head_map: HeadMap, own: Mapping[str, Any]) -> tuple[Flags, Windows | None]:
+    """Return the heads and windows of a map, or those of `CHOICES` in a method's settings.
+
+    That is ``percent`` of the KV heads by the map's scores; ``induction`` and ``echo`` percent of
+    the query heads by RazorAttention's; or with the seed ``random`` as many KV heads at random.
+    """
+    for key in CHOICES:
+        if isinstance(own.get(key), bool) or not isinstance(own.get(key, 0), int | float):
+            raise ConfigError(f"{key} must be a number, got {own[key]!r}")
+    retrieval = head_map.retrieval
+    windows = None if own.keys() & set(CHOICES) else head_map.windows
+    if "percent" in own:
+        retrieval = choose(head_map, kv_budget(head_map, own["percent"])).retrieval
+    if own.keys() & {"induction", "echo"}:
+        if "percent" in own:
+            raise ConfigError("give percent, or induction and echo, not both")
+        if not head_map.scores.keys() >= {"induction", "echo"}:
+            raise HeadMapError(
+                f"induction and echo are RazorAttention's, but a map of method "
+                f"{head_map.method!r} has no such scores; make one with: razor-dist identify razor"
+            )
+        percents = own.get("induction", 0), own.get("echo", 0)
+        retrieval = decide(head_map.scores, *percents, head_map.group).retrieval
+    if "random" in own:
+        layers, heads = len(retrieval), len(retrieval[0])
+        every = list(itertools.product(range(layers), range(heads)))
+        drawn = random.Random(own["random"]).sample(every, sum(map(sum, retrieval)))
+        retrieval = flags(drawn, layers, heads)
+    return retrieval, windows
 
 
 def selection_of(share: Any, selector: Any, heads: Flags) -> Selection:

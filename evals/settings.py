@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ from pydantic import Field, ValidationInfo, WrapValidator
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
+from razor_dist.config.sources import read_mapping
 from razor_dist.config.validation import SettingError
 
 # What decides what a streaming head keeps.
@@ -20,6 +23,20 @@ STREAMING_SETTINGS = (*WINDOW, "compensation")
 SELECTION = ("retrieval_share", "selector")
 # In which a method may differ from the others: what a head sees, and in which dtype it is kept.
 METHOD_SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
+# Of a method in one process: which KV heads it keeps, by its head map's scores or by a seed.
+CHOICES = ("percent", "induction", "echo", "random")
+FULL = "full"  # the method that others are measured against
+# Methods that every evaluation knows by name.
+BUILT_IN: Mapping[str, Mapping[str, Any]] = {
+    FULL: {"attention": "full"},
+    "razor": {"attention": "razor"},
+    "streaming": {"attention": "streaming"},
+    "no-compensation": {"compensation": False},
+}
+NAMED = (
+    "full, razor, streaming, no-compensation; NAME/32: with blocks chosen from 1/32 of the mass "
+    "on; paths of head maps (.json); in YAML a mapping of names to settings"
+)
 
 
 def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
@@ -58,28 +75,37 @@ Squad = Annotated[str | None, Field(min_length=1, description="SQuAD's JSON file
 HotpotQA = Annotated[str | None, Field(min_length=1, description="HotpotQA's JSON file, for qa_2.")]
 
 
+@cache
+def shipped_methods(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the methods in a file of ``configs``: their settings by name."""
+    text = (resources.files("razor_dist.configs") / f"{name}.yaml").read_text(encoding="utf-8")
+    methods: Mapping[str, Mapping[str, Any]] = read_mapping(text, f"configs/{name}.yaml")["methods"]
+    return methods
+
+
 def settings_by_name(
     methods: Sequence[str] | Mapping[str, Mapping[str, Any]],
-    known: Mapping[str, Mapping[str, Any]],
-    *,
-    maps: bool = False,
+    known: Mapping[str, Mapping[str, Any]] = BUILT_IN,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return methods' settings by their names, of ``known`` ones or, with ``maps``, head maps.
+    """Return methods' settings by their names, of ``known`` ones or head maps.
 
-    A mapping gives both, as it is.
+    ``NAME/N`` is a known one whose retrieval heads choose the blocks of keys that they read, from
+    1/N of a query's mass on. A mapping gives names and settings, as it is.
     """
     if isinstance(methods, Mapping):
         return methods
-    found = {}
+    found: dict[str, Mapping[str, Any]] = {}
     for name in methods:
-        is_map = maps and name.endswith(".json")
-        if name not in known and not is_map:
-            others = ", paths of head maps that end in .json" if maps else ""
+        base, chosen, parts = name.partition("/")
+        if name.endswith(".json"):
+            found[Path(name).stem] = {"head_map": name}
+        elif base in known:
+            found[name] = {**known[base], **({"retrieval_share": f"1/{parts}"} if chosen else {})}
+        else:
             raise ConfigError(
-                f"methods: unknown method {name!r}; give {', '.join(known)}{others}, or in a YAML "
-                "file a mapping of names to settings"
+                f"methods: unknown method {name!r}; give {', '.join(known)}, paths of head maps "
+                "that end in .json, or in a YAML file a mapping of names to settings"
             )
-        found[Path(name).stem if is_map else name] = {"head_map": name} if is_map else known[name]
     if len(found) < len(methods):
         raise ConfigError("methods: two head maps have the same file name; rename one")
     return found

@@ -6,14 +6,21 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
-from razor_dist.evals.settings import refuse_attention
+from razor_dist.evals.settings import (
+    BUILT_IN,
+    NAMED,
+    Methods,
+    refuse_attention,
+    settings_by_name,
+)
+from razor_dist.heads.head_map import head_map_file
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -73,6 +80,13 @@ class BaselineConfig(ExternalEngineConfig):
 class ComparingConfig(JobConfig):
     """Settings of a job that compares our methods with kvpress's; frozen."""
 
+    known_presses: ClassVar[tuple[str, ...]] = tuple(PRESSES)
+
+    methods: Methods = Field(
+        default=("full", "razor", "streaming"),
+        description=f"What to compare: {NAMED}; by kvpress: {', '.join(PRESSES)}; "
+        "snapkv-query-aware and duo (--duo-head-map) in eval needle alone.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Of the documents.")
     kv_budget: float | None = Field(
         default=None,
@@ -93,22 +107,52 @@ class ComparingConfig(JobConfig):
         """Refuse settings that do not fit each other."""
 
     @property
-    @abstractmethod
+    def known(self) -> Mapping[str, Mapping[str, Any]]:
+        """Settings of the methods that have a name of their own."""
+        return BUILT_IN | {name: {"press": name} for name in self.known_presses}
+
+    @property
+    def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        return settings_by_name(self.methods, self.known)
+
+    @property
     def presses(self) -> list[str]:
         """The presses among the methods."""
+        return [str(own["press"]) for own in self.method_settings.values() if "press" in own]
 
-    def _engine(self, own: Mapping[str, Any], longest: int) -> EngineConfig:
-        """Return an engine's settings with a method's, for prompts of up to ``longest`` tokens."""
-        shared = self.model_dump(include=set(EngineConfig.model_fields))
-        # Every prompt is read, and memory is what a method takes.
-        shared |= {"max_model_len": longest, "prefix_cache": False}
-        if "press" in own or own.get("attention", "razor") != "razor":
-            shared["retrieval_share"] = 0.0  # what razor is compared with reads all
-        shared |= own
-        press = shared.pop("press", None)
-        if press is None:
-            return EngineConfig(**shared)
-        return BaselineConfig.of(press, shared, self.kv_budget)
+    @property
+    def shares_prefix(self) -> bool:
+        """True where prompts take what they share from the prefix cache."""
+        return False
+
+    def engine(self, method: str, longest: int) -> EngineConfig:
+        """Return the settings of a method's engine, for prompts of up to ``longest`` tokens.
+
+        Raises `ConfigError` for settings that are unknown or wrong, with the method's name.
+        """
+        own = dict(self.method_settings[method])
+        try:
+            press = own.pop("press", None)
+            if press not in (None, *self.known_presses):
+                known = ", ".join(self.known_presses)
+                raise ConfigError(f"press must be one of {known}, got {press!r}")
+            if "model" in own:
+                raise ConfigError("model is the same for all methods")
+            if unknown := sorted(own.keys() - EngineConfig.model_fields.keys()):
+                raise ConfigError(f"{unknown[0]} is not an engine setting")
+            shared = self.model_dump(include=set(EngineConfig.model_fields))
+            # Memory is what a method takes.
+            shared |= {"max_model_len": longest, "prefix_cache": self.shares_prefix}
+            if press is not None or own.get("attention", "razor") != "razor":
+                shared["retrieval_share"] = 0.0  # what razor is compared with reads all
+            shared |= own
+            if own.get("head_map"):
+                shared["head_map"] = str(head_map_file(own["head_map"]))
+            if press is None:
+                return EngineConfig(**shared)
+            return BaselineConfig.of(press, shared, self.kv_budget)
+        except ConfigError as error:
+            raise ConfigError(f"methods: {method}: {error}") from None
 
     def limits(self) -> tuple[ModelShape, int]:
         """Return the model's shape, and the tokens of prompt and answer that it may have."""

@@ -13,18 +13,12 @@ from razor_dist.config.sizes import Size
 from razor_dist.evals.settings import (
     LISTED,
     METHOD_SETTINGS,
+    NAMED,
     Methods,
     refuse_attention,
     settings_by_name,
 )
 from razor_dist.jobs.task import ExternalEngineConfig
-
-_BUILT_IN: Mapping[str, Mapping[str, Any]] = {
-    "razor": {},
-    "no-compensation": {"compensation": False},
-    "streaming": {"attention": "streaming"},
-    "full": {"attention": "full"},
-}
 
 
 class FidelityEngineConfig(ExternalEngineConfig):
@@ -38,9 +32,7 @@ class FidelityConfig(JobConfig):
 
     methods: Methods = Field(
         default=("razor", "no-compensation", "streaming"),
-        description="What to compare with full attention: razor, no-compensation, streaming, full "
-        "(with another kv_dtype), paths of head maps (.json); in YAML a mapping of names to "
-        "settings.",
+        description=f"What to compare with full attention: {NAMED}.",
     )
     tokens: Size | None = Field(
         default=None, ge=3, description="Of each text; none: all that it has and the model holds."
@@ -102,4 +94,4 @@ class FidelityConfig(JobConfig):
 
     @property
     def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        return settings_by_name(self.methods, _BUILT_IN, maps=True)
+        return settings_by_name(self.methods)

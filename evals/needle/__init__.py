@@ -3,7 +3,6 @@
 - ``config``, ``presets``: settings; the facts that are hidden, asked for and scored;
 - ``documents``: documents with hidden sentences, and their questions;
 - ``task``: the test as a job (`razor_dist.jobs`);
-- ``studies``: ``eval heads`` and ``eval ablations``, on `razor_dist.evals.grid`;
 - ``results``, ``report``: scores, tables and pictures of all of these;
 - ``model``: the needle model and its tokenizer.
 """

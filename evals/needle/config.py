@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,16 +13,21 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
 from razor_dist.config.validation import check_percent
-from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
+from razor_dist.evals.baselines.presses import ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
-from razor_dist.evals.settings import LISTED, Depths, Lengths, Prose
+from razor_dist.evals.settings import (
+    BUILT_IN,
+    LISTED,
+    NAMED,
+    Depths,
+    Lengths,
+    Methods,
+    Prose,
+    settings_by_name,
+    shipped_methods,
+)
 
-OwnMethod = Literal["full", "razor", "duo", "streaming"]
-PressName = Literal[
-    "h2o", "snapkv", "snapkv-query-aware", "tova", "pyramidkv", "expected-attention"
-]
-MethodName = Literal[OwnMethod, PressName]
-
+GRID_METHODS = "grid_smollm2"  # the file in ``configs`` of what `eval grid` compares
 Place = tuple[int, int, int]  # length, depth and which needle
 # Given by a list or by its ends, and not by both; names of the latter begin so.
 _RANGES = {
@@ -35,11 +41,6 @@ class NeedleConfig(ComparingConfig):
 
     max_num_seqs: int = Field(
         default=2, ge=2, description="Sequences at once: the document, and questions asked of it."
-    )
-    methods: Annotated[tuple[MethodName, ...], LISTED] = Field(
-        default=("full", "razor", "streaming"),
-        description="What to compare: full, razor, duo (--duo-head-map), streaming; by kvpress: "
-        "h2o, snapkv, snapkv-query-aware, tova, pyramidkv, expected-attention.",
     )
     duo_head_map: str | None = Field(
         default=None, min_length=1, description="Path of the head map of the method duo."
@@ -86,8 +87,8 @@ class NeedleConfig(ComparingConfig):
     repeats: int = Field(default=1, ge=1, description="Other documents of the same kind.")
 
     @property
-    def presses(self) -> list[str]:
-        return [method for method in self.methods if method in PRESSES]
+    def known(self) -> Mapping[str, Mapping[str, Any]]:
+        return super().known | {"duo": {"attention": "razor", "head_map": self.duo_head_map}}
 
     def _check(self) -> None:
         for name, stem in _RANGES.items():
@@ -103,17 +104,23 @@ class NeedleConfig(ComparingConfig):
             raise ConfigError(
                 f"document_depth_percent_min is {low:g}, above document_depth_percent_max, {high:g}"
             )
-        if "duo" in self.methods and self.duo_head_map is None:
+        methods = self.method_settings
+        maps = [
+            own.get("head_map", self.head_map)
+            for own in methods.values()
+            if "press" not in own and own.get("attention", "razor") == "razor"
+        ]
+        if methods.get("duo", {}).get("head_map", "") is None:
             raise ConfigError("the method duo needs duo_head_map, the path of its head map")
-        measures = "razor" in self.methods or (self.presses and self.kv_budget is None)
-        for name, used, methods in (
-            ("duo_head_map", "duo" in self.methods, "the method duo"),
-            ("head_map", measures, "the method razor"),
-        ):
-            if getattr(self, name) is not None and not used:
-                raise ConfigError(f"{name} is for {methods}, but methods are {list(self.methods)}")
-        for press in self.presses:
-            self.engine(press, 1)  # which may refuse
+        if self.presses and self.kv_budget is None:
+            maps.append(self.head_map)
+        for name, whose in (("duo_head_map", "duo"), ("head_map", "razor")):
+            if (path := getattr(self, name)) is not None and path not in maps:
+                raise ConfigError(
+                    f"{name} is for the method {whose}, but methods are {list(methods)}"
+                )
+        for name in methods:
+            self.engine(name, 1)  # which may refuse
         self._check_preset()
 
     def _check_preset(self) -> None:
@@ -165,11 +172,6 @@ class NeedleConfig(ComparingConfig):
             )
         return found
 
-    def engine(self, method: str, longest: int) -> EngineConfig:
-        if method == "duo":
-            return self._engine({"attention": "razor", "head_map": self.duo_head_map}, longest)
-        return self._engine({"press" if method in PRESSES else "attention": method}, longest)
-
 
 class GridConfig(EngineConfig):
     """Settings of a grid: the engine's, and of documents with one needle each; frozen."""
@@ -207,9 +209,20 @@ class PlacesConfig(GridConfig):
 class NeedleGridConfig(PlacesConfig):
     """Settings of ``eval grid``; frozen."""
 
+    methods: Methods = Field(
+        default=("all",),
+        description=f"What to compare: names in configs/{GRID_METHODS}.yaml, or all of them; "
+        f"{NAMED}.",
+    )
     preset: Literal["number", "words"] = Field(
         default="number", description="What is hidden; words: the needle model's, in its own text."
     )
+
+    @property
+    def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        shipped = shipped_methods(GRID_METHODS)
+        names = tuple(shipped) if self.methods == ("all",) else self.methods
+        return settings_by_name(names, {**BUILT_IN, **shipped})
 
 
 class HeadsConfig(GridConfig):

@@ -179,7 +179,7 @@ def _presses(run: NeedleRun) -> str:
     for method in run.methods:
         engine = run.engines[method]
         if "press" in engine:
-            press, part = PRESSES[method], engine["kv_budget"]
+            press, part = PRESSES[engine["press"]], engine["kv_budget"]
             budget = "razor's bytes on one rank" if part is None else f"{part:g} of full attention"
             sees = "yes" if press.with_question or not after else "no"
             rows.append([method, press.name, budget, sees])

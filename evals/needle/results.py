@@ -68,18 +68,22 @@ class NeedleResults:
         ]
         return f"{sum(own)}/{len(own)}" if own else "-"
 
-    def row(self, method: str, lengths: Sequence[int]) -> list[str]:
-        """Return a method's cells under `score_heads`; a hyphen stands where nothing was asked."""
-        found = self.summary(method)
-        counts = [*(self.found(method, length) for length in lengths), self.found(method)]
-        kv = found.kv_bytes if max(lengths) in found.by_length else None
-        return [*counts, str(found.lost), str(found.gained), f"{kv / 2**20:.0f}" if kv else "-"]
+    def table(self, methods: Mapping[str, Sequence[str]], head: Sequence[str] = ()) -> str:
+        """Return a Markdown table of needles found, methods by lengths.
 
-    def table(self, methods: Sequence[str]) -> str:
-        """Return a Markdown table of needles found, methods by lengths."""
+        Methods may have cells of their own, under ``head``. A hyphen stands where nothing was
+        asked.
+        """
         lengths = sorted({cell.length for cell in self.cells})
-        rows = [[method, *self.row(method, lengths)] for method in methods]
-        return markdown([["method", *score_heads(lengths)], *rows])
+        kept = f"KV at {max(lengths)}, MiB"
+        rows = [["method", *head, *map(str, lengths), "all", "lost", "gained", kept]]
+        for method, own in methods.items():
+            found = self.summary(method)
+            kv = found.kv_bytes if max(lengths) in found.by_length else None
+            counts = (self.found(method, length) for length in (*lengths, None))
+            about = str(found.lost), str(found.gained), f"{kv / 2**20:.0f}" if kv else "-"
+            rows.append([method, *own, *counts, *about])
+        return markdown(rows)
 
     def summary(self, method: str) -> MethodSummary:
         own = [cell for cell in self.cells if cell.method == method]
@@ -94,7 +98,7 @@ class NeedleResults:
             by_length={length: statistics.fmean(scores[length]) for length in sorted(scores)},
             lost=sum(cell.score < full.get(cell.place, cell.score) for cell in own),
             gained=sum(cell.score > full.get(cell.place, cell.score) for cell in own),
-            failed=sum(id.partition("/")[0] == method for id in self.failed),
+            failed=sum(id.rsplit("/", 3)[0] == method for id in self.failed),
             kv_bytes=median_of(longest, "kv_bytes"),
             prefill_seconds=median_of(longest, "timing", "prefill_seconds"),
         )
@@ -112,11 +116,6 @@ def median_of(results: Sequence[Mapping[str, Any]], *keys: str) -> Any:
         if found != {}:
             values.append(found)
     return statistics.median(values) if values else None
-
-
-def score_heads(lengths: Sequence[int]) -> list[str]:
-    """Return the headings of `NeedleResults.row`."""
-    return [*map(str, lengths), "all", "lost", "gained", f"KV at {max(lengths)}, MiB"]
 
 
 class NeedleRun(NeedleResults):

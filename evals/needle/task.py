@@ -60,13 +60,14 @@ class NeedleTask:
     @property
     def settings(self) -> Mapping[str, Any]:
         config = self.config
-        own = {"preset", "query", "methods", "needles", "share_depths", "repeats", "seed"}
+        own = {"preset", "query", "needles", "share_depths", "repeats", "seed"}
         name, text = self.haystack or (None, None)
         return {
             "kind": KIND,
             "model": display_name(config.model),
             "lengths": list(self.lengths),
             "depths": list(config.depths),
+            "methods": list(config.method_settings),
             "haystack": name,
             "haystack_fingerprint": text,
             **config.model_dump(mode="json", include=own),
@@ -75,8 +76,8 @@ class NeedleTask:
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        longest = self.lengths[-1]
-        return {method: self.config.engine(method, longest) for method in self.config.methods}
+        config, longest = self.config, self.lengths[-1]
+        return {method: config.engine(method, longest) for method in config.method_settings}
 
     @property
     def _documents(self) -> list[list[Spot]]:
@@ -87,7 +88,7 @@ class NeedleTask:
         """Return a document for each method, length, repeat and set of spots."""
         names, numbers = ("length", "repeat", "document"), range(len(self._documents))
         repeats = range(self.config.repeats)
-        every = itertools.product(self.config.methods, self.lengths, repeats, numbers)
+        every = itertools.product(self.config.method_settings, self.lengths, repeats, numbers)
         return [
             Item("/".join(map(str, at)), at[1], at[0], dict(zip(names, at[1:], strict=True)))
             for at in every
@@ -103,7 +104,8 @@ class NeedleTask:
         number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
         query, spots = self.config.query, self._documents[document]
         made = readings(preset, query, prompter, haystack, length, spots, number)
-        if item.engine in PRESSES and PRESSES[item.engine].with_question:
+        press = self.config.method_settings[item.engine].get("press")
+        if press is not None and PRESSES[press].with_question:
             made = with_questions(made)
         about = {"method": item.engine, "length": length, "repeat": repeat}
         return about | ask(llm, preset, made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,10 +14,8 @@ from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
 from razor_dist.evals.settings import (
     LISTED,
     HotpotQA,
-    Methods,
     Prose,
     Squad,
-    settings_by_name,
 )
 from razor_dist.evals.suites.graph import GRAPH
 from razor_dist.evals.suites.nonliteral import NONLITERAL
@@ -36,12 +34,6 @@ from razor_dist.evals.suites.world import WORLD
 
 if TYPE_CHECKING:
     from razor_dist.models.shape import ModelShape
-
-_BUILT_IN = ("full", "razor", "streaming")
-# A suite's question is a part of its prompt, so every press sees it: one SnapKV is enough.
-_PRESSES = tuple(name for name, press in PRESSES.items() if not press.with_question)
-_KNOWN = {name: {"attention": name} for name in _BUILT_IN}
-_KNOWN |= {name: {"press": name} for name in _PRESSES}
 
 
 def question_files(
@@ -64,6 +56,8 @@ class SuiteConfig(ComparingConfig):
     """Settings of a suite, the job's and the engines'; frozen."""
 
     own_suite: ClassVar[Suite]
+    # A suite's question is a part of its prompt, so every press sees it: one SnapKV is enough.
+    known_presses = tuple(name for name, press in PRESSES.items() if not press.with_question)
 
     tasks: Annotated[tuple[str, ...], LISTED] = Field(
         default=("all",), description="Tasks of the suite, with commas; all: every one."
@@ -72,11 +66,6 @@ class SuiteConfig(ComparingConfig):
         default=(4096,), description="Tokens of prompt and answer, such as 4096,8192."
     )
     samples: int = Field(default=50, ge=1, description="Samples of each task and length.")
-    methods: Methods = Field(
-        default=_BUILT_IN,
-        description="What to compare: full, razor, streaming; by kvpress: h2o, snapkv, tova, "
-        "pyramidkv, expected-attention; in YAML a mapping of names to engine settings.",
-    )
     haystack: Prose = "auto"
 
     @property
@@ -118,32 +107,11 @@ class SuiteConfig(ComparingConfig):
         return self.samples
 
     @property
-    def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        return settings_by_name(self.methods, _KNOWN)
+    def shares_prefix(self) -> bool:
+        return self.prefix_cache and self.suite.several_questions
 
-    @property
-    def presses(self) -> list[str]:
-        return [str(own["press"]) for own in self.method_settings.values() if "press" in own]
-
-    def engine(self, method: str) -> EngineConfig:
-        """Return the settings of a method's engine; refuse one that is unknown or wrong."""
-        own = self.method_settings[method]
-        press = own.get("press")
-        if press is not None and press not in _PRESSES:
-            raise ConfigError(
-                f"methods: {method}: press must be one of {', '.join(_PRESSES)}, got {press!r}"
-            )
-        known = {"press", *EngineConfig.model_fields}
-        if unknown := sorted(own.keys() - known | own.keys() & {"model"}):
-            raise ConfigError(
-                f"methods: {method} sets {unknown[0]}, which is "
-                + ("the same for all methods" if unknown[0] == "model" else "not an engine setting")
-            )
-        try:
-            shares = self.prefix_cache and self.suite.several_questions
-            return self._engine({"prefix_cache": shares, **own}, max(self.lengths))
-        except ConfigError as error:
-            raise ConfigError(f"methods: {method}: {error}") from None
+    def engine(self, method: str, longest: int | None = None) -> EngineConfig:
+        return super().engine(method, longest or max(self.lengths))
 
     @property
     def in_turns(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -21,15 +21,16 @@ from razor_dist.evals.needle.config import (
     NeedleConfig,
     NeedleGridConfig,
 )
-from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
+from razor_dist.evals.settings import (
+    BUILT_IN,
+    FULL,
+    METHOD_SETTINGS,
+    WINDOW,
+    shipped_methods,
+    streaming_settings,
+)
 from razor_dist.evals.sources.config import CitationsConfig, SourcesConfig
 from razor_dist.evals.suites.config import CONFIGS, SUITES, SuiteConfig
-
-if TYPE_CHECKING:
-    from razor_dist.evals.methods import Method
-    from razor_dist.evals.needle.results import NeedleResults
-    from razor_dist.evals.needle.studies import Ablations, HeadMapComparison
-    from razor_dist.heads.head_map import HeadMap
 
 eval = typer.Typer(
     help="Measure what is found in long documents.", no_args_is_help=True, rich_markup_mode=None
@@ -46,10 +47,11 @@ _NOT_SOURCES = _NOT_GRID - set(WINDOW) - {"attention", "head_map", "source_heads
 _NOT_CITATIONS = _NOT_SOURCES - {"world_size", "weights"}
 _NOT_HEADS = _NOT_GRID - set(WINDOW) - {"compensation"}
 _NOT_MAPS = _NOT_HEADS - {"prefill"} | {"kv_dtype"}  # maps are compared by what heads keep
+_NOT_METHODS = _NOT_GRID - set(METHOD_SETTINGS) | _ATTENTION
 # One process compares, without a server's caches; job settings stay.
-_NOT_FIDELITY = _NOT_GRID - set(METHOD_SETTINGS) | _ATTENTION | {"seed"}
-_PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
+_NOT_FIDELITY = _NOT_METHODS | {"seed"}
 
+Settings: TypeAlias = Mapping[str, Mapping[str, Any]]  # of methods, by name
 Out: TypeAlias = Annotated[
     Path, typer.Option(help="Folder for results and report; what is there is not run again.")
 ]
@@ -191,25 +193,13 @@ def report(
 
 
 @eval.command("grid")
-@with_config_flags(NeedleGridConfig, leave_out=_NOT_GRID - {"weight_dtype"})
-def grid(
-    config: NeedleGridConfig,
-    out: Out,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Settings to try, or all; NAME/32: with blocks chosen from 1/32 of the mass on."
-        ),
-    ] = "all",
-) -> None:
+@with_config_flags(NeedleGridConfig, leave_out=_NOT_METHODS - {"weight_dtype"})
+def grid(config: NeedleGridConfig, out: Out) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    from razor_dist.evals.methods import METHODS, named_method
     from razor_dist.evals.needle.presets import PRESETS
 
-    names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
-    own = [named_method(name, config.model) for name in names]
-    results = _run_grid(config, own, (), out, preset=PRESETS[config.preset])
-    _write_page(out / "report.md", results.table(names))
+    preset = PRESETS[config.preset]
+    _run_grid(config, config.method_settings, out / "report.md", preset=preset)
 
 
 @eval.command("sources")
@@ -250,13 +240,18 @@ def heads(
     out: Out,
     prefill: Prefill = "both",
 ) -> None:
-    """Compare head maps at equal numbers of KV heads: overlap, and needles found."""
-    from razor_dist.evals.needle.studies import HeadMapComparison, read_maps
+    """Compare head maps at equal numbers of KV heads, by needles found."""
+    from razor_dist.heads.head_map import HeadMap, head_map_file
 
-    study = HeadMapComparison(read_maps(head_maps), config.percents, config, _PREFILLS[prefill])
-    results = _run_grid(config, study.methods, list(study.maps.values()), out)
-    study.plot(results, out / "heads.png")
-    _write_study(study, results, out / "heads.md")
+    kinds = [HeadMap.load(head_map_file(str(path))).method for path in head_maps]
+    methods: dict[str, Mapping[str, Any]] = {"streaming": BUILT_IN["streaming"]}
+    for path, kind in zip(head_maps, kinds, strict=True):
+        name = kind if kinds.count(kind) == 1 else path.stem
+        for percent in sorted(config.percents):
+            methods[f"{name} {percent:g} %"] = {"head_map": str(path), "percent": percent}
+    if len(methods) <= len(head_maps) * len(config.percents):
+        raise ConfigError("two head maps have the same file name; rename one")
+    _run_grid(config, _by_prefill(config, prefill, methods), out / "heads.md")
 
 
 @eval.command("maps")
@@ -283,40 +278,32 @@ def maps(
 
 @eval.command("ablations")
 @with_config_flags(GridConfig, leave_out=_NOT_ABLATIONS)
-def ablations(
-    config: GridConfig,
-    out: Out,
-    random_draws: Annotated[int, typer.Option(help="Draws of random heads.")] = 3,
-    prefill: Prefill = "both",
-) -> None:
+def ablations(config: GridConfig, out: Out, prefill: Prefill = "both") -> None:
     """Repeat RazorAttention's ablations: random heads, fewer heads, no echo, no compensation."""
-    from razor_dist.evals.needle.studies import Ablations
-    from razor_dist.heads.head_map import HeadMap, default_head_map
-
-    found = HeadMap.load(config.head_map or default_head_map(config.model))
-    study = Ablations(found, config, _PREFILLS[prefill], random_draws)
-    results = _run_grid(config, study.methods, [found], out)
-    _write_study(study, results, out / "ablations.md")
+    methods = _by_prefill(config, prefill, shipped_methods("ablations"))
+    _run_grid(config, methods, out / "ablations.md")
 
 
-def _run_grid(
-    config: GridConfig,
-    methods: Sequence[Method],
-    head_maps: Sequence[HeadMap],
-    out: Path,
-    **about: Any,
-) -> NeedleResults:
+def _by_prefill(config: GridConfig, prefill: str, methods: Settings) -> Settings:
+    """Return full attention, and the other methods with each prefill and the settings' windows."""
+    found = {FULL: BUILT_IN[FULL]}
+    for one in ("exact", "local") if prefill == "both" else (prefill,):
+        shared = streaming_settings(config, one)
+        for name, own in methods.items():
+            if name != FULL:
+                found[f"{name}, {one}"] = {**shared, **own}
+    return found
+
+
+def _run_grid(config: GridConfig, methods: Settings, page: Path, **about: Any) -> None:
     from razor_dist.evals.grid import GridTask
+    from razor_dist.evals.methods import methods_of
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    return GridTask.plan(config, methods, head_maps, **about).run_in(out)
-
-
-def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, path: Path) -> None:
-    from razor_dist.evals.report import write_json
-
-    write_json(path.with_suffix(".json"), study.report(results))
-    _write_page(path, study.page(results))
+    own = methods_of(config, methods, as_written=True)
+    results = GridTask.plan(config, own, **about).run_in(page.parent)
+    kept = {method.name: [method.kept] for method in own}
+    _write_page(page, results.table(kept, ["KV heads kept"]))
 
 
 def _write_page(path: Path, page: str) -> None:

@@ -259,8 +259,7 @@ def default_head_map(model: str) -> Path:
 
 def shipped_head_map(model_name: str) -> Path:
     """Return the path of the head map that comes with razor_dist for a model, or `HeadMapError`."""
-    folder = files("razor_dist").joinpath("configs", "head_maps")
-    path = Path(str(folder.joinpath(model_name.replace("/", "--") + ".json")))  # / of a hub id
+    path = _shipped(model_name)
     if path.is_file():
         return path
     raise HeadMapError(
@@ -268,6 +267,17 @@ def shipped_head_map(model_name: str) -> Path:
         f"razor-dist identify razor {model_name} --out heads.json, and give it as --head-map "
         "heads.json; or keep all heads with --attention full"
     )
+
+
+def head_map_file(name: str) -> Path:
+    """Return the path that ``name`` is, or that of the shipped map of this name."""
+    path, shipped = Path(name).expanduser(), _shipped(name)
+    return shipped if shipped.is_file() and not path.exists() else path
+
+
+def _shipped(name: str) -> Path:
+    folder = files("razor_dist").joinpath("configs", "head_maps")
+    return Path(str(folder.joinpath(name.replace("/", "--") + ".json")))  # / of a hub id
 
 
 def first_fault(error: ValidationError) -> str:

@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"methods": ("razr",)}, "methods: unknown method 'razr'; give razor, no-compensation, "),
+        ({"methods": ("razr",)}, "methods: unknown method 'razr'; give full, razor, streaming, "),
         ({"world_size": 2}, "world_size is 2, but eval fidelity compares in one process"),
         ({"tokens": 100, "prompt_tokens": 99}, "prompt_tokens is 99, but of 100 tokens 2"),
         (

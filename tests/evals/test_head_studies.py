@@ -1,29 +1,27 @@
-"""razor-dist eval heads and ablations: what they run, what they say, end to end on a tiny model."""
+"""Head maps at equal budgets and RazorAttention's ablations, as methods of a grid."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.methods import FULL
-from razor_dist.evals.needle.results import NeedleResults
-from razor_dist.evals.needle.studies import Ablations, HeadMapComparison, read_maps
-from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.config.sources import load_config
+from razor_dist.evals.methods import Method, methods_of
+from razor_dist.evals.needle.config import NeedleGridConfig
+from razor_dist.heads.decision import flags
 from razor_dist.jobs.results import read_job
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny, save_head_map
 from tests.tokenizer import write_letters
 
-SMALL = EngineConfig(window_min=32, block=16)
+RECORDED = Path(__file__).parents[2] / "docs/benchmarks/heads"
 
 
 @pytest.fixture(scope="module")
@@ -45,86 +43,67 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _result(method: str, score: int, length: int = 2500) -> dict[str, Any]:
-    cell = {"depth": 50, "needle": 0, "expected": "123456", "answer": "", "score": score}
-    about = {"method": method, "length": length, "repeat": 0, "kv_bytes": 2**20}
-    return {**about, "cells": [cell], "timing": {"prefill_seconds": 1.0}}
+def _resolved(name: str) -> dict[str, Method]:
+    """The methods of a file in ``configs``, by name."""
+    config = load_config(NeedleGridConfig, yaml_path=f"configs/{name}.yaml")
+    methods = methods_of(config, config.method_settings, as_written=True)
+    return {method.name: method for method in methods}
 
 
-def test_a_comparison_counts_finds_and_overlaps() -> None:
-    razor = HeadMap.load(shipped_head_map("smollm2"))
-    comparison = HeadMapComparison({"razor": razor, "again": razor}, [25, 10], SMALL, ["exact"])
-    names = [method.name for method in comparison.methods]
-    assert names[:3] == [FULL, "streaming, exact", "razor 10 %, exact"] and len(names) == 6
-    kept = {m.name: sum(map(sum, m.retrieval)) for m in comparison.methods if m.retrieval}
-    assert set(kept.values()) == {9, 23}
-    results = NeedleResults(
-        [
-            _result(FULL, 1),
-            _result(FULL, 0, 5000),
-            _result("razor 10 %, exact", 0),
-            _result("razor 10 %, exact", 1, 5000),
-        ]
+def test_the_files_are_what_was_measured() -> None:
+    """The recorded answers are of these heads, of the same draws."""
+    recorded = json.loads((RECORDED / "ablations.json").read_text())["variants"]
+    methods = _resolved("ablations")
+    assert [variant["name"] for variant in recorded] == list(methods)[2:]
+    for variant in recorded:
+        method = methods[variant["name"]]
+        assert method.retrieval == tuple(map(tuple, variant["retrieval"]))
+        assert method.settings.get("compensation", True) is variant["compensation"]
+        assert method.kept == str(variant["kept"])
+    methods = _resolved("heads_smollm2")
+    recorded = json.loads((RECORDED / "heads.json").read_text())["chosen"]
+    assert len(methods) == 2 + len(recorded)
+    for chosen in recorded:
+        method = methods[f"{chosen['map']} {chosen['percent']:g} %"]
+        assert method.retrieval == flags(map(tuple, chosen["kv_heads"]), 30, 3)
+    assert all(method.shares_prefill for name, method in methods.items() if name != "full")
+
+
+def test_heads_by_seeds_and_scores(tiny: Path) -> None:
+    config = EngineConfig(model=str(tiny), head_map=str(tiny.parent / "razor.json"))
+    whole, echo, first, second = methods_of(
+        config,
+        {
+            "whole": {"induction": 50, "echo": 10},
+            "echo": {"echo": 10},
+            "first": {"echo": 10, "random": 0},
+            "second": {"percent": 50, "random": 1},
+        },
     )
-    page = comparison.page(results)
-    assert "| full | 90 of 90 | 1/1 | 0/1 | 1/2 | 0 | 0 | 1 |" in page
-    assert "| razor, 10 % | 9 of 90 | 0/1 | 1/1 | 1/2 | 1 | 1 | 1 |" in page
-    assert "| 25 % | razor, again | 23 | 5.9 | 1.00 |" in page
-    report = comparison.report(results)
-    assert report["scores"]["razor 10 %, exact"]["lost"] == 1
-    assert [len(chosen["kv_heads"]) for chosen in report["chosen"]] == [9, 23, 9, 23]
-    json.dumps(report)
-
-
-def test_maps_are_called_by_method_or_file(tiny: Path) -> None:
-    razor, onthefly = (tiny.parent / f"{name}.json" for name in ("razor", "onthefly"))
-    assert list(read_maps([razor, onthefly])) == ["razor", "onthefly"]
-    shipped = shipped_head_map("smollm2")
-    assert list(read_maps([razor, shipped, onthefly])) == ["razor", "smollm2", "onthefly"]
-    with pytest.raises(ConfigError, match="same file name"):
-        read_maps([shipped, shipped])
-
-
-def test_the_ablations_of_the_paper() -> None:
-    razor = HeadMap.load(shipped_head_map("smollm2-14-1"))
-    study = Ablations(razor, SMALL, ["exact", "local"], seeds=2)
-    variants = {variant.name: variant for variant in study.variants}
-    first, second = (variants[f"random heads, draw {draw}"] for draw in (1, 2))
-    whole = variants["14 % induction + 1 % echo"]
-    assert first.kept == second.kept == whole.kept == 22
-    assert first.retrieval != second.retrieval
-    assert whole.retrieval == razor.retrieval
-    growing = [variants[f"{percent} % induction + 1 % echo"].kept for percent in (5, 8, 11, 14)]
-    assert growing == sorted(growing) and growing[0] < growing[-1]
-    without_echo = variants["14 % induction, no echo heads"]
-    assert without_echo.kept <= whole.kept and without_echo.retrieval != whole.retrieval
-    bare = variants["14 % + 1 %, no compensation"]
-    assert bare.retrieval == whole.retrieval and not bare.compensation
-    methods = {method.name: method for method in study.methods}
-    assert len(methods) == 1 + 2 * (1 + len(variants))
-    assert methods["14 % + 1 %, no compensation, local"].settings["compensation"] is False
-    assert methods["14 % induction + 1 % echo, exact"].settings["prefill"] == "exact"
-    results = NeedleResults(
-        [
-            _result(FULL, 1),
-            _result("random heads, draw 1, exact", 0),
-            _result("random heads, draw 2, exact", 1),
-        ]
-    )
-    page = study.page(results).splitlines()
-    assert page[2] == "| all (full attention) |  | 90 | 1/1 | 0 | 0 | 1/1 | 0 | 0 |"
-    assert "| random heads, mean | Table 1 | 22 | 0.5/1 | 0.5 | 0.0 | - | - | - |" in page
-    with pytest.raises(HeadMapError, match="no induction and echo scores"):
-        Ablations(HeadMap.uniform("full", ModelShape(2, 4, 2, 8, 99, 64)), SMALL, ["exact"])
-    with pytest.raises(ConfigError, match="at least 1"):
-        Ablations(razor, SMALL, ["exact"], seeds=0)
+    assert whole.retrieval != echo.retrieval != first.retrieval != second.retrieval
+    assert first.kept == echo.kept != second.kept == "4"
+    assert echo.settings["head_map"] == "razor.json, echo 10 %"
+    for own, message in (
+        ({"percent": 10, "echo": 1}, "a: give percent, or induction and echo, not both"),
+        ({"random": "x"}, "a: random must be a number, got 'x'"),
+        ({"echo": 101}, "a: echo must be a percentage"),
+        ({"press": "h2o"}, "a: press is no setting of a method; those are attention, "),
+        ({"head_map": "smolm2"}, "a: cannot read the head map smolm2"),
+        (
+            {"head_map": str(tiny.parent / "onthefly.json"), "echo": 1},
+            "a: induction and echo are RazorAttention's, but a map of method 'onthefly'",
+        ),
+        ({"attention": "full", "random": 1}, "a: random is of no use with attention: full"),
+    ):
+        with pytest.raises((ConfigError, HeadMapError), match=message):
+            methods_of(config, {"a": own})
 
 
 GRID = ["--lengths", "400", "--depths", "50", "--needles", "1", "--haystack", "reference"]
 
 
 @pytest.mark.slow
-def test_the_commands_write_results_tables_and_a_picture(
+def test_the_commands_write_results_and_tables(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     maps = [str(tiny.parent / f"{name}.json") for name in ("razor", "onthefly")]
@@ -132,12 +111,8 @@ def test_the_commands_write_results_tables_and_a_picture(
     command = ["eval", "heads", *maps, "--out", str(tmp_path), "--percents", "25,50"]
     assert cli.main([*command, *shared, *GRID]) == 0
     out = capfd.readouterr().out
-    assert "| onthefly, 25 % | 2 of 8 | " in out
+    assert "| onthefly 25 %, exact | 2 | 0/1 | " in out and "| full | all | 0/1 |" in out
     assert (tmp_path / "heads.md").read_text().strip() in out
-    scores = json.loads((tmp_path / "heads.json").read_text())["scores"]
-    assert len(scores) == 11 and all(score["cells"] == 1 for score in scores.values())
-    with Image.open(tmp_path / "heads.png") as image:
-        assert image.width > image.height > 400
     assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4)
     stored = (tmp_path / "results.jsonl").read_bytes()
     assert cli.main([*command, *shared, *GRID]) == 0
@@ -145,10 +120,10 @@ def test_the_commands_write_results_tables_and_a_picture(
 
     # In the same folder, whose full attention and streaming need not be asked again.
     command = ["eval", "ablations", "--head-map", maps[0], "--out", str(tmp_path)]
-    command += ["--prefill", "exact", "--random-draws", "1"]
+    command += ["--prefill", "exact"]
     assert cli.main([*command, *shared, *GRID]) == 0
-    assert capfd.readouterr().out.count("Table 4") == 4
-    assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4) + 7
+    assert capfd.readouterr().out.count("| random heads, draw ") == 3
+    assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4) + 9
     assert cli.main([*command, *shared, *GRID, "--seed", "1"]) == 2
     assert "task.seed is 0 there and 1 here" in capfd.readouterr().err
 
@@ -156,6 +131,7 @@ def test_the_commands_write_results_tables_and_a_picture(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
+        (["MAP"], "two head maps have the same file name"),
         (["--percents", "0,10"], "a budget must be a percentage above 0"),
         (["--percents", "a"], "percents must be a list of numbers, got 'a'"),
         (["--percents", "10,10"], "percents must be a list without repeats"),
@@ -167,6 +143,8 @@ def test_the_commands_write_results_tables_and_a_picture(
 def test_mistakes_are_named(
     option: list[str], message: str, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["eval", "heads", str(tiny.parent / "razor.json"), "--out", str(tmp_path)]
-    assert cli.main([*command, "--model", str(tiny), *option]) == 2
+    own = str(tiny.parent / "razor.json")
+    option = [own if word == "MAP" else word for word in option]
+    command = ["eval", "heads", own, "--out", str(tmp_path), "--model", str(tiny)]
+    assert cli.main([*command, *option]) == 2
     assert message in capfd.readouterr().err

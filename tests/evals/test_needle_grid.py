@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import load_config
 from razor_dist.evals.grid import GridTask, place_seed
-from razor_dist.evals.methods import FULL_METHOD, METHODS, named_method
-from razor_dist.evals.needle.config import GridConfig, NeedleConfig, Place
+from razor_dist.evals.methods import FULL_METHOD, methods_of
+from razor_dist.evals.needle.config import GridConfig, NeedleConfig, NeedleGridConfig, Place
 from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import NeedleTask
+from razor_dist.evals.settings import shipped_methods
 from razor_dist.evals.sources.config import SourcesConfig
 from razor_dist.evals.sources.task import SourcesTask
 from razor_dist.evals.texts import Haystack
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)
 DEPTHS = (0, 25, 50, 75, 100)
+GRID = shipped_methods("grid_smollm2")
 COMMITTED = Path(__file__).parents[2] / "docs/benchmarks/needle_grid.json"
 
 
@@ -140,17 +142,31 @@ def test_a_plan_wants_prose(plan: Callable[[str], Any], tmp_path: Path) -> None:
         plan(str(tmp_path))
 
 
-def test_methods_are_engine_settings() -> None:
-    kept = {"smollm2-14-1": 22, "smollm2": 39}
-    for name, settings in METHODS.items():
-        EngineConfig(**{key: value for key, value in settings.items() if key != "head_map"})
-        found = named_method(name, "smollm2")
-        assert found.settings == settings
-        if "head_map" in settings:
-            assert found.retrieval is not None
-            assert sum(map(sum, found.retrieval)) == kept[settings["head_map"]]
-        else:
-            assert found.retrieval is None
+def test_folders_of_before_go_on() -> None:
+    """The ids of a grid's items name methods by these fingerprints."""
+    known = {
+        "full": ("all", "e4d31b03b44a"),
+        "exact-256": ("22", "2bd190043266"),
+        "exact-256-nocomp": ("22", "e67d4810c70c"),
+        "local-512c-28": ("39", "58b362d7ecd2"),
+        "local-512-28": ("39", "581dba487587"),
+        "local-256-28": ("39", "5c78ed14cd0c"),
+        "local-512c": ("22", "5ef71beec04e"),
+        "local-512": ("22", "f8e77d9b6836"),
+        "local-256": ("22", "533e8ba516b8"),
+        "streaming-256": ("none", "88d5cda26622"),
+    }
+    own = {"full/32": ("all", "55d21c9b3ffa"), "local-512-28/32": ("39", "d801ac7b8596")}
+    for names, wanted in ((None, known), (tuple(own), own)):
+        config = load_config(NeedleGridConfig, {"methods": names})
+        found = methods_of(config, config.method_settings, as_written=True)
+        assert {method.name: (method.kept, method.fingerprint) for method in found} == wanted
+    # What another run changes in them is another method.
+    config = load_config(NeedleGridConfig, {"compensation": False})
+    changed = methods_of(config, config.method_settings, as_written=True)
+    assert [m.name for m in changed if m.fingerprint == known[m.name][1]] == [
+        "full", "exact-256-nocomp"
+    ]  # fmt: skip
 
 
 def result(method: str, length: int, depth: int, score: float, **changes: Any) -> dict[str, Any]:
@@ -164,7 +180,7 @@ def test_results_are_tabled() -> None:
     results = [result("full", 1500, 25, 1), result("full", 1500, 75, 0)]
     results += [result("own", 1500, 25, 0), result("own", 1500, 75, 1)]
     results += [result("own", 2500, 25, 1) | {"kv_bytes": 3 << 20}]
-    assert NeedleResults(results).table(["full", "own"]).splitlines() == [
+    assert NeedleResults(results).table({"full": [], "own": []}).splitlines() == [
         "| method | 1500 | 2500 | all | lost | gained | KV at 2500, MiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| full | 1/2 | - | 1/2 | 0 | 0 | - |",
@@ -181,7 +197,7 @@ def test_the_committed_results_are_of_this_grid() -> None:
     results = []
     for cell in stored["cells"]:
         place = cell["length"], cell["depth"], cell["needle"]
-        assert cell["method"] in METHODS and place[0] in LENGTHS and place[1] in DEPTHS
+        assert cell["method"] in GRID and place[0] in LENGTHS and place[1] in DEPTHS
         draw = random.Random(place_seed(place, stored["seed"]))
         draw.sample(range(20), 1)
         assert cell["expected"] == str(draw.randrange(100_000, 1_000_000))
@@ -190,5 +206,5 @@ def test_the_committed_results_are_of_this_grid() -> None:
         one = result(cell["method"], place[0], place[1], score, needle=place[2])
         results.append(one | {"kv_bytes": cell["kv_bytes"]})
     methods = {cell["method"] for cell in stored["cells"]}
-    table = NeedleResults(results).table([name for name in METHODS if name in methods])
+    table = NeedleResults(results).table({name: [] for name in GRID if name in methods})
     assert table in COMMITTED.with_suffix(".md").read_text()

@@ -21,7 +21,7 @@ from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.fidelity.report import write_report
 from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.grid import GridTask
-from razor_dist.evals.methods import FULL_METHOD, Method, methods_of, named_method, selection_of
+from razor_dist.evals.methods import FULL_METHOD, Method, methods_of, selection_of
 from razor_dist.evals.needle.config import NeedleGridConfig
 from razor_dist.evals.needle.model import build_needle_model
 from razor_dist.evals.needle.presets import PRESETS
@@ -33,6 +33,7 @@ from razor_dist.evals.selection import (
     SelectedHeads,
     attend_selected,
 )
+from razor_dist.evals.settings import settings_by_name
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.job import run_job
 from razor_dist.kernels.query import Query
@@ -333,9 +334,10 @@ def test_the_needle_model_finds_its_needle_by_chosen_blocks(tmp_path: Path) -> N
     config = NeedleGridConfig(
         model=folder, lengths=(3000,), depths=(30,), needles=1, preset="words", threads=1
     )
-    with pytest.raises(ConfigError, match="streaming-256 has no retrieval heads to choose"):
-        named_method("streaming-256/32", folder)
-    [found] = [named_method("full/32", folder)]
+    named = settings_by_name(("streaming/32", "full/32"))
+    with pytest.raises(ConfigError, match="streaming/32: retrieval_share is of no use with"):
+        methods_of(config, named)
+    [found] = methods_of(config, {"full/32": named["full/32"]})
     assert found.selection is not None and found.selection.share == 1 / 32
     lost = Method(
         "none", found.settings, selection=selection_of("1/2", "none", found.selection.heads)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sources import load_config
+from razor_dist.evals.baselines.presses import BaselineConfig
 from razor_dist.evals.needle.config import NeedleConfig, sigmoid
 from razor_dist.evals.needle.documents import share_out
 from razor_dist.evals.needle.presets import same_words, word_overlap
+from razor_dist.heads.head_map import shipped_head_map
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -81,6 +83,25 @@ def test_engines_are_the_methods() -> None:
     assert all(engine.max_model_len == 4096 for engine in engines.values())
 
 
+def test_methods_may_be_a_mapping_as_everywhere() -> None:
+    """So that two head maps are compared in one run."""
+    own = {
+        "mine": {"head_map": "m.json", "window_min": 300},
+        "shipped": {"head_map": "smollm2-duo"},
+        "aware": {"press": "snapkv-query-aware"},
+    }
+    config = NeedleConfig(methods=own, head_map="r.json", context_lengths=2000, haystack="noise")
+    mine, shipped, aware = (config.engine(name, 4096) for name in own)
+    assert (mine.attention, mine.head_map, mine.window_min) == ("razor", "m.json", 300)
+    assert shipped.head_map == str(shipped_head_map("smollm2-duo"))
+    assert isinstance(aware, BaselineConfig) and config.presses == ["snapkv-query-aware"]
+    names = NeedleConfig(methods=("m.json", "razor/32", "no-compensation"))
+    engines = [names.engine(name, 4096) for name in names.method_settings]
+    assert [engine.head_map for engine in engines] == ["m.json", None, None]
+    assert [engine.retrieval_share for engine in engines] == [0, 1 / 32, 0]
+    assert [engine.compensation for engine in engines] == [True, True, False]
+
+
 def test_what_razor_is_compared_with_reads_all_blocks() -> None:
     methods = ("full", "razor", "duo", "streaming", "snapkv")
     config = NeedleConfig(methods=methods, duo_head_map="d.json", retrieval_share="1/32")
@@ -92,7 +113,13 @@ def test_what_razor_is_compared_with_reads_all_blocks() -> None:
     ("values", "message"),
     [
         ({"preset": "nubmer"}, "preset must be one of number, duoattention, razorattention, words"),
-        ({"methods": "full,h3o"}, "methods must be one of full, razor, duo, streaming, h2o,"),
+        ({"methods": "full,h3o"}, "unknown method 'h3o'; give full, razor, streaming, no-comp"),
+        ({"methods": {"a": {"press": "h3o"}}}, "methods: a: press must be one of h2o, snapkv"),
+        ({"methods": {"a": {"percent": 5}}}, "methods: a: percent is not an engine setting"),
+        (
+            {"methods": {"a": {"head_map": "a.json"}}, "head_map": "r.json"},
+            "head_map is for the method razor, but methods are ['a']",
+        ),
         ({"methods": "full,full"}, "methods must be a list without repeats"),
         ({"methods": ()}, "methods must be a list without repeats"),
         ({"methods": "duo"}, "needs duo_head_map"),
