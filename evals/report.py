@@ -24,6 +24,7 @@ import razor_dist
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
+from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
 from razor_dist.files import replacing
 from razor_dist.jobs.results import read_job
 
@@ -135,6 +136,31 @@ def failures(failed: Mapping[str, str]) -> str:
         reasons.setdefault(" ".join(why.split()), []).append(f"`{name}`")
     lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
     return "\n\n".join(["## Failed", "\n".join(lines)]) if lines else ""
+
+
+def presses(engines: Mapping[str, Mapping[str, Any]], asked_after: bool) -> str:
+    """Return a section of kvpress's methods: their budgets and what they know; empty without any.
+
+    ``asked_after`` says that the question stands behind what is compressed.
+    """
+    rows = [["method", "class", "may keep", "sees the question before it drops anything"]]
+    for method, engine in engines.items():
+        if "press" in engine:
+            press, part = PRESSES[engine["press"]], engine["kv_budget"]
+            budget = "razor's bytes on one rank" if part is None else f"{part:g} of full attention"
+            sees = "yes" if press.with_question or not asked_after else "no"
+            rows.append([method, press.name, budget, sees])
+    note = (
+        f"kvpress {KVPRESS} on transformers' own model: every head reads the document in full, "
+        "then each layer's cache is compressed once; what follows is added to it in full. KV in "
+        "tables is what the cache held once it was compressed. "
+    ) + (
+        "Seeing the question is an advantage: the method knows what will be asked for when it "
+        "drops the rest, and it reads the document anew for each question. No engine sees it."
+        if asked_after
+        else "The question is part of what is read here, for every method."
+    )
+    return section("## Baselines", rows, note)
 
 
 # What reports call an `interval`.

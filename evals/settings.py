@@ -107,7 +107,7 @@ def settings_by_name(
                 "that end in .json, or in a YAML file a mapping of names to settings"
             )
     if len(found) < len(methods):
-        raise ConfigError("methods: two head maps have the same file name; rename one")
+        raise ConfigError("methods: two have the same name; rename a head map")
     return found
 
 

@@ -18,13 +18,13 @@ from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
 from razor_dist.evals.methods import FULL
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.report import (
     failures,
     markdown,
+    presses,
     save_picture,
     section,
     write_json,
@@ -52,7 +52,7 @@ def write_report(folder: Path) -> str:
         *_draw([run], folder),
         _costs(run),
         _engines(run),
-        _presses(run),
+        presses(run.engines, run.settings["query"] == "after"),
         _wrong(run),
         failures(run.failed),
     )
@@ -170,30 +170,6 @@ def _engines(run: NeedleRun) -> str:
             values = ["-" if (v := engine.get(name)) is None else str(v) for name in _ENGINE]
             rows.append([method, *values])
     return section("## Engines", rows)
-
-
-def _presses(run: NeedleRun) -> str:
-    """Tabulate the budgets and the knowledge of kvpress's methods, which ours do not have."""
-    rows = [["method", "class", "may keep", "sees the question before it drops anything"]]
-    after = run.settings["query"] == "after"
-    for method in run.methods:
-        engine = run.engines[method]
-        if "press" in engine:
-            press, part = PRESSES[engine["press"]], engine["kv_budget"]
-            budget = "razor's bytes on one rank" if part is None else f"{part:g} of full attention"
-            sees = "yes" if press.with_question or not after else "no"
-            rows.append([method, press.name, budget, sees])
-    note = (
-        f"kvpress {KVPRESS} on transformers' own model: every head reads the document in full, "
-        "then each layer's cache is compressed once; what follows is added to it in full. KV above "
-        "is what the cache held once it was compressed. "
-    ) + (
-        "Seeing the question is an advantage: the method knows what will be asked for when it "
-        "drops the rest, and it reads the document anew for each question. No engine above sees it."
-        if after
-        else "The question is part of what is read here, for every method."
-    )
-    return section("## Baselines", rows, note)
 
 
 def _wrong(run: NeedleRun) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from razor_dist.evals.baselines.presses import KVPRESS
 from razor_dist.evals.methods import FULL
 from razor_dist.evals.report import (
     INTERVAL,
@@ -27,6 +26,7 @@ from razor_dist.evals.report import (
     interval,
     join,
     markdown,
+    presses,
     save_picture,
     section,
     write_json,
@@ -188,9 +188,10 @@ def report(
         parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")
     if missing := asked - len(results) - len(failed):
         parts.append(f"{missing} of {asked} samples have not been asked yet.")
-    parts += [_cached(results), _presses(task, engines), picture]
+    parts += [_cached(results), picture]
     parts += [_table(scores, method) for method in scores.methods]
-    return join(*parts, _beside_full(scores), failures(failed))
+    parts += [_beside_full(scores), presses(engines, asked_after=False)]
+    return join(*parts, failures(failed))
 
 
 def _table(scores: Scores, method: str) -> str:
@@ -243,18 +244,6 @@ def _cached(results: Sequence[Result]) -> str:
     if not cached:
         return ""
     return f"{cached:,} of {tokens:,} prompt tokens came from the prefix cache."
-
-
-def _presses(task: Mapping[str, Any], engines: Mapping[str, Mapping[str, Any]]) -> str:
-    presses = [method for method in task["methods"] if "press" in engines.get(method, {})]
-    if not presses:
-        return ""
-    part = engines[presses[0]]["kv_budget"]
-    budget = "as many bytes as razor on one rank" if part is None else f"{part:g} of all"
-    return (
-        f"{', '.join(presses)}: kvpress {KVPRESS}. Every head reads in full; then {budget} is "
-        "kept. The question is a part of what is read: they know it when they drop the rest."
-    )
 
 
 def _cell(scores: Sequence[float], asked: int) -> str:

@@ -103,9 +103,8 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
     page_of_press = report(
         "RULER", about, results, {}, {"full": {"press": "tova", "kv_budget": 0.25}}
     )
-    assert (
-        "full: kvpress 0.5.5. Every head reads in full; then 0.25 of all is kept" in page_of_press
-    )
+    assert "| full | TOVAPress | 0.25 of full attention | yes |" in page_of_press
+    assert "The question is part of what is read here" in page_of_press
     assert "## Failed\n\n- `full/cwe/200/0`, `full/cwe/200/1`: ConfigError: cwe cannot" in page
     page = report("RULER", about, results[1:], {"full/cwe/200/0": why}, {})
     assert "2 of 8 samples have not been asked yet" in page
