@@ -148,7 +148,7 @@ def _written(config: EngineConfig, engine: EngineConfig, own: Mapping[str, Any])
     chosen = {"head_map", *CHOICES} if own.keys() & set(CHOICES) else ()
     shown = {key: value for key, value in own.items() if key not in chosen}
     if shown.get("head_map"):
-        shown["head_map"] = Path(shown["head_map"]).stem  # in whichever folder it is
+        shown["head_map"] = Path(shown["head_map"]).stem  # its folder decides nothing
     if engine.attention != "full":
         for key in ("prefill", *STREAMING_SETTINGS):
             if (value := getattr(config, key)) != EngineConfig.model_fields[key].default:

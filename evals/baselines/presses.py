@@ -109,7 +109,7 @@ class ComparingConfig(JobConfig):
     @property
     def known(self) -> Mapping[str, Mapping[str, Any]]:
         """Settings of the methods that have a name of their own."""
-        return BUILT_IN | {name: {"press": name} for name in self.known_presses}
+        return {**BUILT_IN, **{name: {"press": name} for name in self.known_presses}}
 
     @property
     def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
@@ -146,7 +146,7 @@ class ComparingConfig(JobConfig):
             if press is not None or own.get("attention", "razor") != "razor":
                 shared["retrieval_share"] = 0.0  # what razor is compared with reads all
             shared |= own
-            if own.get("head_map"):
+            if isinstance(own.get("head_map"), str):
                 shared["head_map"] = str(head_map_file(own["head_map"]))
             if press is None:
                 return EngineConfig(**shared)

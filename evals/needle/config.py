@@ -88,7 +88,7 @@ class NeedleConfig(ComparingConfig):
 
     @property
     def known(self) -> Mapping[str, Mapping[str, Any]]:
-        return super().known | {"duo": {"attention": "razor", "head_map": self.duo_head_map}}
+        return {**super().known, "duo": {"attention": "razor", "head_map": self.duo_head_map}}
 
     def _check(self) -> None:
         for name, stem in _RANGES.items():
