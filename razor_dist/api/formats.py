@@ -81,8 +81,13 @@ class Format(ABC):
 
     @property
     def heartbeat(self) -> str:
-        """A comment, sent in silence: clients skip it, and proxies see traffic."""
-        return ": heartbeat\n\n"
+        """An event without fields, sent in silence: proxies see traffic.
+
+        By the standard it is none. A comment would do too, but ``vllm bench serve`` strips what it
+        reads and adds the next event to a comment's line, and `sglang.bench_serving` reads each
+        line that is not blank as JSON. The lines are two because some clients cut at ``\\n\\n``.
+        """
+        return "\n\n"
 
     @property
     def end(self) -> str:

@@ -227,7 +227,7 @@ class _Answer:
         if not self._begun:
             # What opens a stream is held back; clients and proxies see that it lives.
             self._held += part.data
-            return b": heartbeat\n\n"
+            return b"\n\n"
         self._body.drop()
         data, self._held = self._held + part.data, b""
         self._events += data.startswith(b"event: ") + data.count(b"\n\nevent: ")

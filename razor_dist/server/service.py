@@ -48,7 +48,7 @@ class Service:
     """The model behind the API.
 
     ``stats_patience`` are seconds: what polls the counters often gives up after 10 itself. A stream
-    gets a comment after ``heartbeat`` seconds of silence, so that no proxy gives it up. ``tag`` is
+    gets empty lines after ``heartbeat`` seconds of silence, so that no proxy gives it up. ``tag`` is
     that of its `Contexts`.
     """
 

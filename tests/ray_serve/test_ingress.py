@@ -26,7 +26,7 @@ from razor_dist.server.bodies import Body, BodyReader
 
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-HEARTBEAT = b": heartbeat\n\n"
+HEARTBEAT = b"\n\n"
 CHAT = "/v1/chat/completions"
 OPENING, TOKEN = b'data: {"role"}\n\n', b'data: {"token"}\n\n'
 
@@ -224,7 +224,9 @@ def test_a_stream_that_has_not_begun_is_begun_anew() -> None:
     for end in (RayActorError(), Unanswered("a", True, "why")):
         status, pieces = ask(Engines([*opened, end], second))
         assert status == 200
-        assert b"".join(pieces).replace(HEARTBEAT, b"") == OPENING + TOKEN
+        assert [piece for piece in pieces if piece not in (b"", HEARTBEAT)] == [
+            OPENING + HEARTBEAT + TOKEN
+        ]
         assert pieces.count(HEARTBEAT) == 4  # seen by proxies while nothing is sent
 
 
@@ -235,7 +237,7 @@ def replace_engine(part: Any) -> Head:
 
 def test_a_stream_without_events_keeps_its_opening() -> None:
     script: Script = [Head(0, 200, EVENTS), BodyPart(OPENING, False), BodyPart(b"", False)]
-    assert b"".join(ask(Engines(script))[1]).replace(HEARTBEAT, b"") == OPENING
+    assert [p for p in ask(Engines(script))[1] if p not in (b"", HEARTBEAT)] == [OPENING]
 
 
 @pytest.mark.parametrize(
