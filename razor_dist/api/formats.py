@@ -124,7 +124,8 @@ class Format(ABC):
     @property
     def _contexts(self) -> Json:
         """The field ``contexts`` of an answer: those that the request has made or named."""
-        return {"contexts": list(self._request.kept_as)} if self._request.kept_as else {}
+        kept = self._request.kept_as and self._request.kept_as()
+        return {"contexts": kept} if kept else {}
 
     def _parser(self) -> ToolParser | None:
         """Return a new parser of one answer's calls of tools, if the request allows any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -94,7 +94,8 @@ class ParsedRequest:
     # PDF files that must be read before the request can be, each with the field that holds it.
     unread: Sequence[tuple[str, bytes]] = ()
     context: str | None = None  # that must be found before the request can be read
-    kept_as: Sequence[dict[str, Any]] = ()  # the contexts that it uses, as answers tell of them
+    # Returns the contexts that it uses, as answers tell of them.
+    kept_as: Callable[[], list[dict[str, Any]]] | None = None
     contexts: Sequence[KeptContext] = ()  # what is to be kept of the prompt, the shortest first
 
 

@@ -77,6 +77,9 @@ class CacheNeed:
             )
         own = self._lasting([request])
         need = self._lasting([request, *request.prefixes])
+        if request.quota is not None:  # a context is worth nothing without a request behind it
+            after = self._continuation(request)
+            own, need = own + after, need + after
         over = self._exceeded(need)
         if over is not None:
             unit, what, setting = self._resource(over[0])
@@ -119,7 +122,10 @@ class CacheNeed:
     ) -> None:
         """Raise `RequestError` unless a prefix may be pinned beside its owner's ``others``."""
         owner, most = quota
-        held = sum(r.nbytes for r in others if r.quota is not None and r.quota[0] == owner)
+        own = [r for r in others if r.quota is not None and r.quota[0] == owner]
+        # Of what was released, and is continued, its pages are there, and not its windows.
+        windows = (self._bytes(self._accounts.in_slots(total=r.total)) for r in own if r.ended)
+        held = sum(r.nbytes for r in own) - sum(windows)
         request.quota, request.nbytes = quota, self.nbytes(request)
         if held + request.nbytes > most:
             raise RequestError(
@@ -138,7 +144,10 @@ class CacheNeed:
 
     def nbytes(self, request: Request) -> int:
         """Return a request's bytes on all ranks, without the prefix that it continues."""
-        return int((self._accounts.weights[:, None] * self._need(request)).sum())
+        return self._bytes(self._need(request))
+
+    def _bytes(self, quantities: Ints) -> int:
+        return int((self._accounts.weights[:, None] * quantities).sum())
 
     def _exceeded(self, need: Ints) -> tuple[int, int] | None:
         """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
@@ -155,7 +164,7 @@ class CacheNeed:
 
     def _lasting(self, requests: Seq[Request]) -> Ints:
         """Return what requests take together until they end, like ``_sizes``."""
-        held = [r.key for r in requests if r.phase is not Phase.WAITING]
+        held = [r.key for r in requests if r.phase not in (Phase.WAITING, Phase.ENDED)]
         waiting = [self._need(r)[:-1] for r in requests if r.phase is Phase.WAITING]
         return sum(waiting, start=self._accounts.together(held)[:-1])
 
@@ -167,6 +176,12 @@ class CacheNeed:
         end = request.end
         each = self._accounts.need(self._stored(request), end, end, request.total)
         return own + len(request.forks) * each
+
+    def _continuation(self, request: Request) -> Ints:
+        """Return what a short request takes that continues this one, like ``_sizes``."""
+        end = request.end
+        total = min(end + _LEAST_ANSWER, self._cache.max_tokens)
+        return self._accounts.need(self._stored(request), end, end, total)[:-1]
 
     def _stored(self, prefix: Request | None) -> Ints:
         """Tokens on every rank of a prompt that is prefilled, and of those that it continues."""

@@ -62,7 +62,8 @@ class Request:
     # While it waits: what is to cache its beginning; and the nodes that were loaded for it.
     awaits: Awaited | None = None
     loaded: list[Entry] = field(default_factory=list)
-    continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
+    # Waiting requests that name this one as their prefix; once opened they share its pages.
+    continued_by: int = 0
     released: bool = False  # a pinned prefix that only those requests need
     priority: int = field(init=False)  # that of ``params``, or of one which waits for this prefix
     # Of a pinned prefix: as in `Add`, and its bytes, as in `Progress`.
@@ -83,6 +84,10 @@ class Request:
     @property
     def waits(self) -> bool:
         return self.phase is Phase.WAITING
+
+    @property
+    def ended(self) -> bool:
+        return self.phase is Phase.ENDED
 
     @property
     def pinned(self) -> bool:

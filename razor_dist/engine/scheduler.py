@@ -120,7 +120,7 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def _held(self) -> list[Request]:
-        """Requests that only an abort frees: pinned prefixes, and the prompts that these continue.
+        """Requests that only an abort frees: pinned prefixes, and prompts that these wait for.
 
         Waiting ones count as well. A released prompt does not count if only requests that will end
         by themselves continue it: all of them were queued before whatever is queued next.
@@ -128,7 +128,8 @@ class Scheduler:
         prefills = [prefill.request for prefill in self.prefills.values()]
         requests = [*self.pinned.values(), *prefills, *self.waiting]
         pinned = [request for request in requests if request.pinned and not request.released]
-        return list(dict.fromkeys(r for one in pinned for r in (one, *one.prefixes)))
+        held = dict.fromkeys(r for one in pinned for r in (one, *one.prefixes))
+        return [request for request in held if not request.ended]
 
     def _stays_beside(self, request: Request, taken: Ints) -> bool:
         """True if all that wait fit beside a pinned prefix that takes this of the caches."""
@@ -175,6 +176,7 @@ class Scheduler:
             if isinstance(opened, Prefill):
                 del self.waiting[index]
                 self.prefills[request.key] = opened
+                plans += self._let_go(request.prefix)
                 return request
         return None
 
@@ -247,14 +249,18 @@ class Scheduler:
         return plans if request.needed else [*plans, *self._end_request(request)]
 
     def release(self, request: Request) -> list[StepPlan]:
-        """Release a pinned prefix; it stays until the requests that continue it have ended."""
+        """Release a pinned prefix; it stays while requests wait that continue it.
+
+        Those that have been opened hold its pages themselves.
+        """
         request.released = True
         return [] if request.needed else self._end_request(request)
 
     def _end_request(self, request: Request) -> list[StepPlan]:
         """Forget a request that is not `needed`, unless its long prefill can soon be cached."""
         plans: list[StepPlan] = []
-        if request.phase is Phase.WAITING:
+        waited = request.phase is Phase.WAITING
+        if waited:
             self.waiting.remove(request)
             for one in request.prefixes:  # no longer as urgent as what waited for it
                 others = (r.priority for r in self.waiting if one in r.prefixes)
@@ -273,11 +279,14 @@ class Scheduler:
             plans += self.room.end(request, request.key, request.tokens, keep=True)
         request.enter(Phase.ENDED)
         plans += self.admission.end_load()
-        prefix = request.prefix
+        return [*plans, *self._let_go(request.prefix)] if waited else plans
+
+    def _let_go(self, prefix: Request | None) -> list[StepPlan]:
+        """Note that a request no longer waits for the prefix that it continues."""
         if prefix is None:
-            return plans
+            return []
         prefix.continued_by -= 1
-        return plans if prefix.needed else [*plans, *self._end_request(prefix)]
+        return [] if prefix.needed else self._end_request(prefix)
 
 
 def _may_overtake(request: Request, other: Request) -> bool:
@@ -286,6 +295,6 @@ def _may_overtake(request: Request, other: Request) -> bool:
     It may not pass the prefix that it waits for, nor the last request that uses a released prefix,
     whose room was counted as free.
     """
-    released = any(prefix.released for prefix in other.prefixes)
+    released = any(one.released and not one.ended for one in other.prefixes)
     later = other.params.priority > request.params.priority
     return later and other is not request.prefix and not released

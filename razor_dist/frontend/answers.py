@@ -8,11 +8,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import Source
@@ -28,6 +30,10 @@ from razor_dist.protocol.messages import (
     Token,
     Tokens,
 )
+
+
+# Refusals that fewer pinned prefixes may change.
+_NO_ROOM = {"kv_capacity_exceeded", "pinned_prefixes_hold_cache"}
 
 
 @dataclass(frozen=True)
@@ -90,29 +96,36 @@ class LiveChoices:
         self.choices: list[Choice] = []
         self._client, self._report_progress = client, report_progress
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
-        self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._pinned, begin = pinned, 0
-        if pinned is not None:
-            prefix, begin = pinned.last.stream, pinned.last.tokens
+        self._pinned = pinned
+        self._submit = partial(self._submitted, prompts, prefix, scope)
+        self._streams = self._submit()
         for tokens, params, text in prompts:
-            name = uuid.uuid4().hex
-            streams = client.submit(name, tokens[begin:], params, prefix=prefix, scope=scope)
             entries: list[Any] = []
-            for answer, stream in enumerate(streams):
+            for answer in range(params.n):
                 choice = Choice(tokens, answer, prompt_entries=entries)
                 trace = None
                 if params.return_sources:
                     trace = Trace(tokens, text, tokenizer, params.return_sources)
-                assembler = Assembler(tokenizer, params)
-                pump = self._pump(len(self.choices), stream, assembler, choice, trace)
-                self._streams.append(stream)
+                pump = self._pump(len(self.choices), Assembler(tokenizer, params), choice, trace)
                 self._tasks.append(asyncio.create_task(pump))
                 self.choices.append(choice)
         self._unfinished = len(self.choices)
         if pinned is not None:
             pinned.listen(self._context_progress)
+
+    def _submitted(
+        self, prompts: Sequence[Checked], prefix: RequestStream | None, scope: CacheScope
+    ) -> list[RequestStream]:
+        """Submit the prompts, behind what is pinned of them; return the streams of the answers."""
+        begin, streams = 0, list[RequestStream]()
+        if self._pinned is not None and self._pinned.last is not None:
+            prefix, begin = self._pinned.last.stream, self._pinned.last.tokens
+        for tokens, params, _ in prompts:
+            name, rest = uuid.uuid4().hex, tokens[begin:]
+            streams += self._client.submit(name, rest, params, prefix=prefix, scope=scope)
+        return streams
 
     @property
     def ids(self) -> list[str]:
@@ -170,6 +183,37 @@ class LiveChoices:
             )
 
     async def _pump(
+        self, index: int, assembler: Assembler, choice: Choice, trace: Trace | None
+    ) -> None:
+        try:
+            while True:
+                stream = self._streams[index]
+                try:
+                    await self._read(index, stream, assembler, choice, trace)
+                    break
+                except RequestError as error:
+                    if not self._ask_again(stream, error):
+                        raise
+        except Exception as error:
+            refused = None if self._pinned is None else self._pinned.error
+            self._events.put_nowait(refused or error)
+        finally:
+            self._unfinished -= 1
+
+    def _ask_again(self, refused: RequestStream, error: RequestError) -> bool:
+        """Ask without a context for which there is no room, if marks alone have asked for it."""
+        pinned = self._pinned
+        if pinned is None or pinned.error is not None or pinned.last is None:
+            return False
+        if refused not in self._streams:  # another of the answers has heard of it before
+            return True
+        if pinned.last.is_kept and error.code not in _NO_ROOM:
+            return False
+        if again := pinned.leave_out():
+            self._streams = self._submit()
+        return again
+
+    async def _read(
         self,
         index: int,
         stream: RequestStream,
@@ -177,33 +221,28 @@ class LiveChoices:
         choice: Choice,
         trace: Trace | None,
     ) -> None:
-        try:
-            with closing(stream):
-                async for message in stream:
-                    if isinstance(message, Progress):
-                        choice.cached_tokens = message.cached
-                        if self._pinned is not None:
-                            # Rank 0 refuses a pin before it tells of a prompt that comes later.
-                            if self._pinned.error is not None:
-                                raise self._pinned.error
-                            found = self._pinned.counts(message.cached)
-                            choice.cached_tokens, choice.pinned_tokens = found
-                        if self._report_progress:
-                            self._events.put_nowait(ChoiceEvent(index, message))
-                    elif isinstance(message, PromptLogprobs):
-                        choice.prompt_entries += message.logprobs  # a message per chunk
-                    elif isinstance(message, Token):
-                        piece = assembler.push(message)
-                        if trace is not None:
-                            trace.add(message.sources or (), piece.offset, piece.text)
-                            piece = await choice.traced(trace, piece)
-                        choice.pieces.append(piece)
-                        self._events.put_nowait(ChoiceEvent(index, piece))
-                        if piece.finish_reason is not None:
-                            stream.close(piece.finish_reason)
-                            break
-        except Exception as error:
-            refused = None if self._pinned is None else self._pinned.error
-            self._events.put_nowait(refused or error)
-        finally:
-            self._unfinished -= 1
+        """Read the messages of an answer to its end."""
+        with closing(stream):
+            async for message in stream:
+                if isinstance(message, Progress):
+                    choice.cached_tokens = message.cached
+                    if self._pinned is not None:
+                        # Rank 0 refuses a pin before it tells of a prompt that comes later.
+                        if self._pinned.error is not None:
+                            raise self._pinned.error
+                        found = self._pinned.counts(message.cached)
+                        choice.cached_tokens, choice.pinned_tokens = found
+                    if self._report_progress:
+                        self._events.put_nowait(ChoiceEvent(index, message))
+                elif isinstance(message, PromptLogprobs):
+                    choice.prompt_entries += message.logprobs  # a message per chunk
+                elif isinstance(message, Token):
+                    piece = assembler.push(message)
+                    if trace is not None:
+                        trace.add(message.sources or (), piece.offset, piece.text)
+                        piece = await choice.traced(trace, piece)
+                    choice.pieces.append(piece)
+                    self._events.put_nowait(ChoiceEvent(index, piece))
+                    if piece.finish_reason is not None:
+                        stream.close(piece.finish_reason)
+                        break

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 
+from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.messages import CacheScope, Progress, Tokens
 from razor_dist.protocol.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class Pin:
     """A pinned prefix, from its submission on; requests may continue it at once.
 
     ``tokens`` are all of it; those that ``behind`` has are neither sent nor prefilled again. Raises
-    as `EngineClient.submit`; what the engine refuses is in ``error``.
+    as `EngineClient.submit`; what the engine refuses is in ``error``. Requests do without a
+    ``hint`` that it refuses.
     """
 
     def __init__(
@@ -30,8 +35,11 @@ class Pin:
         quota: tuple[str, int] | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        hint: bool = False,
     ) -> None:
         base, before = (0, None) if behind is None else (behind.tokens, behind.stream)
+        self.behind = behind
+        self.hint = hint
         self.stream: RequestStream
         self.tokens: int = len(tokens)
         self.nbytes = 0
@@ -56,6 +64,7 @@ class Pin:
         return not self.stream.ended
 
     def close(self) -> None:
+        self.behind = None
         self._reading.cancel()
         self.stream.close()
 
@@ -71,14 +80,21 @@ class Pin:
                         listener(message)
         except Exception as error:
             self.error = error
+            if self.hint and getattr(error, "code", None) is not None:
+                log.info("a context is not kept: %s", error)
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if the engine has refused it and requests do without."""
+        return self.hint and isinstance(self.error, RequestError)
 
 
 class Pinned:
     """The prefix that a request's prompts continue: the last of ``pins``, by ascending length.
 
-    Those in ``new`` are pinned for it, each behind the pin before. The prompts do not wait for a
-    new pin in front of one that was there already. ``end`` is called once, when the request has
-    ended, with whether it was answered.
+    Those in ``new`` are pinned for it, each behind the pin before or a longer one. The prompts do
+    not wait for a new pin in front of one that was there already. ``end`` is called once, when the
+    request has ended, with whether it was answered.
     """
 
     def __init__(
@@ -87,19 +103,34 @@ class Pinned:
         self._pins, self._end = pins, end
         self._awaited = [*takewhile(lambda pin: pin in new, reversed(pins))][::-1]
         self._beside = [pin for pin in new if pin not in self._awaited]
-        self.last = pins[-1]
+        self.last: Pin | None = pins[-1]
         self._heard: dict[Pin, Callable[[Progress], None]] = {}
         self._closed = False
 
     @property
     def error(self) -> Exception | None:
-        """The first error for which a prefix is not pinned; None if there is none."""
-        return next((pin.error for pin in self._pins if pin.error is not None), None)
+        """The first error for which a prefix is not pinned; None if requests can do without."""
+        failed = (pin for pin in self._pins if pin.error is not None and not pin.is_left_out)
+        return next((pin.error for pin in failed), None)
+
+    def leave_out(self) -> bool:
+        """Leave out the last pin, if it is a hint; the prompts then continue the one before it."""
+        last = self.last
+        if last is None or not last.hint:
+            return False
+        lower = [pin for pin in (last.behind, *self._pins) if pin is not None and pin.is_kept]
+        shorter = (pin for pin in lower if pin.tokens < last.tokens)
+        self.last = max(shorter, key=lambda pin: pin.tokens, default=None)
+        last.close()
+        self._awaited = [pin for pin in self._awaited if pin.is_kept]
+        return True
 
     def counts(self, cached: int) -> tuple[int, int]:
         """Return the tokens that were in the caches, of ``cached`` now, and those pinned anew."""
         begins = [pin.cached for pin in self._awaited if pin.cached is not None]
-        return (begins[0], self.last.tokens - begins[0]) if begins else (cached, 0)
+        if self.last is None or not begins:
+            return cached, 0
+        return begins[0], self.last.tokens - begins[0]
 
     def listen(self, listener: Callable[[bool, Progress], None]) -> None:
         """Have a function hear of what is prefilled before the request's own prompts.

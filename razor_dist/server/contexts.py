@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.errors import NotReadyError
@@ -22,66 +16,21 @@ from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
 from razor_dist.protocol.messages import Fields
-from razor_dist.server.context_files import GRACE_SECONDS, ContextFiles, Head, Stored
+from razor_dist.server.context import (
+    Context,
+    context_name,
+    described,
+    entry,
+    new_context,
+    passed,
+)
+from razor_dist.server.context_files import GRACE_SECONDS, ContextFiles
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
 _REMEMBERED = 1000
-# Characters of a context's text in a list.
-_BEGINS = 120
 # Seconds between two looks for contexts that have expired, or that other servers have deleted:
 # fewer than those for which the file of an expired one stays, which may be in use here.
 _WATCH_SECONDS = GRACE_SECONDS / 3
-
-
-@dataclass(eq=False)
-class Context:
-    head: Head
-    ttl: int  # seconds from its last use on
-    used: float  # by the wall clock
-    kept: KeptContext
-    parent: Context | None = None  # with whose tokens it begins
-    pin: Pin | None = None  # None after a restart, until it is used
-    stays: bool = False  # until it expires: it was pinned as a whole once, or an answer named it
-    stored: bool = False  # in a file
-    users: int = 0  # requests in flight that continue it
-
-    @property
-    def id(self) -> str:
-        return self.head.id
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.pin is not None and self.pin.is_kept
-
-    @cached_property
-    def name(self) -> bytes:
-        return _name(self.head.owner, self.head.salt, self.kept)
-
-    @property
-    def expires(self) -> float:
-        return self.used + self.ttl
-
-    @property
-    def brief(self) -> Fields:
-        """The context as an answer names it."""
-        return {"id": self.id, "tokens": self.head.tokens, "expires_at": int(self.expires)}
-
-    def require_pin(
-        self, client: EngineClient, before: Context | None, most: int, priority: int
-    ) -> list[Pin]:
-        """Have it be pinned, unless it is; behind another, if that is pinned. Return a new pin."""
-        if self.is_pinned:
-            return []
-        behind = before.pin if before is not None and before.is_pinned else None
-        self.pin = Pin(
-            client,
-            self.kept.text.tokens,
-            behind=behind,
-            quota=(self.head.owner or "", most),
-            cache_salt=self.head.salt,
-            priority=priority,
-        )
-        return [self.pin]
 
 
 class Contexts:
@@ -220,7 +169,7 @@ class Contexts:
         stored = [] if files is None else await asyncio.to_thread(files.all)
         own = [c for c in self._contexts.values() if c.head.owner == owner]
         return [described(context, held) for context in own] + [
-            _entry(one, _UNKNOWN)
+            entry(one)
             for one in stored
             if one.head.owner == owner and one.head.id not in self._contexts
         ]
@@ -249,21 +198,26 @@ class Contexts:
         `EngineClient.submit`, and as `find` if ``base`` has ended.
         """
         salt = salt if base is None else base.head.salt
-        known = [self._by_name.get(_name(owner, salt, one)) for one in kept]
+        known = [self._by_name.get(context_name(owner, salt, one)) for one in kept]
         await self._look([context for context in (base, *known) if context is not None])
         used, new = list[Context](), list[Pin]()
         try:
             if base is not None:
                 used.append(self._known(base.id, owner))  # it may have ended since it was found
-                new += used[0].require_pin(self._client, used[0].parent, self.most, priority)
+                before = used[0].before(self._contexts.values())
+                new += used[0].require_pin(self._client, before, self.most, priority)
+                used[0].named, used[0].pin.hint = True, False
             for one in kept:
-                before = used[-1] if used else None
-                if before is not None and len(one.text.tokens) <= len(before.kept.text.tokens):
+                if used and len(one.text.tokens) <= used[-1].head.tokens:
                     continue
-                blank = _new(one, before, owner, salt, self._tag)
+                blank = new_context(one, owner, salt, self._tag)
                 found = self._by_name.get(blank.name, blank)
-                new += found.require_pin(self._client, before, self.most, priority)
-                found.parent, found.ttl = before, max(found.ttl, one.ttl)
+                before = found.before(self._contexts.values())
+                for context in passed(before, [*known, *used]):
+                    self._forget(context, "; its mark has moved on: name the longer context")
+                pin = self._client, before, self.most, priority
+                new += found.require_pin(*pin, hint=True)
+                found.ttl = max(found.ttl, one.ttl)
                 self._enter(found)
                 self._touch(found, stated=True)
                 used.append(found)
@@ -313,7 +267,6 @@ class Contexts:
             del self._by_name[context.name]
         if context.pin is not None:
             context.pin.close()
-        context.parent = None
         if context.stored and self._files is not None:
             self._files.remove(context.id)
         self._remember(context, how)
@@ -324,60 +277,6 @@ class Contexts:
             self._ended.popitem(last=False)
 
 
-def _new(
-    kept: KeptContext, parent: Context | None, owner: str | None, salt: str | None, tag: str
-) -> Context:
-    now = time.time()
-    id_ = f"ctx_{tag}{secrets.token_hex(16)[len(tag) :]}"
-    head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
-    return Context(head, kept.ttl, now, kept, parent)
-
-
-def _name(owner: str | None, salt: str | None, kept: KeptContext) -> bytes:
-    """A hash of all that makes a context, equal for two requests that keep the same one."""
-    about = [owner, salt, kept.digest]
-    return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
-
-
-def _beginning(kept: KeptContext) -> str:
-    """Return the beginning of what the user said, or of all, if that is nothing."""
-    messages = sorted(kept.messages, key=lambda message: message["role"] != "user")
-    # A message that calls tools may have no content.
-    return next(filter(None, (one.get("content") for one in messages)), "")[:_BEGINS]
-
-
 def _expired(context: Context) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(context.expires))
     return f"; it expired at {when}: send the text again"
-
-
-# Bytes of a context that this server has not pinned.
-_UNKNOWN: Fields = {"device": 0, "host": None, "disk": None}
-
-
-def described(context: Context, held: Fields | None) -> dict[str, Any]:
-    """Return a context as ``/v1/contexts`` has it.
-
-    ``held`` has the bytes in host memory and on disk by pinned request. They are null without it,
-    while the engine is too busy to tell, and after a restart until the context is used.
-    """
-    nbytes = _UNKNOWN
-    if context.is_pinned and context.pin is not None:
-        none = {"host": 0, "disk": 0}
-        lower = {} if held is None else held.get(context.pin.stream.request_id, none)
-        nbytes = {**_UNKNOWN, "device": context.pin.nbytes, **lower}
-    return _entry(context, nbytes)
-
-
-def _entry(of: Context | Stored, nbytes: Fields) -> dict[str, Any]:
-    return {
-        "id": of.head.id,
-        "tokens": of.head.tokens,
-        "expires_at": int(of.expires),
-        "object": "context",
-        "begins": of.head.begins,
-        "created_at": int(of.head.created),
-        "last_used_at": int(of.used),
-        "ttl": of.ttl,
-        "bytes": nbytes,
-    }

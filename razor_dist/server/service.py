@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi.responses import Response
@@ -27,7 +28,8 @@ from razor_dist.protocol.messages import CacheScope, EngineInfo, Fields
 from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
-from razor_dist.server.contexts import Context, Contexts, described
+from razor_dist.server.context import Context, described
+from razor_dist.server.contexts import Contexts
 from razor_dist.server.documents import DocumentReader
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
@@ -48,8 +50,8 @@ class Service:
     """The model behind the API.
 
     ``stats_patience`` are seconds: what polls the counters often gives up after 10 itself. A stream
-    gets empty lines after ``heartbeat`` seconds of silence, so that no proxy gives it up. ``tag`` is
-    that of its `Contexts`.
+    gets empty lines after ``heartbeat`` seconds of silence, so that no proxy gives it up. ``tag``
+    is that of its `Contexts`.
     """
 
     stats_patience = 8.0
@@ -181,7 +183,7 @@ class Service:
         key, priority = current_record().key, prompts[0].params.priority
         if found := await self.contexts.use(context, parsed.contexts, key, salt, priority):
             pinned, used = found
-            parsed = replace(parsed, kept_as=[one.brief for one in used])
+            parsed = replace(parsed, kept_as=partial(_named, used))
         try:
             choices = LiveChoices(
                 self.client,
@@ -273,6 +275,11 @@ class Service:
             # The client may have gone.
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._asking)
+
+
+def _named(contexts: Sequence[Context]) -> list[Fields]:
+    """Return the contexts that are kept, as an answer names them."""
+    return [context.brief for context in contexts if context.is_pinned]
 
 
 def _late(seconds: float) -> RequestError:

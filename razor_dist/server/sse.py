@@ -20,9 +20,9 @@ from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
-# Seconds of silence after which heartbeats come only this often. Reading a prompt may take 45 minutes
-# on a CPU, and Go's most used client ends a stream after 300 lines without data: 53 minutes. Proxies
-# and clients that give a silent stream up wait 30 seconds or more.
+# Seconds of silence after which heartbeats come only this often. A prompt may take 45 minutes to
+# read on a CPU, and Go's most used client ends a stream after 300 lines without data: 53 minutes.
+# Proxies and clients that give a silent stream up wait 30 seconds or more.
 _LONG_SILENCE, _RARE_HEARTBEAT = 60.0, 24.0
 
 

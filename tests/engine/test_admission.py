@@ -122,16 +122,19 @@ def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
 
 
 def test_a_released_prompt_that_a_pinned_one_continues_counts() -> None:
-    core, _ = make_core(slots=2)
+    core, runner = make_core(slots=2)
     add(core, "first", 4, pin=True)
     add(core, "second", 4, pin=True, prefix="first")
     core.abort("first")
     with pytest.raises(RequestError, match=r"hold 2 .*: second, first\)$") as error:
         add(core, "question", 1, prefix="second")
     assert error.value.code == "pinned_prefixes_hold_cache"
-    core.abort("second")
-    add(core, "any", 1)
+    run(core)  # the second holds the pages of both
+    assert [request.id for request in core.scheduler.pinned.values()] == ["second"]
+    add(core, "question", 1, prefix="second")
     run(core)
+    core.abort("second")
+    assert runner.lengths == {}
 
 
 def test_a_sequence_in_use_is_never_evicted() -> None:

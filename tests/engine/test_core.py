@@ -170,8 +170,9 @@ def test_pinned_prefixes_leave_places_for_answers(tiny: Tiny) -> None:
     assert (accounts.free == accounts.sizes).all() and not core.runner.sequences
 
 
-def test_a_released_prefix_counts_while_another_continues_it(tiny: Tiny) -> None:
-    core = make_core(tiny("llama"), prefix_cache=True)
+@pytest.mark.parametrize("attention", ["full", "streaming"])
+def test_a_released_prefix_counts_while_another_continues_it(tiny: Tiny, attention: str) -> None:
+    core = make_core(tiny("llama"), prefix_cache=True, attention=attention)
 
     def pin(name: str, count: int, most: int, **more: Any) -> int:
         core.add(name, prompt(count), GREEDY, pin=True, quota=("key", most), **more)
@@ -180,9 +181,13 @@ def test_a_released_prefix_counts_while_another_continues_it(tiny: Tiny) -> None
 
     first = pin("a", 150, 10**9)
     second = pin("b", 20, 10**9, prefix_id="a")
-    core.abort("a")  # its pages stay
-    most = first + second + first // 2
-    with pytest.raises(RequestError, match=f"hold {first + second} of the {most}") as error:
+    core.abort("a")  # its pages stay, its windows go
+    need, accounts = core.scheduler.admission.need, core.scheduler.room.accounts
+    windows = need._bytes(accounts.in_slots(total=150))
+    held = first + second - windows
+    most = held + first - 1
+    assert windows == (first if attention == "streaming" else 0)
+    with pytest.raises(RequestError, match=f"hold {held} of the {most}") as error:
         pin("c", 150, most)
     assert error.value.code == "pinned_contexts_full"
     core.abort("b")

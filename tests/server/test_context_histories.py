@@ -130,7 +130,8 @@ class Server:
                 await asyncio.sleep(0)
             for key in "ab":
                 pinned = self.core.scheduler.pinned.values()
-                assert sum(r.nbytes for r in pinned if r.quota and r.quota[0] == key) <= MOST
+                own = (r.nbytes for r in pinned if r.quota and r.quota[0] == key)
+                assert sum(own) <= self.contexts.most
 
     async def drain(self) -> None:
         for _ in range(3000):
@@ -332,3 +333,38 @@ def test_any_history_of_contexts_is_answered_as_if_nothing_were_kept(
     check()
     print(dict(happened))
     assert all(happened[what] for what in ("answered", "by handle", "refused", "die", "expire"))
+
+
+@pytest.mark.parametrize(("most", "sequences"), [(10**6, 5), (MOST, 5), (10**6, 1)])
+def test_a_mark_on_the_last_block_of_every_turn_is_never_refused(
+    tiny: Callable[[str], Path], most: int, sequences: int
+) -> None:
+    """There is room to pin a conversation, or its beginning, or nothing beside a request."""
+    path, cached, pinned = str(tiny("llama")), list[int](), list[int]()
+    sizes = {"max_model_len": 400, "kv_tokens": 2000, "window_max": 16, "max_step_ms": 1e6}
+    sizes["max_num_seqs"] = sequences
+
+    async def play() -> None:
+        server = Server(lambda: engine_of(Communicator(None), path, sizes))
+        server.contexts.most = most
+        for turn in range(12):
+            text = ids((1, 40), (2, 20 * turn + 25))
+            marks = [kept(text[:at]) for at in (40, len(text) - 5)]
+            found = await server.contexts.use(None, marks, "a", None)
+            assert found is not None
+            prompt = Checked(np.array(text, np.int32), SamplingParams(max_tokens=2))
+            choices = LiveChoices(server.client, None, [prompt], pinned=found[0])
+            await server.drain()
+            async for _ in choices.events():
+                pass
+            choices.close()
+            cached.append(choices.choices[0].cached_tokens)
+            assert len(server.core.scheduler.pinned) <= 4
+        held = [one["bytes"]["device"] for one in await server.contexts.listed("a", None)]
+        assert sum(held) <= most and len(held) <= 3
+        pinned.append(sum(held))
+        server.end()
+
+    asyncio.run(play())
+    assert bool(pinned[0]) == (sequences > 1)
+    assert all(now >= 40 + 20 * (turn - 1) for turn, now in enumerate(cached) if turn), cached

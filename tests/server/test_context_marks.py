@@ -17,7 +17,8 @@ from razor_dist.frontend.answers import LiveChoices
 from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.messages import Add, Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.server.contexts import Context, Contexts
+from razor_dist.server.context import Context
+from razor_dist.server.contexts import Contexts
 from razor_dist.server.service import Service
 from tests.server.fake_client import FakeClient
 from tests.server.marked import DOCUMENT, ENCODER, MARK, parsed, part, user
@@ -109,21 +110,84 @@ def test_usage_counts_what_the_answer_waits_for(known: int, marks: tuple[int, ..
     played(play)
 
 
-def test_a_request_one_of_whose_contexts_is_refused_fails() -> None:
+FULL = "pinned_contexts_full"
+
+
+def test_a_request_goes_on_without_a_context_that_is_refused_beside_it() -> None:
     async def play(server: Server) -> None:
         await server.keep(1000)
         choices, [short, long], [pin, add] = await server.ask(300, 1000)
-        refused = Failed(pin.id, "this context would take more", code="pinned_contexts_full")
-        server.client._handle(refused)
-        server.client._handle(Progress(add.id, 1000, 1100, 1000, 1000, 0.0))
-        with pytest.raises(RequestError, match="would take more"):
-            await anext(choices.events())
-        choices.close()
+        server.client._handle(Failed(pin.id, "this context would take more", code=FULL))
+        await server.read(add, 1000, 1100, cached=1000)
+        await server.answered(choices, add)
         with pytest.raises(RequestError, match="there is no context"):
             await server.contexts.find(short.id, "a")
-        assert await server.contexts.find(long.id, "a") is long and server.client.aborted == [
-            add.id
-        ]
+        assert await server.contexts.find(long.id, "a") is long and not server.client.aborted
+
+    played(play)
+
+
+@pytest.mark.parametrize("code", [FULL, "pinned_prefixes_hold_cache"])
+@pytest.mark.parametrize("kept", [0, 300])
+def test_a_mark_that_is_refused_is_a_hint(code: str, kept: int) -> None:
+    async def play(server: Server) -> None:
+        if kept:
+            await server.keep(kept)
+        choices, used, [pin, add] = await server.ask(1000)
+        assert (pin.prefix is not None) is bool(kept)
+        server.client._handle(Failed(pin.id, "this context would take more", code=code))
+        server.client._handle(Failed(add.id, "there is no pinned prefix", "prefix"))
+        await asyncio.sleep(0.01)
+        again = server.client.adds[-1]
+        assert again not in (pin, add) and not again.pin
+        assert (again.prefix, len(again.prompt) // 4) == (pin.prefix, 1100 - kept)
+        await server.read(again, kept, 1100, cached=kept)
+        await server.answered(choices, again)
+        [choice] = choices.choices
+        assert (choice.cached_tokens, choice.pinned_tokens) == (kept, 0)
+        assert not used[0].is_pinned
+        with pytest.raises(RequestError, match="there is no context"):
+            await server.contexts.find(used[0].id, "a")
+
+    played(play)
+
+
+def test_a_context_leaves_room_for_its_own_request() -> None:
+    async def play(server: Server) -> None:
+        choices, _, [pin, add] = await server.ask(1000)
+        await server.read(pin, 0, 1000, cached=0)
+        held = "pinned_prefixes_hold_cache"
+        server.client._handle(Failed(add.id, "pinned prefixes hold 3 of the 3", code=held))
+        await asyncio.sleep(0.01)
+        again = server.client.adds[-1]
+        assert again.prefix is None and server.client.aborted == [pin.id]
+        server.client._handle(Failed(again.id, "pinned prefixes hold 3 of the 3", code=held))
+        with pytest.raises(RequestError, match="hold 3 of the 3"):
+            _ = [event async for event in choices.events()]
+        choices.close()
+
+    played(play)
+
+
+def test_a_mark_that_moves_on_continues_what_is_pinned() -> None:
+    async def play(server: Server) -> None:
+        stays = 100  # marked in each request, as a system prompt
+        await server.keep(stays, 300)
+        pins = [pin for pin in server.client.adds if pin.pin]
+        for end in (500, 700, 900):
+            choices, used, [pin, add] = await server.ask(stays, end)
+            assert pin.prefix == pins[-1].id and len(pin.prompt) // 4 == 200
+            pins.append(pin)
+            await server.read(pin, end - 200, end, cached=end - 200)
+            await server.read(add, end, 1100, cached=end)
+            await server.answered(choices, add)
+            assert choices.choices[0].pinned_tokens == 200
+        # The last two stay, and what each request has marked.
+        listed = await server.contexts.listed("a", None)
+        assert [one["tokens"] for one in listed] == [stays, 700, 900]
+        assert server.client.aborted == [pins[1].id, pins[2].id]
+        named = await server.contexts.use(used[0], [kept(TOKENS[:400])], "a", None)
+        assert named is not None and len(named[1]) == 2
 
     played(play)
 

@@ -11,7 +11,8 @@ from unittest import mock
 import msgspec
 
 from razor_dist.api.contexts import KeptContext
-from razor_dist.server.contexts import Context, Contexts
+from razor_dist.server.context import Context
+from razor_dist.server.contexts import Contexts
 from tests.server.fake_client import FakeClient
 from tests.server.marked import DOCUMENT, MARK, parsed, part, user
 

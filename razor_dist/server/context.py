@@ -1,0 +1,158 @@
+"""A context of one key: a pinned beginning of conversations, with an id and a time to live."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from razor_dist.api.contexts import KeptContext
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.pins import Pin
+from razor_dist.protocol.messages import Fields
+from razor_dist.server.context_files import Head, Stored
+
+# The longest time to live in which marks move on: the longest that Anthropic's clients ask for.
+_MOVES_SECONDS = 3600
+# Characters of a context's text in a list.
+_BEGINS = 120
+# Bytes of a context that this server has not pinned.
+_UNKNOWN: Fields = {"device": 0, "host": None, "disk": None}
+
+
+@dataclass(eq=False)
+class Context:
+    head: Head
+    ttl: int  # seconds from its last use on
+    used: float  # by the wall clock
+    kept: KeptContext
+    pin: Pin | None = None  # None after a restart, until it is used
+    named: bool = False  # a request has named it, so it stays when a mark moves on
+    stays: bool = False  # until it expires: it was pinned as a whole once, or an answer named it
+    stored: bool = False  # in a file
+    users: int = 0  # requests in flight that continue it
+
+    @property
+    def id(self) -> str:
+        return self.head.id
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pin is not None and self.pin.is_kept
+
+    @cached_property
+    def name(self) -> bytes:
+        return context_name(self.head.owner, self.head.salt, self.kept)
+
+    @property
+    def expires(self) -> float:
+        return self.used + self.ttl
+
+    @property
+    def brief(self) -> Fields:
+        """The context as an answer names it."""
+        return {"id": self.id, "tokens": self.head.tokens, "expires_at": int(self.expires)}
+
+    def begins_with(self, other: Context) -> bool:
+        """True if another of the same key and salt has less, and all of that is in this one."""
+        if (self.head.owner, self.head.salt) != (other.head.owner, other.head.salt):
+            return False
+        shorter = other.head.tokens < self.head.tokens
+        return shorter and self.kept.text.token_bytes.startswith(other.kept.text.token_bytes)
+
+    def before(self, contexts: Iterable[Context]) -> list[Context]:
+        """Return the pinned contexts that it begins with, by ascending length."""
+        found = (one for one in contexts if one.is_pinned and self.begins_with(one))
+        return sorted(found, key=lambda one: one.head.tokens)
+
+    def require_pin(
+        self,
+        client: EngineClient,
+        before: Sequence[Context],
+        most: int,
+        priority: int,
+        *,
+        hint: bool = False,
+    ) -> list[Pin]:
+        """Have it be pinned, unless it is, behind the last of those ``before``. Return a new pin.
+
+        ``most`` are the bytes that its key's contexts may take.
+        """
+        if self.is_pinned:
+            return []
+        self.pin = Pin(
+            client,
+            self.kept.text.tokens,
+            behind=before[-1].pin if before else None,
+            quota=(self.head.owner or "", most),
+            cache_salt=self.head.salt,
+            priority=priority,
+            hint=hint,
+        )
+        return [self.pin]
+
+
+def passed(before: Sequence[Context], but: Sequence[Context | None]) -> list[Context]:
+    """Return those that marks have moved on from, of the contexts that another begins with.
+
+    The longest is none of them: it stays until the other is whole. What a request has named, or
+    kept for longer than Anthropic's clients can, is for its handle.
+    """
+    if not before or before[-1].pin is None or not before[-1].pin.is_whole:
+        return []
+    found = [one for one in before[:-1] if not (one.named or one.users or one in but)]
+    return [one for one in found if one.ttl <= _MOVES_SECONDS]
+
+
+def new_context(kept: KeptContext, owner: str | None, salt: str | None, tag: str) -> Context:
+    now = time.time()
+    id_ = f"ctx_{tag}{secrets.token_hex(16)[len(tag) :]}"
+    head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
+    return Context(head, kept.ttl, now, kept)
+
+
+def context_name(owner: str | None, salt: str | None, kept: KeptContext) -> bytes:
+    """A hash of all that makes a context, equal for two requests that keep the same one."""
+    about = [owner, salt, kept.digest]
+    return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
+
+
+def _beginning(kept: KeptContext) -> str:
+    """Return the beginning of what the user said, or of all, if that is nothing."""
+    messages = sorted(kept.messages, key=lambda message: message["role"] != "user")
+    # A message that calls tools may have no content.
+    return next(filter(None, (one.get("content") for one in messages)), "")[:_BEGINS]
+
+
+def described(context: Context, held: Fields | None) -> dict[str, Any]:
+    """Return a context as ``/v1/contexts`` has it.
+
+    ``held`` has the bytes in host memory and on disk by pinned request. They are null without it,
+    while the engine is too busy to tell, and after a restart until the context is used.
+    """
+    nbytes = _UNKNOWN
+    if context.is_pinned and context.pin is not None:
+        none = {"host": 0, "disk": 0}
+        lower = {} if held is None else held.get(context.pin.stream.request_id, none)
+        nbytes = {**_UNKNOWN, "device": context.pin.nbytes, **lower}
+    return entry(context, nbytes)
+
+
+def entry(of: Context | Stored, nbytes: Fields = _UNKNOWN) -> dict[str, Any]:
+    return {
+        "id": of.head.id,
+        "tokens": of.head.tokens,
+        "expires_at": int(of.expires),
+        "object": "context",
+        "begins": of.head.begins,
+        "created_at": int(of.head.created),
+        "last_used_at": int(of.used),
+        "ttl": of.ttl,
+        "bytes": nbytes,
+    }
