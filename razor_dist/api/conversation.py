@@ -130,9 +130,12 @@ class Conversation:
         mark = Mark(first, 0, control.seconds, True, segments=before, field=field)
         self.marks = [mark, *(other for other in self.marks if other[:2] != mark[:2])]
 
+    def ends_with(self, role: str) -> bool:
+        return bool(self.turns) and self.turns[-1].role == role
+
     def turn(self, role: str) -> Turn:
         """Return the last turn if it is of this role, or a new one: some templates want turns."""
-        if not self.turns or self.turns[-1].role != role:
+        if not self.ends_with(role):
             self.turns.append(Turn(role))
         return self.turns[-1]
 

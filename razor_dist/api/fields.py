@@ -29,6 +29,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     # Of a body: unsupported fields, with the values that ask for nothing besides null.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    tool_type: ClassVar[str | None] = None  # of a body's tools
 
     def check(self) -> None:
         """Refuse combinations that make no sense by a `RequestError` that names the field."""
@@ -37,10 +38,10 @@ class Strict(BaseModel):
 class Returned(Strict):
     """An object that may be from an answer: servers and clients add fields, which ask for nothing.
 
-    So nulls are dropped, whatever their names, and what OpenAI's client adds.
+    So nulls are dropped, whatever their names, and what is ``added``.
     """
 
-    # What its `parse` and `stream` add.
+    # What its `parse` and `stream` add, and hints to OpenAI's and Anthropic's own services.
     added: ClassVar[Set[str]] = frozenset()
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
@@ -69,7 +70,8 @@ def kinds(field: str, *values: str, default: str | None = None) -> Discriminator
     return Discriminator(tag, custom_error_type="kind", custom_error_message=message)
 
 
-class CacheControl(Strict):
+class CacheControl(Returned):
+    added = frozenset({"scope"})
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h", "1d", "7d"] | None = None
 
@@ -79,6 +81,7 @@ class CacheControl(Strict):
 
 
 class TextPart(Returned):
+    added = frozenset({"prompt_cache_breakpoint"})
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
@@ -115,7 +118,8 @@ class CalledTool(Returned):
 
 
 class ChatMessage(Returned):
-    added = frozenset({"parsed"})
+    added = frozenset({"parsed", "reasoning", "reasoning_content"})  # thoughts ask for nothing
+    type: Literal["text", "message"] | None = None  # lm-eval's; it says nothing
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None  # of who speaks, for templates that show it
@@ -153,7 +157,7 @@ class ChatMessage(Returned):
 
     def for_context(self) -> dict[str, Any]:
         """Return the message as another request's may be."""
-        apart = {"content", "cache_control", "annotations"}
+        apart = {"type", "content", "cache_control", "annotations"}
         content = {} if self.content is None else {"content": self.text}
         return self.model_dump(exclude_none=True, exclude=apart) | content
 
@@ -224,8 +228,10 @@ class Hints(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # Codex's
     include_reasoning: bool | None = None  # vLLM's; reasoning is not separated from the answer
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: str | None = None
     store: Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"const": False})] | None = (
         None
     )
@@ -235,7 +241,8 @@ class Hints(Strict):
 ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
 
 
-class ToolFunction(Strict):
+class ToolFunction(Returned):
+    added = frozenset({"defer_loading", "allowed_callers"})
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from razor_dist.api.contexts import KeptContext
-from razor_dist.api.conversation import APART, CitedDocument, Conversation, Mark, Segment, Turn
+from razor_dist.api.conversation import CitedDocument, Conversation, Mark, Segment
 from razor_dist.api.field_types import Int, Json, StopSequences, TemplateArguments, in_range
-from razor_dist.api.fields import (
-    MAX_MESSAGES,
-    CacheControl,
-    Returned,
-    Strict,
-    ToolName,
-    kinds,
+from razor_dist.api.fields import MAX_MESSAGES, CacheControl, Strict, ToolName
+from razor_dist.api.message_blocks import (
+    Block,
+    DocumentBlock,
+    Message,
+    PdfSource,
+    Texts,
+    ToolUseBlock,
 )
 from razor_dist.api.schema import ChatBody, CommonFields, GenerateBody
 from razor_dist.api.validate import validated
@@ -34,172 +32,8 @@ from razor_dist.protocol.sampling_params import SamplingParams
 NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
 
 
-class _Block(Returned):
-    cache_control: CacheControl | None = None
-
-    @property
-    def kept(self) -> CacheControl | None:
-        """The block's own mark, or the last one within it: what is kept ends with the block."""
-        return self.cache_control or next(
-            (part.cache_control for part in reversed(self.texts) if part.cache_control), None
-        )
-
-    @property
-    def texts(self) -> Sequence[TextBlock]:
-        """The blocks that this one is made of."""
-        return ()
-
-
-class TextBlock(_Block):
-    type: Literal["text"]
-    text: str
-    citations: list[Json] | None = None  # of an answer that is put back; they are not read
-
-    def add_to(self, chat: Conversation, role: str) -> None:
-        chat.say(role, self.text)
-
-
-def _blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Texts = Annotated[
-    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
-]
-
-
-class TextSource(Strict):
-    type: Literal["text"]
-    media_type: Literal["text/plain"]
-    data: str
-
-    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
-        """Return the kind of citations, the text, and where its parts begin."""
-        return "char_location", self.data, ()
-
-
-class ContentSource(Strict):
-    type: Literal["content"]
-    content: Texts
-
-    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
-        begins, end = [], 0
-        for block in self.content:
-            begins.append(end)
-            end += len(block.text) + len(APART)
-        return "content_block_location", APART.join(b.text for b in self.content), begins
-
-
-class PdfSource(Strict):
-    type: Literal["base64"]
-    media_type: Literal["application/pdf"]
-    data: str
-
-    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
-        file = next(chat.files)
-        return "page_location", file.text, file.pages
-
-    def file(self, where: str) -> bytes:
-        """Return the file; `RequestError` if it is none, at the request's field ``where``."""
-        try:
-            data = base64.b64decode(self.data, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise RequestError(f"{where} must be base64: {error}", where) from None
-        if b"%PDF-" not in data[:1024]:
-            raise RequestError(f"{where} must be a PDF file in base64", where)
-        return data
-
-
-class Citations(Strict):
-    enabled: bool
-
-
-class DocumentBlock(_Block):
-    type: Literal["document"]
-    source: Annotated[
-        Annotated[TextSource, Tag("@text")]
-        | Annotated[ContentSource, Tag("@content")]
-        | Annotated[PdfSource, Tag("@base64")],
-        kinds("type", "text", "content", "base64"),
-    ]
-    title: str | None = None
-    context: str | None = None  # about the document; it is not cited
-    citations: Citations | None = None
-
-    @property
-    def texts(self) -> Sequence[TextBlock]:
-        return self.source.content if isinstance(self.source, ContentSource) else ()
-
-    def add_to(self, chat: Conversation, role: str) -> None:
-        kind, text, begins = self.source.read(chat)
-        offset = len(text) - len(text.lstrip())
-        cited = CitedDocument(kind, self.title, offset, begins)  # type: ignore[arg-type]
-        chat.show(cited, text.strip(), self.context)
-
-
-class ToolUseBlock(_Block):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Json
-
-    def add_to(self, chat: Conversation, role: str) -> None:
-        function = {"name": self.name, "arguments": json.dumps(self.input)}
-        call = {"id": self.id, "type": "function", "function": function}
-        chat.turn(role).calls.append(call)
-
-
-class ToolResultBlock(_Block):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Texts | None = None
-    is_error: bool | None = None
-
-    @property
-    def texts(self) -> Sequence[TextBlock]:
-        return self.content or ()
-
-    def add_to(self, chat: Conversation, role: str) -> None:
-        # No template knows of failed calls but by what their results say.
-        failed = "Error: " if self.is_error else ""
-        chat.turns.append(Turn("tool", tool_call_id=self.tool_use_id))
-        chat.say("tool", failed + "".join(block.text for block in self.texts))
-
-
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("@text")]
-    | Annotated[DocumentBlock, Tag("@document")]
-    | Annotated[ToolResultBlock, Tag("@tool_result")],
-    kinds("type", "text", "document", "tool_result"),
-]
-AssistantBlock = Annotated[
-    Annotated[TextBlock, Tag("@text")] | Annotated[ToolUseBlock, Tag("@tool_use")],
-    kinds("type", "text", "tool_use"),
-]
-
-
-class UserMessage(Strict):
-    role: Literal["user"]
-    content: Annotated[
-        list[UserBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[UserBlock])
-    ]
-
-
-class AssistantMessage(Strict):
-    role: Literal["assistant"]
-    content: Annotated[
-        list[AssistantBlock],
-        BeforeValidator(_blocks, json_schema_input_type=str | list[AssistantBlock]),
-    ]
-
-
-Message = Annotated[
-    Annotated[UserMessage, Tag("@user")] | Annotated[AssistantMessage, Tag("@assistant")],
-    kinds("role", "user", "assistant"),
-]
-
-
-class CustomTool(_Block):
+class CustomTool(Block):
+    added = frozenset({"eager_input_streaming", "defer_loading", "allowed_callers"})
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
@@ -259,6 +93,7 @@ class DocumentsChat(ChatBody):
 class CountTokensBody(Strict):
     """The fields that make a prompt."""
 
+    tool_type = "custom"
     names: ClassVar[Mapping[str, str]] = NAMES
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "thinking": ({"type": "disabled"},),
@@ -324,6 +159,8 @@ class CountTokensBody(Strict):
         Errors go by its names.
         """
         self._kept = kept
+        for block in self.system or ():
+            block.leave_out_attribution()
         if not any(block.text or block.cache_control for block in self.system or ()):
             self.system = None  # nothing is asked for
         conversation, cites = Conversation(files), self.cites
@@ -335,18 +172,20 @@ class CountTokensBody(Strict):
         for number, (field, role, blocks) in enumerate(said):
             if blocks and number > 1 and conversation.turns:
                 conversation.turns[-1].apart = True
+            if role == "system" and number:
+                role = "tool" if conversation.ends_with("tool") else "user"
             for at, block in enumerate(blocks):
                 block.add_to(conversation, role)
                 last = number == len(self.messages) and block is blocks[-1]
                 control = block.kept or (self.cache_control if last else None)
-                if control is not None:
+                if control is not None and conversation.turns:
                     conversation.mark(control, f"{field}[{at}]", cites=cites)
         for at, tool in enumerate(self.tools or ()):
             if tool.cache_control is not None:
                 conversation.mark_tools(tool.cache_control, f"tools[{at}]")
         chat = self._fields() | {"messages": [t.message() for t in conversation.turns]}
-        ends = [turn.role for turn in conversation.turns[-1:]]  # a message may have no block
-        if self.messages[-1].role == "assistant" and ends == ["assistant"]:
+        # A message may have no block.
+        if self.messages[-1].role == "assistant" and conversation.ends_with("assistant"):
             chat["continue_final_message"] = True  # the answer goes on with it
         if self.tools:
             chat["tools"] = [tool.for_chat() for tool in self.tools]

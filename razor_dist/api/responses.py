@@ -42,7 +42,7 @@ class _Item(Returned):
 
 
 class InputText(Returned):
-    added = frozenset({"parsed"})
+    added = frozenset({"parsed", "prompt_cache_breakpoint"})
     type: Literal["input_text", "output_text"]
     text: str
     # As in the answers that this server gives.
@@ -60,6 +60,7 @@ Parts = Annotated[
 
 
 class InputMessage(_Item):
+    added = frozenset({"phase"})
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
@@ -93,11 +94,25 @@ class FunctionCallOutput(_Item):
         messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
 
 
+class ReasoningItem(_Item):
+    """Thoughts of an earlier answer, of this or another model: they ask for nothing."""
+
+    added = frozenset({"summary", "content", "encrypted_content"})
+    type: Literal["reasoning"]
+
+    def add_to(self, messages: list[Json]) -> None:
+        """Say nothing."""
+
+
 Item = Annotated[
     Annotated[InputMessage, Tag("@message")]
     | Annotated[FunctionCall, Tag("@function_call")]
-    | Annotated[FunctionCallOutput, Tag("@function_call_output")],
-    kinds("type", "message", "function_call", "function_call_output", default="message"),
+    | Annotated[FunctionCallOutput, Tag("@function_call_output")]
+    | Annotated[ReasoningItem, Tag("@reasoning")],
+    kinds(
+        *("type", "message", "function_call", "function_call_output", "reasoning"),
+        default="message",
+    ),
 ]
 
 
@@ -141,9 +156,10 @@ class TextSettings(Strict):
     verbosity: Verbosity | None = None
 
 
-class Reasoning(Strict):
+class Reasoning(Returned):
     """OpenAI's reasoning settings; only ``effort`` has an effect, on the chat template."""
 
+    added = frozenset({"context"})
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -156,6 +172,7 @@ _AS_IN_A_CHAT = (
 
 
 class ResponsesBody(SharedFields):
+    tool_type = "function"
     names: ClassVar[Mapping[str, str]] = NAMES
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),

@@ -229,6 +229,7 @@ class GenerateBody(SharedFields):
 
 class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's fields first
     asks_in = "messages"
+    tool_type = "function"
     echoes: ClassVar[bool] = False
     prompt_count: ClassVar[int] = 1
 
@@ -251,6 +252,8 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         """Arguments of the chat template beside the messages."""
         hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         arguments: dict[str, Any] = {k: v for k, v in hints.items() if v is not None}
+        if self.reasoning_effort is not None:  # as in vLLM, for templates of Qwen 3 and others
+            arguments["enable_thinking"] = self.reasoning_effort != "none"
         arguments |= self.chat_template_kwargs or {}
         arguments |= self.ending
         if self.tools:  # also if none may be called: most templates begin with them

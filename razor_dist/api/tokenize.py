@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import FailFast
 
 from razor_dist.api.field_types import Int, TemplateArguments
-from razor_dist.api.fields import Ending, Messages, Strict, check_contents
+from razor_dist.api.fields import Ending, Messages, Strict, Tool, check_contents
 from razor_dist.api.request import Limits
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
@@ -19,15 +19,20 @@ class TokenizeBody(Ending):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # of a prompt; a chat template writes its own
+    # Of a prompt; a chat template writes its own.
+    add_special_tokens: bool | None = None
+    tools: list[Tool] | None = None  # of messages
     chat_template_kwargs: TemplateArguments | None = None  # of messages
     return_token_strs: bool | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("either prompt or messages must be given", param="prompt")
+        if self.add_special_tokens is False and self.messages is not None:
+            self.add_special_tokens = None  # as it is in any case
         for name, other in (
             ("add_special_tokens", "prompt"),
+            ("tools", "messages"),
             ("add_generation_prompt", "messages"),
             ("continue_final_message", "messages"),
             ("chat_template_kwargs", "messages"),
@@ -42,6 +47,8 @@ class TokenizeBody(Ending):
         if self.messages is not None:
             messages = [message.for_template() for message in self.messages]
             arguments = {**(self.chat_template_kwargs or {}), **self.ending}
+            if self.tools:
+                arguments["tools"] = [one.model_dump(exclude_none=True) for one in self.tools]
             text = encoder.chat_text(messages, **arguments)
             _check_text(encoder, text, max_model_len, "messages")
             special = False  # the template has written them

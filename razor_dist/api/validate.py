@@ -50,6 +50,7 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
             hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
             suffix = f"; did you mean {hint!r}?" if hint and name not in cls.neutral else ""
             raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
+    _leave_out_tools(cls, fields, ignored)
     try:
         body = cls(**fields)
     except ValidationError as error:
@@ -85,6 +86,30 @@ def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
             del at[name]
             found.append(_where(problem["loc"], numbers=False))
     return found
+
+
+def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[str] | None) -> None:
+    """Leave out tools of types that this server does not have; `RequestError` without ``ignored``.
+
+    Clients send some with every request, such as Codex and Anthropic's their search of the web.
+    """
+    tools, own = fields.get("tools"), cls.tool_type
+    if not isinstance(tools, list) or own is None:
+        return
+    types = [one.get("type", own) if isinstance(one, dict) else own for one in tools]
+    others = [at for at, type_ in enumerate(types) if isinstance(type_, str) and type_ != own]
+    if not others:
+        return
+    if ignored is None:
+        raise RequestError(
+            f"tools[{others[0]}].type must be {own!r}: {types[others[0]]!r:.80} is not supported; "
+            "turn it off in the client, or serve with --unknown-fields warn, which leaves it out",
+            param=f"tools[{others[0]}].type",
+        )
+    ignored += [f"tools[] of type {types[at]}" for at in others]
+    fields["tools"] = [one for at, one in enumerate(tools) if at not in others] or None
+    if fields["tools"] is None and fields.get("tool_choice") in ("auto", {"type": "auto"}):
+        del fields["tool_choice"]
 
 
 def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:

@@ -31,7 +31,6 @@ from razor_dist.protocol.messages import (
     Tokens,
 )
 
-
 # Refusals that fewer pinned prefixes may change.
 _NO_ROOM = {"kv_capacity_exceeded", "pinned_prefixes_hold_cache"}
 

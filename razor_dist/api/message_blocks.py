@@ -1,0 +1,233 @@
+"""The messages of Anthropic's ``/v1/messages``, and the blocks that they are made of."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
+
+from razor_dist.api.conversation import APART, CitedDocument, Conversation, Turn
+from razor_dist.api.field_types import Json
+from razor_dist.api.fields import CacheControl, Returned, Strict, kinds
+from razor_dist.config.errors import RequestError
+
+# What begins a line that Claude Code writes in front of its system prompt. It differs in each
+# request, so that no two prompts would begin alike.
+_ATTRIBUTION = "x-anthropic-billing-header:"
+
+
+class Block(Returned):
+    cache_control: CacheControl | None = None
+
+    @property
+    def kept(self) -> CacheControl | None:
+        """The block's own mark, or the last one within it: what is kept ends with the block."""
+        return self.cache_control or next(
+            (part.cache_control for part in reversed(self.texts) if part.cache_control), None
+        )
+
+    @property
+    def texts(self) -> Sequence[TextBlock]:
+        """The blocks that this one is made of."""
+        return ()
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: list[Json] | None = None  # of an answer that is put back; they are not read
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        chat.say(role, self.text)
+
+    def leave_out_attribution(self) -> None:
+        """Leave out Claude Code's line of attribution; nothing is kept up to there."""
+        if self.text.startswith(_ATTRIBUTION):
+            self.text = self.text.partition("\n")[2]
+            self.cache_control = self.cache_control if self.text else None
+
+
+def _blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+class TextSource(Strict):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+        """Return the kind of citations, the text, and where its parts begin."""
+        return "char_location", self.data, ()
+
+
+class ContentSource(Strict):
+    type: Literal["content"]
+    content: Texts
+
+    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+        begins, end = [], 0
+        for block in self.content:
+            begins.append(end)
+            end += len(block.text) + len(APART)
+        return "content_block_location", APART.join(b.text for b in self.content), begins
+
+
+class PdfSource(Strict):
+    type: Literal["base64"]
+    media_type: Literal["application/pdf"]
+    data: str
+
+    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+        file = next(chat.files)
+        return "page_location", file.text, file.pages
+
+    def file(self, where: str) -> bytes:
+        """Return the file; `RequestError` if it is none, at the request's field ``where``."""
+        try:
+            data = base64.b64decode(self.data, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(f"{where} must be base64: {error}", where) from None
+        if b"%PDF-" not in data[:1024]:
+            raise RequestError(f"{where} must be a PDF file in base64", where)
+        return data
+
+
+class Citations(Strict):
+    enabled: bool
+
+
+class DocumentBlock(Block):
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource, Tag("@text")]
+        | Annotated[ContentSource, Tag("@content")]
+        | Annotated[PdfSource, Tag("@base64")],
+        kinds("type", "text", "content", "base64"),
+    ]
+    title: str | None = None
+    context: str | None = None  # about the document; it is not cited
+    citations: Citations | None = None
+
+    @property
+    def texts(self) -> Sequence[TextBlock]:
+        return self.source.content if isinstance(self.source, ContentSource) else ()
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        kind, text, begins = self.source.read(chat)
+        offset = len(text) - len(text.lstrip())
+        cited = CitedDocument(kind, self.title, offset, begins)  # type: ignore[arg-type]
+        chat.show(cited, text.strip(), self.context)
+
+
+class ThinkingBlock(Block):
+    """Thoughts of an earlier answer, of this or another model: they ask for nothing."""
+
+    added = frozenset({"thinking", "signature", "data"})
+    type: Literal["thinking", "redacted_thinking"]
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        """Say nothing, as Anthropic and most templates leave earlier thoughts out."""
+
+
+class ToolUseBlock(Block):
+    added = frozenset({"caller"})
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        function = {"name": self.name, "arguments": json.dumps(self.input)}
+        call = {"id": self.id, "type": "function", "function": function}
+        chat.turn(role).calls.append(call)
+
+
+class ToolReference(TextBlock):
+    """The name of a tool that a search has found."""
+
+    type: Literal["tool_reference"]  # type: ignore[assignment]
+    text: Annotated[str, Field(alias="tool_name"), AfterValidator(lambda name: f"{name}\n")]
+
+
+Result = Annotated[
+    Annotated[TextBlock, Tag("@text")] | Annotated[ToolReference, Tag("@tool_reference")],
+    kinds("type", "text", "tool_reference"),
+]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[
+        list[Result] | None, BeforeValidator(_blocks, json_schema_input_type=str | list[Result])
+    ] = None
+    is_error: bool | None = None
+
+    @property
+    def texts(self) -> Sequence[TextBlock]:
+        return self.content or ()
+
+    def add_to(self, chat: Conversation, role: str) -> None:
+        # No template knows of failed calls but by what their results say.
+        failed = "Error: " if self.is_error else ""
+        chat.turns.append(Turn("tool", tool_call_id=self.tool_use_id))
+        chat.say("tool", failed + "".join(block.text for block in self.texts))
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("@text")]
+    | Annotated[DocumentBlock, Tag("@document")]
+    | Annotated[ToolResultBlock, Tag("@tool_result")],
+    kinds("type", "text", "document", "tool_result"),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock, Tag("@text")]
+    | Annotated[ToolUseBlock, Tag("@tool_use")]
+    | Annotated[ThinkingBlock, Tag("@thinking")]
+    | Annotated[ThinkingBlock, Tag("@redacted_thinking")],
+    kinds("type", "text", "tool_use", "thinking", "redacted_thinking"),
+]
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: Annotated[
+        list[UserBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[UserBlock])
+    ]
+
+
+class AssistantMessage(Strict):
+    role: Literal["assistant"]
+    content: Annotated[
+        list[AssistantBlock],
+        BeforeValidator(_blocks, json_schema_input_type=str | list[AssistantBlock]),
+    ]
+
+
+class SystemMessage(Strict):
+    """A note between the turns, as Claude Code's reminders.
+
+    It is said in the user's turn, or behind a tool's result: where templates can show it, and
+    where it changes nothing of what was read before.
+    """
+
+    role: Literal["system"]
+    content: Texts
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("@user")]
+    | Annotated[AssistantMessage, Tag("@assistant")]
+    | Annotated[SystemMessage, Tag("@system")],
+    kinds("role", "user", "assistant", "system"),
+]
