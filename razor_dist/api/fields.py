@@ -54,7 +54,7 @@ class Returned(Strict):
             name: field
             for name, field in value.items()
             # Of a message without content the error tells if it has the field.
-            if name == "content" or (field is not None and name not in cls.added)
+            if name not in cls.added and (name == "content" or field is not None)
         }
 
 

@@ -121,6 +121,15 @@ class Format(ABC):
                 usage["completion_tokens_details"] = drafted
         return usage
 
+    def _ending(self, reason: str | None) -> Json:
+        """The fields of an answer's end; "length" for a repetition that only the server looks for.
+
+        Clients check the reason against OpenAI's or Anthropic's list.
+        """
+        if reason == "repetition" and not self._request.ends_in_repetition:
+            return {"finish_reason": "length", "stop_reason": reason}
+        return {"finish_reason": reason}
+
     @property
     def _contexts(self) -> Json:
         """The field ``contexts`` of an answer: those that the request has made or named."""
@@ -158,6 +167,7 @@ class EventFormat(Format):
         if parser := self._parser_of_calls:
             text, self._calls, self._finish = parser.read([piece], self._finish)
             piece = parser.cut(piece)
+        self._finish = self._ending(self._finish)["finish_reason"]
         self._text += text
         return replace(piece, text=text)
 
@@ -233,7 +243,7 @@ class ChatFormat(ChoicesFormat):
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
             news.append({"delta": {"tool_calls": numbered}})
         if finish:
-            news.append({"finish_reason": finish})
+            news.append(self._ending(finish))
         self._lengths[index] += len(text)
         self._unsettled[index] += piece.sentences
         ended = settled(self._unsettled[index], self._lengths[index], last=bool(finish))
@@ -262,7 +272,7 @@ class ChatFormat(ChoicesFormat):
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
-            "finish_reason": finish,
+            **self._ending(finish),
             **self._sources(index, pieces),
         }
 
@@ -341,7 +351,7 @@ class CompletionFormat(ChoicesFormat):
             "index": index,
             "text": "".join(texts),
             "logprobs": logprobs,
-            "finish_reason": shown[-1].finish_reason if shown else None,
+            **self._ending(shown[-1].finish_reason if shown else None),
             **(rendered_sources(self._choices[index], shown) if shown else {}),
         }
         if self._tokenizer is None:

@@ -16,7 +16,6 @@ from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import cited
 
-# Anthropic has no name for "repetition", which stays as it is.
 _STOP_REASONS: dict[str | None, str] = {
     "stop": "end_turn",
     "length": "max_tokens",

@@ -155,9 +155,7 @@ ANSWERS: Json = {
             "role": {"const": "assistant"},
             "model": TEXT,
             "content": {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, _TOOL_USE_BLOCK]}},
-            "stop_reason": {
-                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "repetition"]
-            },
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
             "stop_sequence": or_null(TEXT),
             "usage": _object(
                 {

@@ -157,6 +157,7 @@ def _rendered(
         cache_salt=body.cache_salt,
         cache_prompt=body.cache_prompt is not False,
         ignored=ignored,
+        ends_in_repetition=body.repetition_detection is not None,
         contexts=body.contexts(encoder) if limits.pins else (),
         names={field: names.get(name, name) for field, name in body.engine_names.items()},
     )

@@ -94,6 +94,7 @@ class ParsedRequest:
     # PDF files that must be read before the request can be, each with the field that holds it.
     unread: Sequence[tuple[str, bytes]] = ()
     context: str | None = None  # that must be found before the request can be read
+    ends_in_repetition: bool = False  # it asks for answers to end so, and knows the word
     # Returns the contexts that it uses, as answers tell of them.
     kept_as: Callable[[], list[dict[str, Any]]] | None = None
     contexts: Sequence[KeptContext] = ()  # what is to be kept of the prompt, the shortest first

@@ -133,6 +133,7 @@ def test_texts_and_tokens(url: str) -> None:
         assert post("/detokenize", tokens=told["tokens"])["prompt"] == text
     chat = post("/tokenize", messages=HELLO)
     assert chat["tokens"] == PromptEncoder(TOKENIZER).chat(HELLO) and chat["token_strs"] is None
+    assert post("/tokenize", messages=HELLO, add_special_tokens=False) == chat
     bare = post("/tokenize", messages=HELLO, add_generation_prompt=False)["tokens"]
     assert bare == chat["tokens"][: len(bare)] and len(bare) < chat["count"]
     for path, body, param in (

@@ -223,14 +223,24 @@ def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
         "prompt_cache_key": "a",
         "prompt_cache_retention": "24h",
         "safety_identifier": "somebody",
-        "service_tier": "flex",
+        "prompt_cache_options": {"mode": "explicit", "ttl": "1h"},
+        "client_metadata": {"session": "a"},
+        "service_tier": "fast",
         "parallel_tool_calls": False,
         "store": False,
     }
     best = {"n": 2, "best_of": 2}
-    for fields in (nothing, nulls, hints, best, {"n": 1, "user": "somebody", "stop": None}):
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {}}
+    part |= {"cache_control": {"type": "ephemeral", "scope": "global"}}
+    parts = {"messages": [{"role": "user", "content": [part]}]}
+    other = {"n": 1, "user": "somebody", "stop": None}
+    for fields in (nothing, nulls, hints, best, parts, other):
         response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
         assert response.status_code == 200, response.text
+    said = {"type": "message", "role": "assistant", "phase": "final_answer", "content": "Hi"}
+    fields = {"input": [said], "reasoning": {"context": "all_turns"}}
+    response = httpx.post(f"{url}/v1/responses", json={"model": CHAT["model"], **fields})
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
 from razor_dist.api.parsing import parse_request
@@ -72,6 +73,36 @@ def test_what_clients_send_is_answered(
             f"{warning.url()}{entry['path']}", json=body | {"tool_choice": "required"}
         )
         assert "knows no tools" in forced.json()["error"]["message"]
+
+
+def test_tools_of_other_types_are_refused_by_name_or_left_out(warning: ServerProcess) -> None:
+    codex = next(entry["body"] for entry in BODIES if entry["client"].startswith("Codex"))
+    with pytest.raises(RequestError, match=r"'web_search' is not supported; turn it off") as error:
+        parse_request("responses", codex, ENCODER, LIMITS)
+    assert error.value.param == "tools[1].type"
+    found = parse_request("responses", codex, ENCODER, LIMITS._replace(unknown_fields="warn"))
+    names = ["tools[] of type web_search", "tools[] of type custom", "tools"]
+    assert found.ignored == names  # the model knows none
+    searching = [{"type": "web_search_20250305", "name": "web_search"}]
+    for route, path in (("chat", PATHS["chat"]), ("messages", "/v1/messages")):
+        body = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 2}
+        chosen: Any = "auto" if route == "chat" else {"type": "auto"}
+        body |= {"tools": searching, "tool_choice": chosen}
+        answer = httpx.post(f"{warning.url()}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        with pytest.raises(RequestError, match=r"tools\[0\].type must be '(function|custom)'"):
+            parse_request(route, body, ENCODER, LIMITS)  # type: ignore[arg-type]
+    assert warning.log.count("'tools[] of type web_search_20250305'") == 1
+
+
+def test_thoughts_that_come_back_are_left_out() -> None:
+    said: dict[str, Any] = {"role": "assistant", "content": "The answer is"}
+    after = [said, {"role": "user", "content": "And?"}]
+    plain = prompt("chat", messages=[*MESSAGES, *after])
+    thinking = [*MESSAGES, said | {"reasoning_content": "Hm.", "reasoning": "Hm."}, after[1]]
+    assert prompt("chat", messages=thinking) == plain
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "a"}
+    assert prompt("responses", input=[*MESSAGES, thoughts, *after]) == plain
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -178,6 +209,13 @@ def test_hints_reach_the_chat_template() -> None:
 
     both = {"reasoning_effort": "low", "verbosity": "high"}
     assert text("chat") == "//Hello there"
+    tokenizer.chat_template = "{{ enable_thinking }}"
+    for effort, thinks in (("none", "False"), ("low", "True")):
+        assert text("chat", reasoning_effort=effort) == thinks
+        assert text("responses", reasoning={"effort": effort}) == thinks
+    own = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert text("chat", reasoning_effort="none", **own) == "True"
+    tokenizer.chat_template = template
     assert text("chat", **both) == "low/high/Hello there"
     own = {"chat_template_kwargs": {"reasoning_effort": "max"}}
     assert text("chat", **both, **own) == "max/high/Hello there"
@@ -274,14 +312,34 @@ def test_a_stop_string_comes_first(url: str) -> None:
         assert choice["finish_reason"] == reason, times
 
 
-def test_responses_that_loop_are_incomplete() -> None:
-    found = parsed("responses")
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_that_only_the_server_looks_for_is_an_end_that_clients_know(
+    asked: bool, stream: bool
+) -> None:
+    found = parsed("chat", **({"repetition_detection": SHORT} if asked else {}))
+    pieces = [TextPiece(5, "no"), TextPiece(5, "no", finish_reason="repetition")]
+    form = FORMATS["chat"](found, "m", [Choice(found.prompts[0].tokens, 0, pieces)], TOKENIZER)
+    whole = form.piece(0, pieces[1])[-1] if stream else form.whole()
+    choice = whole["choices"][0]
+    assert choice["finish_reason"] == ("repetition" if asked else "length")
+    assert choice.get("stop_reason") == (None if asked else "repetition")
+    if not asked:
+        (ChatCompletionChunk if stream else ChatCompletion).model_validate(whole)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({}, "max_output_tokens"), ({"repetition_detection": {"max_pattern_size": 4}}, "repetition")],
+)
+def test_responses_that_loop_are_incomplete(fields: dict[str, Any], reason: str) -> None:
+    found = parsed("responses", **fields)
     pieces = [TextPiece(5, "no"), TextPiece(5, "no", finish_reason="repetition")]
     choice = Choice(found.prompts[0].tokens, 0, pieces)
     whole = FORMATS["responses"](found, "m", [choice], TOKENIZER).whole()
     assert (whole["status"], whole["incomplete_details"]) == (
         "incomplete",
-        {"reason": "repetition"},
+        {"reason": reason},
     )
 
 
@@ -295,7 +353,7 @@ def warning() -> Iterator[ServerProcess]:
 def test_unknown_fields_may_be_ignored(warning: ServerProcess) -> None:
     url = warning.url()
     odd = {"keep_alive": 5, "think": False, "store": True, "best_of": 3, "audio": None}
-    nested = [{"role": "assistant", "content": "a", "reasoning_content": "hm"}, *MESSAGES]
+    nested = [{"role": "assistant", "content": "a", "mood": "hm"}, *MESSAGES]
     nested.append({"role": "user", "content": [{"type": "text", "text": "a", "tone": 1}]})
     for _ in range(2):
         for route in ROUTES:
@@ -308,7 +366,7 @@ def test_unknown_fields_may_be_ignored(warning: ServerProcess) -> None:
     long = {"model": "smollm2", "prompt": "a", "filler": "x" * 300_000}  # another process reads it
     assert httpx.post(f"{url}/v1/completions", json=long, timeout=60).status_code == 200
     names = ["keep_alive", "think", "store", "best_of", "odd"]
-    for name in (*names, "messages[].reasoning_content", "messages[].content[].tone"):
+    for name in (*names, "messages[].mood", "messages[].content[].tone"):
         assert warning.log.count(f"unsupported field {name!r}, which is ignored") == 1
     assert "unsupported field 'filler'" in warning.log
     assert "'audio'" not in warning.log

@@ -94,7 +94,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "unsupported field 'thinking'"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"messages": []}, "messages must have at least 1 item"),
-    ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\] must be an object whose"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\] must be an object whose"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\].content\[0"),
     (
         asking(document({"type": "url", "url": "https://x"})),
@@ -204,13 +204,70 @@ def test_turns_of_one_side_become_one_message() -> None:
     assert "user\nOne\n\ntwo<|im_end|>\n<|im_start|>assistant\nThree<|im_end|>" in text
 
 
+NOTE = {"role": "system", "content": "Remember the castle."}
+
+
+def test_notes_between_the_turns_are_said_where_they_stand() -> None:
+    """Claude Code sends them with almost every request."""
+
+    def text(*messages: dict[str, Any]) -> str:
+        return prompt_of(parse("messages", asking() | {"messages": list(messages)}))
+
+    user, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+    first = text(user, NOTE)
+    assert "user\nHi\n\nRemember the castle.<|im_end|>" in first
+    longer = text(user, NOTE, said, user | {"content": [{"type": "text", "text": "And?"}]}, NOTE)
+    assert longer.startswith(first) and longer.count("Remember the castle.<|im_end|>") == 2
+    assert "user\nRemember the castle.\n\nHi<|im_end|>" in text(NOTE, user)
+    assert "user\nRemember the castle.<|im_end|>\n" in text(user, said, NOTE)
+    counted = {k: v for k, v in asking().items() if k != "max_tokens"}
+    answer = json.loads(parse("count_tokens", counted | {"messages": [user, NOTE]}).answer)
+    whole = parse("messages", asking() | {"messages": [user, NOTE]}).prompts[0].tokens
+    assert answer == {"input_tokens": len(whole)}
+
+
+def test_what_claude_code_writes_anew_in_each_request_is_left_out() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={};"
+    prompts = []
+    for hash_ in ("a5145", "71fea"):
+        blocks = [line.format(hash_), "You are Claude Code.", "Be brief."]
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in blocks]
+        parts[0]["cache_control"] = {"type": "ephemeral", "scope": "global"}
+        for system in (parts, "\n".join(blocks)):
+            prompts.append(prompt_of(parse("messages", asking() | {"system": system}, pins=True)))
+        only = parse("messages", asking() | {"system": parts[:1]}, pins=True)
+        assert only.contexts == [] and prompt_of(only) == prompt_of(parse("messages", asking()))
+    assert prompts[:2] == prompts[2:] and "system\nYou are Claude Code." in prompts[0]
+
+
+def test_thoughts_of_earlier_answers_ask_for_nothing() -> None:
+    thoughts = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "a"},
+        {"type": "redacted_thinking", "data": "b"},
+    ]
+    text = {"type": "text", "text": "Yes."}
+    user = {"role": "user", "content": "Hi"}
+
+    def prompt(*blocks: dict[str, Any]) -> str:
+        messages = [user, {"role": "assistant", "content": list(blocks)}, user]
+        return prompt_of(parse("messages", asking() | {"messages": messages}))
+
+    assert prompt(*thoughts, text) == prompt(text)
+    assert "user\nHi\n\nHi<|im_end|>" in prompt(*thoughts)
+    alone = {"messages": [{"role": "assistant", "content": thoughts[:1]}]}
+    with pytest.raises(RequestError, match="messages must hold at least one message"):
+        parse("messages", asking(cache_control={"type": "ephemeral"}) | alone, pins=True)
+
+
 # Tools
 
 
 def test_tools_are_those_of_a_chat() -> None:
     names = [*NAMES, "mcp__" + "x" * 123]  # as long as Anthropic's may be
-    tools = [{"name": name, "input_schema": PARAMETERS} for name in names]
+    hints = {"eager_input_streaming": True, "defer_loading": False}
+    tools = [{"name": name, "input_schema": PARAMETERS, **hints} for name in names]
     call = {"type": "tool_use", "id": "c1", "name": NAMES[0], "input": json.loads(PARIS)}
+    call["caller"] = {"type": "direct"}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "no rain", "is_error": True}
     messages = [
         {"role": "user", "content": "Paris?"},
@@ -222,6 +279,13 @@ def test_tools_are_those_of_a_chat() -> None:
     assert found.tools == ToolUse("hermes", names)
     text = prompt_of(found)
     assert "assistant: I look.<tool_call>Paris</tool_call>tool: Error: no rainuser: And" in text
+    asked["messages"] = [*messages[:2], {"role": "user", "content": [result]}, NOTE]
+    noted = parse_request("messages", asked, encoder(HERMES), LIMITS)
+    asked["messages"] = messages
+    assert "tool: Error: no rain\n\nRemember the castle." in prompt_of(noted)
+    result["content"] = [{"type": "tool_reference", "tool_name": name} for name in NAMES[:2]]
+    found = parse_request("messages", asked, encoder(HERMES), LIMITS)
+    assert f"tool: Error: {NAMES[0]}\n{NAMES[1]}\n" in prompt_of(found)
     for choice, use in (
         ({"type": "any"}, ToolUse("required", names)),
         ({"type": "tool", "name": NAMES[1]}, ToolUse("named", NAMES[1:])),

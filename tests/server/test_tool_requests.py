@@ -130,6 +130,14 @@ def test_a_template_in_parts_is_judged_by_the_part_with_tools() -> None:
     assert encoder(inside).tools.shows_tools
 
 
+def test_tokens_of_a_chat_with_tools_are_counted_with_them() -> None:
+    body = {"messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
+    found = parse_request("tokenize", body, encoder(HERMES), LIMITS)
+    asked = parse_request("chat", {"model": "m", **body}, encoder(HERMES), LIMITS)
+    assert found.answer is not None
+    assert json.loads(found.answer)["tokens"] == asked.prompts[0].tokens.tolist()
+
+
 def test_a_call_without_a_name_is_refused() -> None:
     """As `LLM.chat` may get one."""
     broken = {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}

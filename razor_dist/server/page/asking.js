@@ -109,7 +109,7 @@ export async function send(question, more = {}) {
     stream(() => asked(app.conversation.messages(), app.settings.maxTokens, { ...sources, ...more }), view.reading, signal, (chunk) => {
       if (chunk.usage) turn.usage = chunk.usage;
       const choice = chunk.choices?.[0];
-      finish = choice?.finish_reason ?? finish;
+      finish = choice?.stop_reason ?? choice?.finish_reason ?? finish;
       if (choice?.sources) {
         turn.sources = locate(choice.sources);
         turn.grounded = choice.grounded;
