@@ -132,7 +132,7 @@ def test_contexts_outlive_the_server_in_a_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: ServerProcess) -> None:
+def test_usage_in_messages_is_true_and_marks_are_hints(server: ServerProcess) -> None:
     ours = anthropic.Anthropic(base_url=server.url(), api_key=KEYS["b"], max_retries=0)
     text: Any = part(DOCUMENT.replace("red", "green"), cache_control=MARK)
     asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 4}
@@ -156,9 +156,8 @@ def test_usage_in_messages_is_true_and_room_is_refused_with_numbers(server: Serv
     created, read, rest = usage(part(DOCUMENT, cache_control=MARK), part("Why?"), **handle)
     assert created > 150 and read >= context["tokens"]
     longer = part(DOCUMENT * 7, cache_control=MARK)
-    with pytest.raises(anthropic.BadRequestError, match=r"hold \d+ of the 42949672 that") as error:
-        usage(longer, part("What?"))
-    assert error.value.body["error"]["code"] == "pinned_contexts_full"  # type: ignore[index]
+    created, _, rest = usage(longer, part("What?"))  # the mark is a hint
+    assert created == 0 < rest and "of the 42949672 that" in server.log
     for one in call(server, "/v1/contexts", key="b").json()["data"]:
         call(server, f"/v1/contexts/{one['id']}", key="b", method="DELETE")
 

@@ -211,7 +211,7 @@ export async function keep(ttl) {
   );
   if (error && error.name !== "AbortError") notice(tell(error));
   if (error || conversation !== app.conversation) return;
-  if (!kept) return notice("This is too short to be kept: it is read in a moment.");
+  if (!kept) return notice("This is not kept: it is too short, or there is no room for it. It is read in a moment.");
   conversation.kept = { ...kept, documents: held };
   announce("The documents are kept.");
   store.save(conversation);
