@@ -84,7 +84,8 @@ class Context:
 
         ``most`` are the bytes that its key's contexts may take.
         """
-        if self.is_pinned:
+        if self.pin is not None and self.is_pinned:
+            self.pin.hint = self.pin.hint and hint
             return []
         self.pin = Pin(
             client,

@@ -206,7 +206,7 @@ class Contexts:
                 used.append(self._known(base.id, owner))  # it may have ended since it was found
                 before = used[0].before(self._contexts.values())
                 new += used[0].require_pin(self._client, before, self.most, priority)
-                used[0].named, used[0].pin.hint = True, False
+                used[0].named = True
             for one in kept:
                 if used and len(one.text.tokens) <= used[-1].head.tokens:
                     continue
