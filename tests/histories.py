@@ -202,7 +202,7 @@ class Client:
         assert (room.accounts.free == room.accounts.sizes).all()
         core.idle()  # every rank counts the same
         assert not self.engine.runner.sequences
-        room.close()
+        room.tiers.close()
 
 
 def make(comm: Communicator, path: str, heads: bool | None, changed: dict[str, Any]) -> RankEngine:

@@ -120,7 +120,7 @@ class Admission:
             self.checkpoints.plan(prefill, 0 if hit is None else hit.common)
         if source.instead:
             assert cache is not None and source.key is not None
-            plans += self.room.forget(source.key)
+            plans += self.room.tiers.forget(source.key)
             cache.remove(source.key)
             accounts.close(source.key)
         plans.append(
@@ -182,7 +182,7 @@ class Admission:
         end: a server that starts again would read it anew each time.
         """
         tiers = self.room.tiers
-        if tiers is None or tiers.active or "disk" not in tiers.nodes.room or not prefill.began:
+        if tiers.active or "disk" not in tiers.nodes.room or not prefill.began:
             return
         if not prefill.request.uses_prefix_cache:
             return
@@ -205,7 +205,7 @@ class Admission:
     def _promote(self, request: Request, hit: Hit, plans: list[StepPlan]) -> Awaited | None:
         """Load what a request begins with from host memory or disk; return what it waits for."""
         tiers, accounts = self.room.tiers, self.accounts
-        if tiers is None:
+        if not tiers.nodes.room:
             return None
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
@@ -239,10 +239,10 @@ class Admission:
 
     def end_load(self) -> list[StepPlan]:
         """Return the plans that end a load for which no request waits any more."""
-        tiers = self.room.tiers
-        if tiers is None or (loading := tiers.loading) is None or loading.wanted:
+        loading = self.room.tiers.loading
+        if loading is None or loading.wanted:
             return []
-        tiers.loading = None
+        self.room.tiers.loading = None
         self.accounts.close(loading.key)
         return [StepPlan(Op.CLOSE, loading.key)]
 

@@ -99,7 +99,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.room.moves or not self.scheduler.idle
+        return self.scheduler.room.tiers.active or not self.scheduler.idle
 
     def add(
         self,
@@ -197,8 +197,8 @@ class EngineCore:
 
         ``compiling`` are those that were not ready for this step; they may be by now.
         """
-        if self.scheduler.room.moves:
-            self.scheduler.room.pause()
+        if self.scheduler.room.tiers.active:
+            self.scheduler.room.tiers.pause()
             return
         # A request that waits while nothing runs would have rank 0 spin for ever.
         assert compiling or not self.scheduler.waiting, "the scheduler cannot admit what it took"

@@ -33,8 +33,10 @@ class Room:
         self, cache: CacheConfig, world_size: int, cost: PrefillCost, *, share: bool
     ) -> None:
         self.cache, self.accounts = cache, CacheAccounts(cache, world_size)
-        self.prefix_cache = PrefixCache(self.accounts, PrefixIndex(cost)) if share else None
-        self.tiers: Tiers | None = None  # beyond the device, if there are any
+        index = PrefixIndex(cost)
+        self.prefix_cache = PrefixCache(self.accounts, index) if share else None
+        # Beyond the device; these have no room, so that nothing moves.
+        self.tiers = Tiers(self.accounts, index, "", None, {}, lambda _: [])
         self.pinned: dict[int, Request] = {}  # prefilled, by the keys of their sequences
         self.copies = itertools.count(-1, -1)  # keys of sequences that no request has
 
@@ -45,22 +47,19 @@ class Room:
         counts = {} if cache is None else cache.counts
         found: dict[str, Any] = {name: counts.get(name, 0) for name in (*names, "evictions")}
         found["entries"] = 0 if cache is None else cache.evictable
-        return found | ({} if self.tiers is None else self.tiers.stats)
+        return found | self.tiers.stats
 
     @property
     def pinned_elsewhere(self) -> dict[str, dict[str, int]]:
         """The bytes that pinned prefixes have in host memory and on disk, by their requests."""
-        if self.tiers is None:
-            return {}
-        held = self.tiers.held
-        return {one.id: held(one.namespace, one.tokens) for one in self.pinned.values()}
+        pinned, held = self.pinned.values() if self.tiers.nodes.room else (), self.tiers.held
+        return {one.id: held(one.namespace, one.tokens) for one in pinned}
 
     def count(self, hit: Hit | None, request: Request) -> None:
-        cache, tiers = self.prefix_cache, self.tiers
+        cache = self.prefix_cache
         assert cache is not None
         if hit is not None and hit.entry is not None and hit.entry.tier != "device":
-            assert tiers is not None
-            tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
+            self.tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
             hit.entry.tier = "device"
         cache.use(hit, len(request.prompt), request.base)
 
@@ -72,7 +71,7 @@ class Room:
     @property
     def saved(self) -> list[int]:
         """The sequence that is being saved: it must stay."""
-        saving = None if self.tiers is None else self.tiers.saving
+        saving = self.tiers.saving
         return [] if saving is None else [saving.of.key]
 
     def make(self, need: Ints, *but: int) -> list[StepPlan] | None:
@@ -102,11 +101,8 @@ class Room:
             if key is None:
                 break
             self.accounts.close(key)
-            plans += [*self.forget(key), StepPlan(Op.CLOSE, key)]
+            plans += [*self.tiers.forget(key), StepPlan(Op.CLOSE, key)]
         return plans
-
-    def forget(self, key: int) -> list[StepPlan]:
-        return [] if self.tiers is None else self.tiers.forget(key)
 
     # ------------------------------------------------------------------- sequences end, or stay
 
@@ -192,7 +188,7 @@ class Room:
         if self.prefix_cache is not None:
             self.prefix_cache.remove(key)
         self.accounts.close(key)
-        return [*self.forget(key), StepPlan(Op.CLOSE, key)]
+        return [*self.tiers.forget(key), StepPlan(Op.CLOSE, key)]
 
     def _keeps(self, request: Request) -> bool:
         """True if other prompts may begin from a request's sequences."""
@@ -202,20 +198,9 @@ class Room:
         """Enter a sequence into the prefix cache, and offer it to host memory and disk."""
         assert self.prefix_cache is not None
         self.prefix_cache.add(request.namespace, tokens, key)
-        if self.tiers is not None:
-            self.tiers.offer(Candidate(key, request.namespace, tokens))
+        self.tiers.offer(Candidate(key, request.namespace, tokens))
 
     # ------------------------------------------------------------------- host memory and disk
-
-    @property
-    def moves(self) -> bool:
-        """True if caches go to host memory and disk, or come from there."""
-        return self.tiers is not None and self.tiers.active
-
-    def pause(self) -> None:
-        """Sleep a little: what is being saved waits for a disk."""
-        assert self.tiers is not None
-        self.tiers.pause()
 
     def move(
         self,
@@ -227,7 +212,7 @@ class Room:
 
         The ranks ``run`` plans, until a part ends after as many ``seconds`` as its kind may take.
         """
-        if self.tiers is None:
+        if not self.tiers.active:
             return False
         began, moved = clock(), False
         pinned = [(request.namespace, request.tokens) for request in self.pinned.values()]
@@ -242,22 +227,17 @@ class Room:
         return moved
 
     def drain(self, move: Callable[[], bool], seconds: float) -> None:
-        """`close` once ``move`` has saved what is being saved, or after ``seconds``."""
+        """Close the tiers once ``move`` has saved what is being saved, or after ``seconds``."""
         end = time.monotonic() + seconds
-        while self.moves and time.monotonic() < end:
+        while self.tiers.active and time.monotonic() < end:
             if not move():
-                self.pause()
-        self.close()
-
-    def close(self) -> None:
-        """Let another process write to the store."""
-        if self.tiers is not None:
-            self.tiers.close()
+                self.tiers.pause()
+        self.tiers.close()
 
     def _transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
         """Take in the answers to a plan that saves or loads; return the plans that follow."""
         tiers = self.tiers
-        assert tiers is not None and self.prefix_cache is not None
+        assert self.prefix_cache is not None
         if plan.op is Op.SAVE:
             return tiers.saved(answers)
         loading = tiers.loading

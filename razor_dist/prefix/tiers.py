@@ -161,7 +161,7 @@ class Tiers:
     def stats(self) -> dict[str, Any]:
         """Counters of each tier that is used, and sequences that are still to be saved."""
         found: dict[str, Any] = {tier: self.nodes.stats(tier) for tier in self.nodes.room}
-        return found | {"saving": len(self._queue) + (self.saving is not None)}
+        return found and found | {"saving": len(self._queue) + (self.saving is not None)}
 
     def held(self, namespace: Namespace, tokens: Tokens) -> dict[str, int]:
         """Return the bytes of a text's beginning that are in each of these tiers."""
@@ -216,7 +216,8 @@ class Tiers:
 
     def offer(self, candidate: Candidate) -> None:
         """Save a sequence as of its tokens, if enough of them is new, when its turn comes."""
-        if self._is_new(candidate, on_disk="disk" in self.nodes.room):
+        room = self.nodes.room
+        if room and self._is_new(candidate, on_disk="disk" in room):
             self._queue[candidate.key] = candidate
 
     def _is_new(self, candidate: Candidate, *, on_disk: bool) -> bool:

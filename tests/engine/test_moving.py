@@ -148,7 +148,6 @@ def test_a_load_ends_with_the_last_request_that_waits_for_it() -> None:
         add(core, name, long + text(40, ord(name)))
     core.step()
     tiers, accounts = core.scheduler.room.tiers, core.scheduler.room.accounts
-    assert tiers is not None
     first = tiers.loading
     core.abort("a")
     core.step()

@@ -72,9 +72,9 @@ def read_on(core: EngineCore, ask: Ask, part: float = 0.75) -> Prefill:
     [prefill] = core.scheduler.prefills.values()
     while prefill.position < prefill.end * part:
         core.step()
-        while core.scheduler.room.moves:
+        while core.scheduler.room.tiers.active:
             core._transfer()
-            core.scheduler.room.pause()
+            core.scheduler.room.tiers.pause()
     return prefill
 
 
@@ -93,7 +93,7 @@ def half_read(
     serve_all(core, before)
     prefill = read_on(core, ask)
     tiers, cache = core.scheduler.room.tiers, core.scheduler.room.prefix_cache
-    assert tiers is not None and cache is not None and not prefill.done
+    assert cache is not None and not prefill.done
     tiers.close()  # the lock, which a kill gives back
     StepPlan(Op.STOP).send(comm)  # nothing is saved any more
     copies = [entry for entry in cache._entries.values() if entry.end >= 64]

@@ -46,7 +46,6 @@ def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> N
     core.abort("pin")  # then it goes like others
     serve_all(core, tuple(Ask(f"r{n}", ids((n, 120))) for n in range(7, 12)))
     core.add("pin", list(text), GREEDY, pin=True)
-    assert core.scheduler.room.tiers is not None
     [again] = core.scheduler.waiting
     assert core.scheduler.room.tiers.held(again.namespace, again.tokens)["disk"] == 0
     core.stop()
@@ -153,7 +152,6 @@ def test_what_host_memory_alone_has_reaches_the_disk(
     core = engine_of(Communicator(None), path, both).core
     lock = WriterLock(tmp_path)
     if why == "full":
-        assert core.scheduler.room.tiers is not None
         core.scheduler.room.tiers.writing.failed(OSError("No space left on device"))
     else:
         assert lock.acquire()
