@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import codecs
 import glob
+import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
+import re
 import stat
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,9 +32,11 @@ from razor_dist.documents.read import (
 )
 from razor_dist.files import DIGEST, Line, check_file, digest_of, read_lines
 
-# What a job leaves in its folder (`razor_dist.jobs.results`), with the pages of summaries.
+# What a job leaves in its folder (`razor_dist.jobs.results`), and pages of summaries there, whose
+# names `razor_dist.jobs.summary_pages` makes.
 _RESULTS = ("job.json", "results.jsonl")
-_OF_A_JOB = {*_RESULTS, "parts.jsonl", "lock", "pages", ".prefixes"}
+_OF_A_JOB = {*_RESULTS, "parts.jsonl", "lock", ".prefixes"}
+_PAGE = re.compile(rf"pages/[^/]*-[0-9a-f]{{{DIGEST}}}(-[^/]+)?\.md", re.DOTALL)
 _KNOWN = f"{', '.join(KIND_OF_SUFFIX)}, all but the last two also with .gz, and no suffix"
 
 
@@ -80,8 +86,8 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     """
     try:
         encoding = encoding and codecs.lookup(encoding).name
-        "".encode(encoding or "utf-8")
-    except (LookupError, UnicodeError):  # "undefined" is an encoding that fails always
+        b"\xff".decode(encoding or "utf-8", "replace")
+    except (LookupError, UnicodeError):  # "undefined", and what replaces nothing, such as "idna"
         raise ConfigError(f"unknown encoding {encoding!r}; try latin-1 or cp1252") from None
     found: dict[str, Path] = {}
     left_out: dict[str, tuple[Path, str]] = {}
@@ -149,7 +155,8 @@ def _matches(pattern: Path, encoding: str | None) -> Iterator[tuple[Path, str | 
         yield file, _problem(file, encoding)
     reached = {place for file in files for place in file.parents}
     for place in sorted(folders):
-        if place not in reached and _not_of_jobs(folder, [place / "file"]):
+        page = place / f"a-{'0' * DIGEST}.md"  # written by a job if the folder is one of its own
+        if place not in reached and _not_of_jobs(folder, [page]):
             yield place, "a folder: name it, or end the pattern with /**"
 
 
@@ -200,7 +207,8 @@ def _not_of_jobs(folder: Path, paths: Iterable[Path]) -> list[Path]:
         inside = file.relative_to(folder)
         if any(is_job(folder / inner) for inner in list(inside.parents)[:-1]):
             return True
-        return inside.parts[0] in _OF_A_JOB and is_job(folder)
+        is_named = inside.parts[0] in _OF_A_JOB or bool(_PAGE.fullmatch(inside.as_posix()))
+        return is_named and is_job(folder)
 
     return sorted(path for path in paths if not is_of_a_job(path))
 
@@ -248,14 +256,23 @@ def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
         with path.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()[:DIGEST]
             size = opened.tell()
-        is_text = encoding and kind == "text"
-        if not is_text or not OTHER_ENCODING.search(path.read_text(encoding="utf-8")):
+        if not (encoding and kind == "text" and _needs_encoding(path)):
             encoding = None
-    except UnicodeDecodeError:
-        pass  # the encoding is needed
-    except OSError:
+    except (OSError, EOFError, zlib.error):
         encoding = None  # reported with the other documents that cannot be read
     yield Source(name, name, kind, file, size, digest, encoding=encoding)
+
+
+def _needs_encoding(path: Path) -> bool:
+    """Return whether a text, which may be gzipped, is not read by its first encoding alone."""
+    is_packed = path.suffix.lower() == ".gz"
+    with gzip.open(path) if is_packed else path.open("rb") as file:
+        first = "utf-16" if file.peek(2).startswith(BOMS_OF_UTF16) else "utf-8"
+        text = io.TextIOWrapper(file, encoding=first)
+        try:
+            return any(map(OTHER_ENCODING.search, iter(lambda: text.read(2**20), "")))
+        except UnicodeDecodeError:
+            return True
 
 
 def _fields(data: bytes) -> tuple[str, str]:

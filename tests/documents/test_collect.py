@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import pickle
 from pathlib import Path
@@ -105,7 +106,7 @@ def write_job(folder: Path) -> None:
     with ResultStore.open(folder, {}) as store:
         store.append({"id": "x", "status": "done", "result": {}})
         store.append_part("y", "key", {})
-    for name in ("pages/x.md", ".prefixes/0/x"):
+    for name in (f"pages/in-x.txt-{'0a' * 6}-iso8859-1.md", ".prefixes/0/x"):
         folder.joinpath(name).parent.mkdir(parents=True)
         folder.joinpath(name).write_text("of the job")
 
@@ -116,7 +117,14 @@ def test_what_jobs_wrote_is_left_out(folder: Path, named: str) -> None:
     for job in ("in", "in/out", "in/out-2", "in/deep/out"):
         write_job(folder / job)
     assert collect([named]) == before
-    assert [source.id for source in collect(["in/out/pages"]).sources] == ["in/out/pages/x.md"]
+    [page] = collect(["in/out/pages"]).sources
+    assert page.id.startswith("in/out/pages/in-x.txt-")
+    for name in ("mine.md", "inner/mine.md"):
+        path = Path("in/pages", name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("of the user")
+    mine = {source.id for source in collect(["in"]).sources if source.id.endswith("mine.md")}
+    assert mine == {"in/pages/mine.md", "in/pages/inner/mine.md"}
 
 
 def test_binary_files_without_a_suffix_and_other_encodings(folder: Path) -> None:
@@ -127,10 +135,40 @@ def test_binary_files_without_a_suffix_and_other_encodings(folder: Path) -> None
     assert Path("in/program") in left_out
     found = {source.id: source for source in sources}
     assert found["in/utf-16"].read().text == "é" and found["in/old.txt"].read().text == "café"
-    assert {id for id, source in found.items() if source.encoding} == {"in/utf-16", "in/old.txt"}
-    for encoding in ("latin-one", "undefined"):
+    assert {id for id, source in found.items() if source.encoding} == {"in/old.txt"}
+    for encoding in ("latin-one", "undefined", "idna", "punycode"):
         with pytest.raises(ConfigError, match=f"unknown encoding '{encoding}'"):
             collect(["in"], encoding)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("data", "needs"),
+    [
+        (b"plain", False),
+        (b"", False),
+        ("é".encode("utf-8-sig"), False),
+        ("é".encode("utf-16"), False),
+        ("é".encode("utf-16")[:-1], True),
+        ("é".encode("utf-16-le"), True),
+        (b"caf\xe9", True),
+        ("日本".encode("iso2022_jp"), True),
+    ],
+)
+def test_another_encoding_is_of_files_that_need_it(
+    folder: Path, data: bytes, needs: bool, packed: bool
+) -> None:
+    file = Path("in/x.txt.gz" if packed else "in/x.txt")
+    file.write_bytes(gzip.compress(data) if packed else data)
+    [source] = collect([str(file)], "cp1252").sources
+    assert source.encoding == ("cp1252" if needs else None)
+
+
+def test_a_broken_archive_is_the_same_with_another_encoding(folder: Path) -> None:
+    whole = gzip.compress(b"text" * 99)
+    for data in (b"no archive", whole[:-9], whole[:12] + b"x" * 90):
+        Path("in/x.txt.gz").write_bytes(data)
+        assert collect(["in/x.txt.gz"], "latin-1") == collect(["in/x.txt.gz"])
 
 
 def test_a_file_that_changed_is_another(folder: Path) -> None:
