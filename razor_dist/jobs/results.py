@@ -263,10 +263,11 @@ def _read_header(folder: Path) -> dict[str, Any] | None:
         header: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         format, name, expected = header["format"], header["hash"], settings_hash(header["settings"])
     except FileNotFoundError:
-        if (folder / RESULTS).exists():
-            raise ConfigError(
-                f"{folder} has a {RESULTS}, but no {HEADER} that says of which settings"
-            ) from None
+        for name in (RESULTS, PARTS):
+            if (folder / name).exists():
+                raise ConfigError(
+                    f"{folder} has a {name}, but no {HEADER} that says of which settings"
+                ) from None
         return None
     except NotADirectoryError:
         raise ConfigError(f"{folder} is not a folder") from None

@@ -243,9 +243,12 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not a folder"):
         ResultStore.open(tmp_path / "file", SETTINGS)
-    (tmp_path / RESULTS).touch()
-    with pytest.raises(ConfigError, match=r"no job\.json that says of which settings"):
-        ResultStore.open(tmp_path, SETTINGS)
+    for name in (PARTS, RESULTS):
+        (tmp_path / name).write_text("of another program")
+        with pytest.raises(ConfigError, match=rf"has a {name}, but no job\.json that"):
+            ResultStore.open(tmp_path, SETTINGS)
+        assert (tmp_path / name).read_text() == "of another program"
+        (tmp_path / name).unlink()
     (tmp_path / "job.json").write_text("[]")
     with pytest.raises(ConfigError, match="is not a job's header"):
         ResultStore.open(tmp_path, SETTINGS)
