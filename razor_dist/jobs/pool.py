@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from razor_dist.config.errors import ClusterError, EngineError, RazorError
-from razor_dist.jobs.task import Item, PartResult, Update, Work, work_of
+from razor_dist.jobs.task import Item, PartResult, TokensDone, Update, Work, work_of
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,11 @@ def _thread(engine: int, target: Callable[..., None], *arguments: object) -> thr
     return threading.Thread(target=target, args=arguments, name=name, daemon=True)
 
 
+def _read_by(engine: int) -> str:
+    """Name the part of an item that says only that the engine of this number has read of it."""
+    return f"engine {engine}"
+
+
 class _Pool:
     def __init__(
         self,
@@ -145,6 +150,7 @@ class _Pool:
         self.waiting = list(items)
         self._open, self._count = open_engine, engines
         self._attempts, self._at_once = attempts, at_once
+        self._begun = engines > 1 and any(item.parts for item in self.waiting)
         self._running = 0  # items that a thread has taken and not yet given back or done
         self._tried: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -196,15 +202,19 @@ class _Pool:
         attempt = self._tried[item.id] = self._tried.get(item.id, 0) + 1
         result: Mapping[str, Any] | None = None
         failure: Exception | None = None
-        parts = dict(item.parts)
+        parts, mark = dict(item.parts), _read_by(number)
         begin = time.monotonic()
         try:
             work = work_of(engine.run(item))
             while not self._over.is_set():
                 update = next(work)
-                if isinstance(update, PartResult):
-                    parts[update.key] = update.result
-                self.events.put(ItemUpdate(item, update))
+                news = [update]
+                if self._count > 1 and isinstance(update, TokensDone) and mark not in parts:
+                    news.append(PartResult(mark, {}, 0, whole=False))
+                for one in news:
+                    if isinstance(one, PartResult):
+                        parts[one.key] = one.result
+                    self.events.put(ItemUpdate(item, one))
             work.close()
         except StopIteration as end:
             result = end.value
@@ -278,16 +288,29 @@ class _Pool:
                 and (self.waiting or self._running)
             ):
                 if self.waiting:
-                    item = self.waiting[0]
+                    item = self._next(number)
                     places = self._places(item)
                     if item.engine != name:
                         break
                     if self._taken[number] + places <= self._at_once:
                         self._running += 1
                         self._taken[number] += places
-                        return self.waiting.pop(0)
+                        self.waiting.remove(item)
+                        return item
                 self._changed.wait()
             return None
+
+    def _next(self, number: int) -> Item:
+        """Return the waiting item that an engine takes.
+
+        An engine may have a prefix store, from which it goes on with what an earlier run of this
+        number was reading: it takes such items first, and those of other engines last.
+        """
+        first = self.waiting[0]
+        if first.id in self._tried or not self._begun:
+            return first
+        same = (item for item in self.waiting if item.engine == first.engine)
+        return min(same, key=lambda item: bool(item.parts) - 2 * (_read_by(number) in item.parts))
 
     def _places(self, item: Item) -> int:
         """Return how many of an engine's places an item takes: one, or all if it was tried."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError
 from razor_dist.jobs.pool import EngineLostError, ItemUpdate, Outcome, run_items
-from razor_dist.jobs.task import Item, ItemSize, PartResult, Work
+from razor_dist.jobs.task import Item, ItemSize, PartResult, TokensDone, Work
 
 OK, FAIL, ENGINE, LOST = "ok", "fail", "engine", "lost"
 
@@ -357,3 +358,43 @@ def test_parts_that_are_done_are_not_done_again() -> None:
     assert updates[0] == ItemSize(30, 3) and updates[2] == ItemSize(20, 3, 1)
     assert isinstance(end, Outcome) and end.result == {"parts": {"a": {"of": "a"}}}
     assert end.attempts == 2
+
+
+@pytest.mark.parametrize("ready_first", [0, 1])
+def test_engines_go_on_with_what_they_were_reading(ready_first: int) -> None:
+    """Each has the prompts that it read in a store of its own."""
+    both, begun = threading.Barrier(2), threading.Event()
+    ran: dict[str, int] = {}
+
+    class Reads(InParts):
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def run(self, item: Item) -> Work:
+            ran.setdefault(item.id, self._number)
+            begun.set()
+            if len(ran) <= 2:
+                both.wait(30)
+            yield TokensDone(prefilled=1)
+            yield TokensDone(prefilled=1)
+            return {}
+
+    def open_engine(name: str, number: int, engines: int, over: threading.Event) -> Reads:
+        assert number == ready_first or begun.wait(30)
+        return Reads(number)
+
+    items = [Item("a", size=2), Item("b", size=1)]
+    events = list(run_items(items, open_engine, engines=2))
+    assert ran["a"] == ready_first, "the longest goes to the first"
+    found = [e for e in events if isinstance(e, ItemUpdate) and isinstance(e.update, PartResult)]
+    parts = {item.id: {update.key: update.result} for item, update in found}
+    assert len(found) == 2
+
+    before = dict(ran)
+    ran.clear()
+    begun.clear()
+    items = [Item("new", size=3), *(replace(i, size=3 - i.size, parts=parts[i.id]) for i in items)]
+    events = list(run_items(items, open_engine, engines=2))
+    assert {id: ran[id] for id in "ab"} == before and len(ran) == 3
+    new = [e for e in events if isinstance(e, ItemUpdate) and isinstance(e.update, PartResult)]
+    assert [e.item.id for e in new] == ["new"]
