@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -13,12 +13,15 @@ _NAME = "razor-dist"
 def install_command(extra: str, folder: Path = Path(__file__).parents[2]) -> str:
     """Return the pip command that installs an extra's packages.
 
-    If ``folder``, where this package is, is a checkout, the command names it; else, since no index
-    has this package, the packages.
+    If ``folder``, where this package is, is a checkout, the command names it, and no copy of one,
+    such as Ray makes for a job; else, since no index has this package, the packages.
     """
-    if (folder / "pyproject.toml").is_file():
+    if (folder / "pyproject.toml").is_file() and (folder / ".git").exists():
         return f"pip install -e '{folder}[{extra}]'"
-    return " ".join(["pip install", *(f"'{package}'" for package in _packages(extra))])
+    try:
+        return " ".join(["pip install", *(f"'{package}'" for package in _packages(extra))])
+    except PackageNotFoundError:
+        return f"pip install -e '.[{extra}]' in a checkout"
 
 
 def _packages(extra: str) -> list[str]:

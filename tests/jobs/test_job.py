@@ -369,11 +369,19 @@ def test_job_settings_come_from_every_source(tmp_path: Path) -> None:
         JobConfig(engines=0)
 
 
-def test_packages_of_an_extra_are_named_where_there_is_no_checkout(tmp_path: Path) -> None:
+def test_packages_of_an_extra_are_named_where_there_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert install_command("documents", tmp_path) == (
         "pip install 'beautifulsoup4>=4.13' 'lxml>=5' 'pypdfium2<6,>=4.30' 'python-docx>=1.1'"
     )
+    (tmp_path / "pyproject.toml").touch()  # in Ray's copy of a checkout, too
     assert install_command("train", tmp_path) == "pip install 'deepspeed<0.20,>=0.19' 'ninja'"
+    (tmp_path / ".git").touch()  # in a worktree it is a file
+    assert install_command("train", tmp_path) == f"pip install -e '{tmp_path}[train]'"
+    (tmp_path / ".git").unlink()
+    monkeypatch.setattr("razor_dist.config.extras._NAME", "not-installed")
+    assert install_command("train", tmp_path) == "pip install -e '.[train]' in a checkout"
 
 
 def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
