@@ -76,6 +76,8 @@ def _units(text: str, limit: int, count: Count, level: int) -> list[tuple[str, i
     if level == len(_BOUNDARIES):
         return _characters(text, limit, count)
     pieces = [piece for piece in _BOUNDARIES[level].split(text) if piece]
+    if level and len(pieces) == 1:  # it is known to be too long
+        return _units(text, limit, count, level + 1)
     units: list[tuple[str, int]] = []
     for piece, tokens in zip(pieces, count(pieces), strict=True):
         if tokens <= limit:

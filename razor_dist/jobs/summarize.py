@@ -29,6 +29,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.collect import Source
 from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
+from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import JOB_TEMPLATE, PromptEncoder
 from razor_dist.jobs.answering import Answering, Asked, News, draft_of
 from razor_dist.jobs.style import Style
@@ -47,7 +48,7 @@ from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
-from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.models.tokenizer import count_tokens, load_tokenizer
 from razor_dist.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ _DOCUMENTS_AT_ONCE = 4
 _PARTS_AT_ONCE = 8
 # Seconds that counting all documents' tokens may take before the first is summarised.
 _COUNTING_SECONDS = 20.0
+# Most documents whose tokens are counted at once: each takes its text, and 150 MB.
+_COUNTING_THREADS = 8
+# Characters of a text by which most are known to be too long: these, and for each token that fits.
+_BEGINNING, _LONG_TOKEN = 2**20, 8
 
 
 class Summarizer:
@@ -98,8 +103,8 @@ class Summarizer:
         summaries: list[Json] = []
         places = Places(document)
         levels, kind, now = 0, _WHOLE, Material(document.text, [(0, len(document.text))])
-        while len((prompt := self._encode(now, kind)).ids) > self._room:
-            pieces, prompts = self._split(now, len(prompt.ids))
+        while len((prompt := self._prompt(now, kind)).ids) > self._room:
+            pieces, prompts = self._split(now, kind)
             if levels and len(pieces) >= len(summaries):
                 raise DocumentError(
                     f"a context of {self._llm.info.max_model_len} tokens is too short for "
@@ -170,16 +175,19 @@ class Summarizer:
     def _resumes(self) -> bool:
         """True if an answer can go on from its stored beginning.
 
-        Not one that is drawn, since its draws are counted from its first token, and not one with
-        sources, which are seen while a token is generated.
+        Not one that is drawn, since its draws are counted from its first token, not one with
+        sources, which are seen while a token is generated, and none with exact prefill, which would
+        read the beginning with other attention than it was written with.
         """
-        return self._style.temperature == 0 and not self._style.sources
+        style, is_local = self._style, self._llm.config.prefill == "local"
+        return style.temperature == 0 and not style.sources and is_local
 
-    def _split(self, now: Material, tokens: int) -> tuple[list[Material], list[Asked]]:
+    def _split(self, now: Material, kind: str) -> tuple[list[Material], list[Asked]]:
         """Cut a text into parts whose prompts fit the context; return both."""
-        [alone] = self._count([now.text])
+        begin = self._beginning(now)
+        around = len(self._encode(begin, kind).ids) - self._count([begin.text])[0]
         own = len(self._encode(Material("", []), _PART.format(9999, 9999)).ids)
-        limit = self._room - max(tokens - alone, own)
+        limit = self._room - max(around, own)
         while limit >= 1:
             pieces = now.cut(split(now.text, limit, self._count))
             kinds = [_PART.format(number, len(pieces)) for number in range(1, len(pieces) + 1)]
@@ -191,6 +199,16 @@ class Summarizer:
             f"a context of {self._llm.info.max_model_len} tokens leaves no room for a part of the "
             "document beside the prompt and the answer; ask for fewer words"
         )
+
+    def _beginning(self, now: Material) -> Material:
+        """Return a text, or of a very long one what the context cannot hold."""
+        return now._replace(text=now.text[: _BEGINNING + _LONG_TOKEN * self._room])
+
+    def _prompt(self, now: Material, kind: str) -> Asked:
+        """Return a text's prompt, or that of its beginning if this is too long already."""
+        prompt = self._encode(begin := self._beginning(now), kind)
+        is_enough = len(prompt.ids) > self._room or len(begin.text) == len(now.text)
+        return prompt if is_enough else self._encode(now, kind)
 
     def _encode(self, material: Material, kind: str) -> Asked:
         material = material.stripped()
@@ -211,8 +229,7 @@ class Summarizer:
         return Asked(material, ids, replace(where, parts=parts))
 
     def _count(self, texts: Sequence[str]) -> list[int]:
-        encoded = self._tokenizer(list(texts), add_special_tokens=False)
-        return [len(ids) for ids in encoded.input_ids]
+        return count_tokens(self._tokenizer, texts)
 
     def _ask(self, prompt: Asked, draft: list[int], tell: Callable[[News], None]) -> Json:
         """Return the answer that begins with ``draft``; tell of the prompt and of new tokens."""
@@ -235,8 +252,7 @@ class Summarizer:
         if reason == "repetition":
             ids = ids[: detection.once(ids)]
         if draft or reason == "repetition":
-            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-            text = str(self._tokenizer.decode(ids, **how))
+            text = token_texts(self._tokenizer).decode(ids)  # as the stream, with a first space
         summary = {"summary": text.strip(), "finish_reason": reason}
         if answer.sentences is None:
             return summary
@@ -280,8 +296,9 @@ class SummaryTask:
         """
         [config] = self.engines.values()
         log.info("documents: %d; counting their tokens", len(items))
-        folder = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-        tokenizer = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+        trust = config.trust_remote_code
+        folder = resolve_model(config.model, trust_remote_code=trust, weights=False)
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust)
         if tokenizer is None:
             raise ConfigError(f"{config.model} has no tokenizer, so it reads no documents")
         counts, exact = _counted(tokenizer, [item.data["source"] for item in items])
@@ -337,9 +354,9 @@ def _counted(
         except DocumentError as error:
             reasons.setdefault(str(error), source.path)
             return 0
-        return max(1, len(tokenizer(text, add_special_tokens=False).input_ids))
+        return max(1, *count_tokens(tokenizer, [text]))
 
-    with ThreadPoolExecutor(usable_cores()) as threads:
+    with ThreadPoolExecutor(min(usable_cores(), _COUNTING_THREADS)) as threads:
         found = list(threads.map(count, sources))
     for reason, path in reasons.items():
         log.warning("%s: %s", path, reason)

@@ -10,23 +10,27 @@ from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
 
 # What serving needs of a hub repository; never a pickle.
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_WEIGHTS = "*.safetensors"
+_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 # Mistral's repositories hold their weights in this layout as well, which would double a download.
 _NOT_NEEDED = ["consolidated*"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
+def resolve_model(name: str, *, trust_remote_code: bool = False, weights: bool = True) -> Path:
     """Find a model's local folder, fetching or converting the model if need be.
 
     ``name`` is ``smollm2`` (embedded), a local folder with ``config.json`` and safetensors weights,
     or a hub id ``org/name``; a folder that exists is preferred to a hub id of the same name. With
-    ``trust_remote_code`` the Python files of a hub repository are fetched too. Raise `ModelError`
-    if there is no such model here or on the hub, or it has no safetensors weights.
+    ``trust_remote_code`` the Python files of a hub repository are fetched too, and without
+    ``weights`` all but these. Raise `ModelError` if there is no such model here or on the hub, or
+    it has no safetensors weights.
     """
     patterns = _HUB_FILES + (["*.py"] if trust_remote_code else [])
-    return _with_weights(_local_folder(name) or _fetch(name, patterns))
+    if (folder := _local_folder(name)) or weights:
+        return _with_weights(folder or _fetch(name, [*patterns, _WEIGHTS]))
+    return _with_config(_fetch(name, patterns))
 
 
 def local_model(name: str) -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,6 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from razor_dist.config.errors import ModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+# A call takes some 140 bytes of memory a character; this many at once take 150 MB.
+_CHARACTERS_AT_ONCE = 2**20
 
 log = logging.getLogger(__name__)
 
@@ -43,3 +48,32 @@ def load_tokenizer(
     tokenizer("")
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+    """Return the number of each text's tokens, without special ones.
+
+    A text of more than a million characters is cut for it, before line breaks if it has any; at
+    each cut the number may be one off.
+    """
+    counts = [0] * len(texts)
+    pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
+    ends = itertools.accumulate(len(piece) for _, piece in pieces)
+    placed = zip(ends, pieces, strict=True)
+    for _, group in itertools.groupby(placed, key=lambda at: at[0] // _CHARACTERS_AT_ONCE):
+        numbers, batch = zip(*(piece for _, piece in group), strict=True)
+        found = tokenizer(list(batch), add_special_tokens=False).input_ids
+        for number, ids in zip(numbers, found, strict=True):
+            counts[number] += len(ids)
+    return counts
+
+
+def _pieces(text: str) -> Iterator[str]:
+    begin = 0
+    while len(text) - begin > _CHARACTERS_AT_ONCE:
+        most = begin + _CHARACTERS_AT_ONCE
+        end = text.rfind("\n", begin + 1, most)
+        end = most if end < 0 else end
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]

@@ -52,6 +52,19 @@ def test_a_text_that_is_a_little_too_long_is_halved() -> None:
     assert words(split(text, 7_600, words)) == [4_000, 4_009]
 
 
+def test_a_text_without_headings_is_counted_twice() -> None:
+    counted = 0
+
+    def count(texts: Sequence[str]) -> list[int]:
+        nonlocal counted
+        counted += sum(map(len, texts))
+        return words(texts)
+
+    text = "\n\n".join("word " * 50 for _ in range(160))
+    assert len(split(text, 2_000, count)) == 4
+    assert counted == 2 * len(text)
+
+
 @pytest.mark.parametrize(
     ("text", "limit", "parts"),
     [

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from razor_dist import cli
 from razor_dist.config.logs import LOG_ENV
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.collect import collect
 from razor_dist.jobs.results import read_job
+from razor_dist.jobs.style import Style
+from razor_dist.jobs.summarize import SummaryTask
 from tests.documents import files
 from tests.jobs.quoter import Quoter
 from tests.jobs.summarizing import FLAGS, results, summarize
@@ -140,6 +146,27 @@ def test_a_template_and_a_folder_of_other_settings(
     assert 'task.style.language is "Latin" there and "Greek" here' in capfd.readouterr().err
     assert cli.main([*command, "--template", "no.txt"]) == 2
     assert "cannot read the --template file no.txt" in capfd.readouterr().err
+
+
+def test_tokens_are_counted_without_a_download_of_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = make_tiny("llama", folder / "snapshot")
+    write_letters(snapshot)
+    snapshot.joinpath("model.safetensors").unlink()
+
+    def fetch(name: str, allow_patterns: list[str], **_: object) -> str:
+        assert name == "org/name"
+        assert not any(fnmatch("model.safetensors", one) for one in allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    engines = {"default": EngineConfig(model="org/name", attention="full")}
+    task = SummaryTask(engines, Style(), collect(["in/long.md"]).sources)
+    with caplog.at_level("INFO"):
+        [item] = task.measured(task.items())
+    assert item.size > len(Path("in/long.md").read_text())  # a token for each letter, and answers
+    assert "documents: 1, of " in caplog.text
 
 
 def test_mistakes_are_told_before_an_engine_is_opened(

@@ -12,12 +12,14 @@ import pytest
 from razor_dist.config.errors import ConfigError, DocumentError, EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.read import Document
+from razor_dist.frontend.detokenizer import token_texts
+from razor_dist.frontend.outputs import AnswerSentence, CompletionOutput, RequestOutput
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ANSWER_TOKEN, ItemSize, PartResult, TokensDone, Update
 from razor_dist.llm.llm import LLM
 from tests.jobs.quoter import Quoter, document, plain_tokenizer
-from tests.tokenizer import smollm2_tokenizer
+from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
 
 def summarize(llm: Quoter, text: str, **style: Any) -> dict[str, Any]:
@@ -242,8 +244,56 @@ def test_an_answer_in_work_goes_on_where_it_was(stored: int) -> None:
     assert sum(u.generated for u in done) == len(drafts) + 1 - stored
 
 
-@pytest.mark.parametrize("style", [{"temperature": 0.5}, {"sources": True}])
+@pytest.mark.parametrize("style", [{"temperature": 0.5}, {"sources": True}, {}])
 def test_answers_that_cannot_go_on_are_not_stored_in_part(style: dict[str, Any]) -> None:
-    kind = Quoter if "sources" in style else Typist
-    updates, _ = steps(kind(4096), document(4), {}, 0, max_tokens=60, **style)
+    llm = Quoter(4096) if "sources" in style else Typist(4096)
+    if not style:  # the beginning would be read in full, and was written with windows
+        llm.config = EngineConfig(max_num_seqs=1, prefill="exact")
+    updates, _ = steps(llm, document(4), {}, 0, max_tokens=60, **style)
     assert not [update for update in updates if isinstance(update, PartResult)]
+
+
+def test_a_very_long_text_is_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, longest = document(60), 1000
+    expected = summarize(Quoter(300), text, max_tokens=60)
+    tokenizer, calls = copy.copy(smollm2_tokenizer()), list[list[str]]()
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, texts: Any, **how: Any) -> Any:
+            calls.append([texts] if isinstance(texts, str) else texts)
+            return super().__call__(texts, **how)
+
+    tokenizer.__class__ = Counting
+    monkeypatch.setattr("razor_dist.models.tokenizer._CHARACTERS_AT_ONCE", longest)
+    monkeypatch.setattr("razor_dist.jobs.summarize._BEGINNING", 0)
+    assert summarize(Quoter(300, tokenizer), text, max_tokens=60) == expected
+    assert max(len("".join(call)) for call in calls) < 2 * longest + 300
+    assert sum(len("".join(call)) for call in calls) < 12 * len(text)
+
+
+def test_a_long_text_of_few_tokens_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["\n" * 500 + document(chapters) for chapters in (2, 6)]
+    expected = [summarize(Quoter(512), text, max_tokens=40) for text in texts]
+    assert expected[0]["parts"] == 1 < expected[1]["parts"]
+    monkeypatch.setattr("razor_dist.jobs.summarize._BEGINNING", 0)
+    monkeypatch.setattr("razor_dist.jobs.summarize._LONG_TOKEN", 1)
+    assert [summarize(Quoter(512), text, max_tokens=40) for text in texts] == expected
+
+
+def test_sentences_of_a_summary_that_ends_in_a_loop_are_at_their_words() -> None:
+    tokenizer = sentencepiece_tokenizer()
+
+    class Parrot(Quoter):
+        def generate(self, prompts: Any, params: Any) -> Any:
+            ids = self._tokenizer("the world says a time. " + "the time says a world. " * 20)
+            ids = ids["input_ids"][1:]
+            text = token_texts(self._tokenizer).decode(ids)
+            places = [found.span() for found in re.finditer(r"\S[^.]*\.", text)]
+            said = CompletionOutput(0, text, tuple(ids), None, finish_reason="repetition")
+            said.sentences = [AnswerSentence(*place, [], 0.0) for place in places]
+            return [RequestOutput("r", None, prompts[0].ids, outputs=[said])]
+
+    result = summarize(Parrot(4096, tokenizer), "a", sources=True)
+    places = [(one["start"], one["end"]) for one in result["sentences"]]
+    words = [result["summary"][start:end] for start, end in places]
+    assert words == ["the world says a time.", "the time says a world"]

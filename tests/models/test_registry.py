@@ -69,8 +69,11 @@ def test_pickles_are_refused_by_name(tmp_path: Path, no_hub: None) -> None:
         resolve_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("trust", [False, True])
-def test_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool) -> None:
+def test_hub_id_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool, weights: bool
+) -> None:
     path = make_tiny("llama", tmp_path / "snapshot")
     asked = {}
 
@@ -80,8 +83,10 @@ def test_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trus
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert resolve_model("org/name", trust_remote_code=trust) == path
-    assert "*.safetensors" in asked["org/name"]
+    if not weights:
+        path.joinpath("model.safetensors").unlink()
+    assert resolve_model("org/name", trust_remote_code=trust, weights=weights) == path
+    assert any(fnmatch("model.safetensors", one) for one in asked["org/name"]) == weights
     assert "*.bin" not in asked["org/name"]
     assert ("*.py" in asked["org/name"]) == trust
 
