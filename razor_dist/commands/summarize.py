@@ -95,6 +95,9 @@ def summarize(
         pages = f" and {len(write_pages(records, folder / 'pages'))} pages beside it"
     _name_failures([source.id for source in sources], records)
     done = sum(record["error"] is None for record in records)
+    if (kept := folder / _PREFIXES).exists():
+        size = f"{_gigabytes(kept):.1f} GiB"
+        typer.echo(f"kept {kept} ({size}) for documents that are not done", err=True)
     wrote = f"wrote {folder / RESULTS}{pages}"
     typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)
@@ -109,6 +112,10 @@ def _name_failures(ids: Sequence[str], records: Sequence[dict[str, Any]]) -> Non
         elif loops(record["result"]):
             typer.echo(f"{id_}: the summary, or that of a part, is cut at a loop", err=True)
     hint_at_retry(records)
+
+
+def _gigabytes(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**30
 
 
 def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
@@ -127,7 +134,8 @@ def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
     engines = config.engines or 1
     if config.ray and config.engines is None:  # as many as Ray has processors for
         engines = int((os.cpu_count() or 1) / config.cpus_per_rank) // config.world_size
-    free = shutil.disk_usage(folder.parent).free / 2**30
+    # What an earlier run left counts for the bound, as it did when that run began.
+    free = shutil.disk_usage(folder.parent).free / 2**30 + _gigabytes(folder)
     shared = free / 4 / max(1, min(engines, documents))
     most = min(_MOST_GB, shared, config.prefix_store_gb or math.inf)
     store = {"prefix_store": str(folder / "{engine}"), "prefix_store_gb": max(most, 1e-3)}

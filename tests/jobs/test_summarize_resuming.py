@@ -18,7 +18,7 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.commands.summarize import SummaryConfig, resuming
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.jobs import host_engine
@@ -37,7 +37,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def open_engine(config: EngineConfig, *_: Any) -> Quoter:
         found.append(Path(config.prefix_store or ""))
-        found[-1].mkdir(parents=True)
+        found[-1].mkdir(parents=True, exist_ok=True)
         (found[-1] / "prefix").write_text("kept")
         return Quoter(config.max_model_len or 512)
 
@@ -58,6 +58,27 @@ def test_prefixes_are_removed_while_no_other_run_may_write(
     monkeypatch.setattr("razor_dist.commands.summarize.shutil.rmtree", remove)
     assert summarize() == 0
     assert removed == [Path("out/.prefixes")]
+
+
+def test_prefixes_that_are_kept_for_a_failed_document_are_told_of(
+    folder: Path, stores: list[Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--max-model-len", "300")
+    with mock.patch.object(Quoter, "stream", side_effect=[EngineError("a rank died")] * 3):
+        assert summarize(*flags, "--attempts", "1") == 3
+    assert "kept out/.prefixes (0.0 GiB)" not in capfd.readouterr().err
+
+    def fail_at_last(self: Quoter, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
+        if "summaries of the consecutive" in self._tokenizer.decode(prompts[0].ids):
+            raise EngineError("a rank died")
+        return generate(self, prompts, params)
+
+    generate = Quoter.generate
+    with mock.patch.object(Quoter, "generate", fail_at_last):
+        assert summarize(*flags, "--attempts", "1", "--retry-failed") == 3
+    assert "kept out/.prefixes (0.0 GiB) for documents that are not" in capfd.readouterr().err
+    assert summarize(*flags, "--retry-failed") == 0
+    assert "kept" not in capfd.readouterr().err and not Path("out/.prefixes").exists()
 
 
 @pytest.mark.long
@@ -93,7 +114,11 @@ def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[
     ],
 )
 def test_the_stores_of_all_engines_take_a_quarter_of_the_free_disk(
-    settings: dict[str, Any], documents: int, stores: int, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    documents: int,
+    stores: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = SimpleNamespace(free=96 * 2**30)
     monkeypatch.setattr("razor_dist.commands.summarize.shutil.disk_usage", lambda _: free)
@@ -103,6 +128,13 @@ def test_the_stores_of_all_engines_take_a_quarter_of_the_free_disk(
     assert config.prefix_store_gb == pytest.approx(24 / stores)
     bound = SummaryConfig(**settings, prefix_store_gb=1.5)
     assert resuming(bound, Path("/out/.prefixes"), documents).prefix_store_gb == 1.5
+    # The next run has the bound of the first, of which some is taken now.
+    (tmp_path / "0").mkdir()
+    with (tmp_path / "0" / "prefix").open("wb") as file:
+        file.truncate(8 * 2**30)
+    free.free = 88 * 2**30
+    again = resuming(SummaryConfig(**settings), tmp_path, documents)
+    assert again.prefix_store_gb == pytest.approx(24 / stores)
 
 
 @pytest.mark.parametrize(
