@@ -4,7 +4,8 @@ A long prompt takes hundreds of chunks, and a request that comes after it must n
 them. Prompts with the least remaining work go first, and the oldest prompt gets at least half of
 the time: a short question overtakes a million tokens, and delays them by its own time only.
 
-Prompts that fit into one step join the next step.
+Prompts that fit into one step join the next step, and take nobody's turn. Beside a long prompt they
+have half of the step, or what the first of them needs; the rest is for a piece of the long one.
 
 A chunk has a large fixed cost on several ranks. With tensor-parallel decode a long prompt may be
 prefilled without chunks, where that is no slower (`PrefillPolicy.piece`).
@@ -126,6 +127,7 @@ class PrefillPolicy:
         for prompt in self.first_class(prompts):
             n = prompt.end - prompt.begin
             work = self.work(prompt, n, sharded=not prompt.short)
+            work += self.cost.part(sharded=not prompt.short)
             tokens += n if prompt.short else n / self._ranks
             if chosen and (seconds + work > part * self._max_step or tokens > _JOINING):
                 break
@@ -195,7 +197,8 @@ class PrefillPolicy:
                 seconds = max(step, base + varied * base)
                 tokens = self.cost.tokens(seconds - base, at)
             if beside and sharded:
-                tokens = min(tokens, self._shown(seconds + company - base))
+                whole = seconds + joined + company - base
+                tokens = min(tokens, self._shown(whole) * (1 - joined / (seconds + joined)))
             most = prompt.request.chunked_prefill_size
             tokens = min(tokens, most if sharded else varied * min(_JOINING, most // self._ranks))
             return tokens, tokens / max(company + self.cost.work(tokens, at), 1e-9)
@@ -211,9 +214,10 @@ class PrefillPolicy:
         """Tokens that fit into a step by what recent ones took, whatever the fit says.
 
         Estimates far from what was seen are wrong where other kernels begin to serve a context.
-        ``seconds`` are those of the whole step, answers included, as the recent ones are. At least
-        half of a step's time is taken to be in proportion to its tokens; after a much longer step,
-        such as one for which no request waited, half of the tokens that are in proportion are left.
+        ``seconds`` are those of the whole step, as the recent ones are: answers and prompts that
+        join it are included. At least half of a step's time is taken to be in proportion to its
+        tokens; after a much longer step, such as one for which no request waited, half of the
+        tokens that are in proportion are left.
         """
         parts = ((n, seconds / s) for n, s in self._recent)
         return max((n * max(2 * part - 1, part / 2) for n, part in parts), default=math.inf)
@@ -232,7 +236,7 @@ class PrefillPolicy:
             # What is not sharded may be computed by every rank, but attends to the rank's own part
             # of what is before it.
             times = 1 if sharded else self.repeats
-            chunks |= dealt
+            chunks += dealt
             wholes += not dealt
             before += of.position
             tokens += times * n
@@ -242,7 +246,10 @@ class PrefillPolicy:
         self.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
 
     def took(self, prompts: Sequence[Prefill], served: Prefill, seconds: float) -> None:
-        """Note that ``served`` was read from for so long, while ``prompts`` take turns."""
+        """Note that ``served`` was read from for ``seconds``, while ``prompts`` take turns.
+
+        What joins a step is none of these, and takes no turn: the step has a piece of them as well.
+        """
         if not prompts:
             return
         if self._oldest_of(self.first_class(prompts)) is served:
@@ -250,7 +257,7 @@ class PrefillPolicy:
             self._debt = max(0.0, self._debt - seconds)
             self._alone += seconds
         else:
-            self._debt += seconds
+            self._debt += seconds if served in prompts else 0.0
             self._somebody_came()
 
     def _somebody_came(self) -> None:

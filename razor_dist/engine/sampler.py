@@ -158,7 +158,8 @@ def _exponential(draws: Sequence[Draw], weights: Tensor) -> Tensor:
     tokens = torch.arange(weights.shape[-1], device=weights.device)
     hashed = _mixed(_mixed(_mixed(seeds) + places) + tokens * _INCREMENT)
     uniform = (_shifted(hashed, 11).double() + 0.5) * 2.0**-53
-    return -uniform.log()
+    # The highest of 2**53 numbers is rounded to 1: its logarithm is 0, and so may be a weight.
+    return -uniform.clamp(max=1 - 2.0**-53).log()
 
 
 def _mixed(values: Tensor) -> Tensor:

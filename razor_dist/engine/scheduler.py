@@ -188,8 +188,8 @@ class Scheduler:
         """Note that a step has been made, and in what time; return what it computed, in order."""
         policy, going = self.prefill_policy, self.prefills | self.running
         step = [Computed(going[entry.sequence], entry) for entry in plan.entries]
-        policy.learn([(of, len(entry.tokens), entry.sharded) for of, entry in step], seconds)
         in_turn = [prefill for prefill in self.prefills.values() if not policy.joins(prefill)]
+        policy.learn([(of, len(entry.tokens), entry.sharded) for of, entry in step], seconds)
         prefilled = [(of, entry) for of, entry in step if isinstance(of, Prefill)]
         for of, entry in prefilled:
             policy.took(in_turn, of, policy.work(of, len(entry.tokens), sharded=entry.sharded))

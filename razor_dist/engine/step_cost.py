@@ -36,7 +36,7 @@ class Work(NamedTuple):
     """Counts of the work in a step, one for each term of its cost, in the order of `_BELIEVED`."""
 
     step: int = 1
-    chunk: int = 0  # a part of a prompt is sharded among several ranks
+    chunk: int = 0  # parts of prompts that are sharded among several ranks
     wholes: int = 0  # parts of prompts that are not, and have tokens
     answers: int = 0  # sequences that grow by one token
     before: int = 0  # tokens in the caches before the step, of all its sequences
@@ -90,7 +90,8 @@ class StepCost:
             self._squares[reading] = _FORGET * self._squares[reading] + np.outer(x, x)
             self._products[reading] = _FORGET * self._products[reading] + x
             if work.chunk or not (reading or self._replayed):
-                self._bounds[_CHUNK if work.chunk else _WHOLE].append(seconds)
+                bound = self._bounds[_CHUNK if work.chunk else _WHOLE]
+                bound.append(seconds / max(1, work.chunk))
             # Fitted when next asked for: not while all sequences decode.
             self._changed = True
             if slow:

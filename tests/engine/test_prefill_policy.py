@@ -28,6 +28,7 @@ class Simulation:
     # Of every chunk: the key, its seconds, whether others waited, its tokens.
     chunks: list[tuple[int, float, bool, int]] = field(default_factory=list)
     by_priority: bool = False
+    joining: bool = False  # short prompts join the steps of a long one
 
     def run(self) -> Simulation:
         policy = PrefillPolicy(STEP, by_priority=self.by_priority)
@@ -37,21 +38,32 @@ class Simulation:
                 self.now = max(self.now, coming[0].request.arrived)
             while coming and coming[0].request.arrived <= self.now:
                 present.append(coming.pop(0))
-            chosen = policy.choose(present)
-            others = [prompt for prompt in present if prompt is not chosen]
-            tokens = max(2, int(policy.take(chosen, others)[0]))
-            tokens = min(tokens, chosen.end - chosen.position)
-            s, a, b = self.sab
-            seconds = s + a * tokens + b * tokens * (chosen.position + tokens / 2)
-            self.now += seconds
-            policy.took(present, chosen, seconds)
-            observe(policy.cost, tokens, chosen.position, seconds)
-            self.chunks.append((chosen.key, seconds, len(present) > 1, tokens))
-            chosen.position += tokens
-            if chosen.done:
-                present.remove(chosen)
-                self.finished[chosen.key] = self.now
+            self._step(policy, present)
         return self
+
+    def _step(self, policy: PrefillPolicy, present: list[Prefill]) -> None:
+        short = [prompt for prompt in present if self.joining and policy.joins(prompt)]
+        long = [prompt for prompt in present if prompt not in short]
+        chosen, joined = policy.together(short, part=0.5 if long else 1.0)
+        step = [(prompt, prompt.end) for prompt in chosen]
+        if long:
+            first = policy.choose(long)
+            others = [prompt for prompt in present if prompt is not first]
+            tokens = max(2, int(policy.take(first, others, joined=joined)[0]))
+            step.append((first, min(tokens, first.end - first.position)))
+        s, a, b = self.sab
+        seconds = s + sum(a * n + b * n * (of.position + n / 2) for of, n in step)
+        self.now += seconds
+        read = sum(n for _, n in step)
+        for of, n in step:
+            policy.took(long, of, seconds * n / read)
+            self.chunks.append((of.key, seconds * n / read, len(present) > 1, n))
+        policy.learn([(of, n, True) for of, n in step], seconds)
+        for of, n in step:
+            of.position += n
+            if of.done:
+                present.remove(of)
+                self.finished[of.key] = self.now
 
 
 def test_short_prompts_overtake_a_long_one_and_cost_it_their_own_time() -> None:
@@ -75,6 +87,21 @@ def test_shorts_that_come_together_are_served_in_between_chunks_of_one_step() ->
     assert waits[-1] <= 4 * STEP + 0.01 + 20 * (0.15 + STEP * 1.2)
     contended = [seconds for key, seconds, waited, _ in found.chunks if key == 0 and waited]
     assert max(contended) <= STEP * 1.1
+
+
+def beside_chats(until: float, came: float) -> float:
+    """Seconds that 2,000 tokens wait that come beside 400,000, with chats for half of the time."""
+    chats = [prefill(key, 300, 0.3 * key) for key in range(2, int(until / 0.3))]
+    prompts = [prefill(0, 400_000, 0.0), prefill(1, 2000, came), *chats]
+    found = Simulation(prompts, (0.03, 0.0005, 0.0), joining=True).run()
+    assert max(found.finished[chat.key] - chat.request.arrived for chat in chats) < 6 * STEP
+    return found.finished[1] - came
+
+
+def test_prompts_that_join_steps_take_nobodys_turn() -> None:
+    """The oldest has a piece in the same step: it is owed nothing for what joined."""
+    assert beside_chats(until=100.0, came=50.0) < 8.0
+    assert beside_chats(until=100.0, came=105.0) < 2 * (1 + STEP)
 
 
 def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
@@ -140,8 +167,11 @@ def test_what_stays_sharded_is_not_repeated() -> None:
 
 def test_prompts_share_a_step_as_far_as_it_goes() -> None:
     prompts = [prefill(key, 50, 0.0) for key in range(5)]
-    for ranks in (1, 2, 8):  # 0.1 s each, in chunks; on one rank also if they are short
-        assert learned(ranks).together(prompts) == (prompts[:2], pytest.approx(0.2, rel=0.01))
+    for ranks in (1, 2, 8):
+        # 0.1 s each, of several ranks 0.15 s, in chunks; on one rank also if they are short.
+        many, one = (1, 0.15) if ranks > 1 else (2, 0.1)
+        found = learned(ranks).together(prompts)
+        assert found == (prompts[:many], pytest.approx(many * one, rel=0.01))
         assert learned(ranks).together(prompts, part=0.5)[0] == prompts[:1]  # beside a chunk
     short = [prefill(key, 50, 0.0, short=True) for key in range(5)]
     assert learned(1).together(short)[0] == short[:2]
@@ -160,6 +190,41 @@ def test_a_chunk_takes_the_time_that_joining_prompts_leave() -> None:
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
         found, _ = policy.take(long, [], answering=[0], joined=joined)
         assert found == pytest.approx(tokens, rel=0.02)
+
+
+def test_a_chunk_beside_prompts_that_join_every_step_stays_as_long() -> None:
+    """Recent steps show what fits into a whole one, not into what is left of it."""
+    policy, long, read = learned(), prefill(0, 40_000, 0.0), []
+    for key in range(1, 101):
+        chats = [prefill(key, 50, 0.0)]
+        _, joined = policy.together(chats)
+        tokens = int(policy.take(long, chats, joined=joined)[0])
+        parts = [(chats[0], 50, True), (long, tokens, True)]
+        policy.learn(parts, 0.05 + 0.002 * (50 + tokens))
+        read.append(tokens)
+    assert np.median(read) == pytest.approx(50, rel=0.1)
+
+
+def test_chunks_of_several_prompts_in_a_step_cost_as_many() -> None:
+    policy, random = PrefillPolicy(STEP, 8), np.random.default_rng(0)
+
+    def step(prompts: list[Prefill]) -> float:
+        seconds = 0.003 + sum(0.03 + 5.6e-6 * prompt.end for prompt in prompts)
+        policy.learn([(prompt, prompt.end, True) for prompt in prompts], seconds)
+        return seconds
+
+    def some(count: int, least: int, most: int) -> list[Prefill]:
+        return [prefill(key, int(random.integers(least, most)), 0.0) for key in range(count)]
+
+    for _ in range(40):
+        policy.learn([], 0.003)
+        step(some(1, 600, 4000))
+    for _ in range(20):
+        joining, seconds = policy.together(some(12, 513, 700))
+        assert seconds <= STEP
+        assert step(joining) == pytest.approx(seconds, rel=0.1)
+        assert policy.cost.chunk == pytest.approx(0.03, rel=0.1)
+    assert policy.is_short(request(0, 512, 0.0), 0)
 
 
 def test_prompts_that_join_a_step() -> None:

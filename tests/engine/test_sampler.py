@@ -337,3 +337,10 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
         logit_bias={5: -100, 2**31: 0.5},
     )
     assert SamplingParams(**decode_fields(encode(asdict(params))[HEADER_SIZE:])) == params
+
+
+def test_a_token_of_weight_0_is_never_drawn() -> None:
+    """With this seed the random number of token 7 is the largest of 2**53, which is rounded to 1."""
+    params = SamplingParams(temperature=1.0, top_k=1)
+    logits = torch.zeros(1, 50).index_fill(1, torch.tensor([3]), 20.0)
+    assert sample(logits, [params], [Draw(2154564929011574057, 0)]) == [Sampled(3)]
