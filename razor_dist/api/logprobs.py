@@ -44,7 +44,7 @@ def prompt_pieces(
     token, so they are made one by one; with ``free`` the engine's entries are forgotten meanwhile.
     """
     entries, last = choice.prompt_entries, len(choice.prompt) - 1
-    detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    detokenizer = None if tokenizer is None else Detokenizer(tokenizer, begins=True)
     for at, token in enumerate(choice.prompt.tolist()):
         own: TokenLogprobs | None = {} if entries else None
         if entries and at:

@@ -83,7 +83,8 @@ class DetokenizeBody(Strict):
         if encoder.tokenizer is None:
             raise RequestError("the model has no tokenizer", param="tokens")
         tokens = as_tokens(self.tokens, limits.prompt.vocab_size, "tokens").tolist()
-        return {"prompt": token_texts(encoder.tokenizer).decode(tokens, skip_special=False)}
+        texts = token_texts(encoder.tokenizer)
+        return {"prompt": texts.decode(tokens, skip_special=False, begins=True)}
 
 
 def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:

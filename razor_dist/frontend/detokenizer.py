@@ -32,15 +32,17 @@ class TokenTexts:
     bytes: frozenset[int]  # of byte fallback
     anchor: tuple[int, ...]  # none if the decoder puts spaces between tokens by itself
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True, begins: bool = False) -> str:
+        """Return the text of tokens, with which a text ``begins`` or which continue one."""
+        anchor = () if begins else self.anchor
         # Cleaning up spaces looks back across tokens, which no incremental decoder can honour.
         text = self.tokenizer.decode(
-            [*self.anchor, *ids],
+            [*anchor, *ids],
             skip_special_tokens=skip_special,
             clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
-        return text[len(self.anchor) :]
+        return text[len(anchor) :]
 
 
 @lru_cache(maxsize=4)
@@ -60,11 +62,18 @@ class Detokenizer:
     """Decodes one growing token sequence at a constant cost per token.
 
     The pieces returned by `push` and `flush`, joined, are what the tokens add to a text that they
-    continue: ``decode(prompt + ids)`` less ``decode(prompt)``.
+    continue: ``decode(prompt + ids)`` less ``decode(prompt)``. If a text ``begins`` with them, they
+    are ``decode(ids)``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True) -> None:
-        self._skip_special = skip_special
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special: bool = True,
+        begins: bool = False,
+    ) -> None:
+        self._skip_special, self._begins = skip_special, begins
         self._texts = token_texts(tokenizer)
         self._ids: list[int] = []  # the tail of the sequence; what came before is settled
         self._text = ""  # its text, but for a run of byte tokens at its end
@@ -100,7 +109,7 @@ class Detokenizer:
         if text.endswith(REPLACEMENT):
             return ""
         piece = text[self._sent :]
-        self._ids, self._text, self._sent = [], "", 0
+        self._ids, self._text, self._sent, self._begins = [], "", 0, False
         self.length += len(piece)
         return piece
 
@@ -116,17 +125,18 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._texts.decode(ids, skip_special=self._skip_special)
+        return self._texts.decode(ids, skip_special=self._skip_special, begins=self._begins)
 
     def _trim(self) -> None:
         """Forget the oldest tokens, if the rest decodes to the same text without them."""
         ids = self._ids[-_KEEP:]
-        text = self._decode(ids)
+        text = self._texts.decode(ids, skip_special=self._skip_special)
         unsent = len(self._text) - self._sent
         # More characters than a partial one has bytes must stand between the cut and what is
         # unsent, so that later tokens cannot change how the cut falls.
         if self._text.endswith(text) and len(text) > unsent + _MAX_PENDING:
             self._ids, self._text, self._sent = ids, text, len(text) - unsent
+            self._begins = False
 
 
 class StopMatcher:

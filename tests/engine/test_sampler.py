@@ -340,7 +340,7 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
 
 
 def test_a_token_of_weight_0_is_never_drawn() -> None:
-    """With this seed the random number of token 7 is the largest of 2**53, which is rounded to 1."""
+    """With this seed token 7 has the highest of 2**53 numbers, which is rounded to 1."""
     params = SamplingParams(temperature=1.0, top_k=1)
     logits = torch.zeros(1, 50).index_fill(1, torch.tensor([3]), 20.0)
     assert sample(logits, [params], [Draw(2154564929011574057, 0)]) == [Sampled(3)]

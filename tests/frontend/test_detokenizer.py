@@ -40,8 +40,10 @@ SENTENCE_BYTES = range(3, 259)
 TIME, A = SENTENCES.convert_tokens_to_ids(["▁time", "▁a"])
 
 
-def pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[str]:
-    own = Detokenizer(tokenizer)
+def pieces(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase = TOKENIZER, *, begins: bool = False
+) -> list[str]:
+    own = Detokenizer(tokenizer, begins=begins)
     return [*(own.push(token) for token in ids), own.flush()]
 
 
@@ -71,9 +73,9 @@ def test_the_cost_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> No
     decoded: list[int] = []
 
     class Counted(TokenTexts):
-        def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        def decode(self, ids: Sequence[int], **how: bool) -> str:
             decoded.append(len(ids))
-            return super().decode(ids, skip_special=skip_special)
+            return super().decode(ids, **how)
 
     counted = Counted(**vars(token_texts(TOKENIZER)))
     monkeypatch.setattr(detokenizer, "token_texts", lambda tokenizer: counted)
@@ -128,6 +130,12 @@ def test_bytes_of_characters_come_out_as_characters(text: str) -> None:
     streamed = pieces(ids, SENTENCES)
     assert "".join(streamed) == f" {text}"
     assert not any(REPLACEMENT in piece for piece in streamed)
+
+
+@pytest.mark.parametrize("text", ["the time", "世 a", "  a", "", "the world says " * 9])
+def test_a_text_begins_without_the_tokenizers_space(text: str) -> None:
+    ids = SENTENCES.encode(text)
+    assert "".join(pieces(ids, SENTENCES, begins=True)) == text
 
 
 def test_a_continuation_keeps_its_first_space() -> None:

@@ -21,6 +21,7 @@ from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Limits, ParsedRequest
+from razor_dist.api.tokenize import DetokenizeBody
 from razor_dist.config.errors import RazorError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.documents.read import Document
@@ -34,7 +35,7 @@ from razor_dist.server.bodies import Body, BodyReader
 from razor_dist.server.service import Service
 from razor_dist.server.sse import stream
 from tests.server.fake_client import FakeClient
-from tests.tokenizer import smollm2_tokenizer
+from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
 ENCODER = PromptEncoder(smollm2_tokenizer())
 
@@ -156,6 +157,23 @@ def echoed(answers: int) -> CompletionFormat:
         for answer in range(answers)
     ]
     return CompletionFormat(ParsedRequest([], echo=True), "m", found, smollm2_tokenizer())
+
+
+def test_an_echoed_prompt_begins_as_it_was_sent() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    ids = PromptEncoder(tokenizer).text("the time a")
+    entries: list[Any] = [None, *((-1.0, 1, [(token, -1.0)]) for token in ids[1:])]
+    chosen = {ids[-1]: Logprob(-3.0, 1, " a")}
+    answer = TextPiece(ids[-1], " a", chosen, "stop")
+    choice = Choice(np.array(ids), 0, [answer], prompt_entries=entries)
+    [found] = CompletionFormat(ParsedRequest([], echo=True), "m", [choice], tokenizer).whole()[
+        "choices"
+    ]
+    assert found["text"] == "the time a a"
+    assert found["logprobs"]["text_offset"][-4:] == [0, 3, 8, 10]
+    limits = Limits("m", 1, 100, len(tokenizer), {})
+    body = DetokenizeBody(tokens=PromptEncoder(tokenizer).text("the time", special_tokens=False))
+    assert body.answer(PromptEncoder(tokenizer), limits) == {"prompt": "the time"}
 
 
 @pytest.mark.parametrize("whole", [True, False])
