@@ -145,13 +145,24 @@ class CacheAccounts:
         pairs = zip(self._held[one].tables, self._held[other].tables, strict=True)
         return any(a.pages and a.pages[:1] == b.pages[:1] for a, b in pairs)
 
-    def together(self, keys: Seq[int]) -> Ints:
-        """Return what sequences hold that share pages."""
+    def has_pages(self, key: int, other: int, end: int) -> bool:
+        """True if a sequence has the full pages of another's first ``end`` tokens."""
+        full = self.full_pages(other, self.stored(other, end))
+        pairs = zip(self._held[key].tables, full, strict=True)
+        return all(np.array_equal(a.numbers[: len(b.pages)], b.numbers) for a, b in pairs)
+
+    def full_pages(self, key: int, stored: Ints) -> list[PageTable]:
+        """Return tables, by rank, of the pages that a sequence's first ``stored`` tokens fill."""
+        full = (stored // self.cache.page_size).tolist()
+        pairs = zip(self._held[key].tables, full, strict=True)
+        return [PageTable(table.pages[:count]) for table, count in pairs]
+
+    def together(self, keys: Seq[int], *more: Seq[PageTable]) -> Ints:
+        """Return what sequences hold that share pages, and ``more`` tables of every rank."""
         held = [self._held[key] for key in keys]
-        pages = [
-            int(held_by((one.tables[rank] for one in held), self.cache.num_pages).sum())
-            for rank in range(self.world_size)
-        ]
+        tables = zip(*(one.tables for one in held), *more, strict=True)
+        pages = [int(held_by(of_rank, self.cache.num_pages).sum()) for of_rank in tables]
+        pages = pages or [0] * self.world_size
         widths = [self._widths(one.totals) for one in held]
         return self._table(pages, [sum(of_arena) for of_arena in zip(*widths, strict=True)])
 

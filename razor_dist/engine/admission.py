@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
-from typing import NamedTuple
 
 import numpy as np
 
-from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import CacheConfig
-from razor_dist.engine.cache_need import CacheNeed
+from razor_dist.engine.cache_need import CacheNeed, Source
 from razor_dist.engine.checkpoints import WORTH_PAGES, Checkpoints
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Awaited, Phase, Prefill, Request
@@ -32,21 +30,12 @@ class Wait(Enum):
     PREFIX = auto()  # a prefix that is being prefilled or loaded: others may pass
 
 
-class Source(NamedTuple):
-    """A sequence whose tokens a prompt may begin with."""
-
-    key: int | None  # the sequence; None for an empty one
-    begin: int  # its tokens that are taken
-    short: bool  # all ranks may compute the rest in one step
-    instead: bool = False  # the prompt takes its place: there may be no room beside it
-
-
 class Admission:
     """The caches of all ranks, and the plans that open, keep and close sequences in them.
 
     Without ``share``, a sequence's caches end with it, and only pinned prefixes are continued.
     ``end_ids`` are the tokens that end an answer, and so each message of a conversation.
-    ``stays_beside`` tells if all that wait fit beside a pinned prefix that takes so much.
+    ``beside`` gives the requests that wait beside a pinned prefix, and those that stay.
     """
 
     def __init__(
@@ -57,14 +46,14 @@ class Admission:
         *,
         share: bool,
         end_ids: Iterable[int],
-        stays_beside: Callable[[Request, Ints], bool],
+        beside: Callable[[Request], tuple[list[Request], list[Request]]],
     ) -> None:
         self.cache, self.world_size, self._prefill_policy = cache, world_size, prefill_policy
         self.room = Room(cache, world_size, prefill_policy.cost.work, share=share)
         self.accounts = self.room.accounts
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
-        self._fits_beside = stays_beside
+        self._beside = beside
         # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
         self.checkpoint_seconds = 5.0
 
@@ -82,9 +71,15 @@ class Admission:
             return Wait.PREFIX
         hit = self._find(request)
         if hit is not None:
-            request.awaits = self.checkpoints.awaited(
-                request, hit.tokens, prefills
-            ) or self._promote(request, hit, plans)
+            usable = [
+                prefill
+                for prefill in prefills
+                if self._shares(request, prefill.key)
+                or self._may_copy(request, prefill.end - hit.tokens)
+            ]
+            request.awaits = self.checkpoints.awaited(request, hit.tokens, usable) or self._promote(
+                request, hit, plans
+            )
             if request.awaits is not None:
                 return Wait.PREFIX
         accounts, end, total = self.accounts, request.end, request.total
@@ -109,7 +104,9 @@ class Admission:
         self, request: Request, hit: Hit | None, source: Source, plans: list[StepPlan]
     ) -> Prefill:
         accounts, end, total = self.accounts, request.end, request.total
-        prefill = Prefill(request, source.begin, source.short)
+        prefill = Prefill(request, source.begin, source.short, instead=source.instead)
+        if source.key is not None and not self._shares(request, source.key):
+            request.nbytes += sum(one.nbytes for one in request.prefixes)
         request.enter(Phase.PREFILL)
         accounts.open(request.key, source.key, prefill.begin, prefill.chunks_end, total)
         for answer in request.forks:
@@ -148,7 +145,28 @@ class Admission:
     def _find(self, request: Request) -> Hit | None:
         if self.room.prefix_cache is None or not request.uses_prefix_cache:
             return None
-        return self.room.prefix_cache.find(request.namespace, request.tokens, request.end - 1)
+        text = request.namespace, request.tokens, request.end - 1
+        hit = self.room.prefix_cache.find(*text)
+        if hit.entry is None or self._shares(request, hit.entry.key):
+            return hit
+        shared = self.room.prefix_cache.find(*text, lambda entry: self._shares(request, entry.key))
+        return hit if self._may_copy(request, hit.tokens - shared.tokens) else shared
+
+    def _shares(self, request: Request, key: int) -> bool:
+        """True unless a request is pinned behind a prefix whose pages a sequence does not have."""
+        prefix = request.prefix if request.pinned else None
+        return prefix is None or self.accounts.has_pages(key, prefix.key, prefix.end)
+
+    def _may_copy(self, request: Request, gained: int) -> bool:
+        """True if a pinned prefix may have pages of its own for the one that it continues.
+
+        Those tokens are held twice then: at least as many must be ``gained``, which are not read,
+        and the quota must allow it.
+        """
+        if gained < request.base:
+            return False
+        others = {one for r in self._beside(request)[1] for one in (r, *r.prefixes)}
+        return self.need.may_copy(request, others - {request})
 
     def _sources(self, request: Request, hit: Hit | None) -> Iterator[Source]:
         """Stream what a request may continue, the best first."""
@@ -157,22 +175,12 @@ class Admission:
         if hit is not None and hit.entry is not None and hit.tokens >= least:
             key, begin = hit.entry.key, hit.tokens
             short = self._prefill_policy.is_short(request, begin)
-            if not request.pinned or self._stays_beside(request, key, begin, short=short):
-                yield Source(key, begin, short)
+            source = Source(key, begin, short)
+            if not request.pinned or self.need.fits(*self._beside(request), request, source):
+                yield source
                 if self.accounts[key].cached and key not in self.room.saved:
                     yield Source(key, begin, short, instead=True)
         yield Source(None if request.prefix is None else request.prefix.key, base, request.short)
-
-    def _stays_beside(self, request: Request, key: int, begin: int, *, short: bool) -> bool:
-        """True if all that wait fit beside a pinned prefix that begins from cached tokens.
-
-        These may be dealt to the ranks less evenly than `CacheNeed.check` has counted.
-        """
-        stored = self.accounts.stored(key, begin)
-        chunks_end = begin if short else request.end
-        taken = self.accounts.need(stored, begin, chunks_end, request.total)
-        taken[0] += stored // self.cache.page_size
-        return self._fits_beside(request, taken)
 
     def checkpoint(self, prefill: Prefill, end: int) -> None:
         """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.
@@ -209,6 +217,10 @@ class Admission:
             return None
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
+            return None
+        # What is loaded shares no pages.
+        behind = request.pinned and request.prefix is not None
+        if behind and not self._may_copy(request, found.tokens - hit.tokens):
             return None
         if request.loaded.count(found.entry) > 1:  # twice: what was loaded may have been evicted
             return None
@@ -247,7 +259,11 @@ class Admission:
         return [StepPlan(Op.CLOSE, loading.key)]
 
     def is_worth_keeping(self, prefill: Prefill) -> bool:
-        """True if an aborted prefill has done enough of its prompt to be worth caching."""
+        """True if an aborted prefill has done enough of its prompt to be worth caching.
+
+        Where it has taken the place of what was cached, any of it is.
+        """
         if self.room.prefix_cache is None or prefill.short or not prefill.request.uses_prefix_cache:
             return False
-        return prefill.position - prefill.begin >= _WORTH_ABORTED * self.cache.page_size
+        worth = 1 if prefill.instead else _WORTH_ABORTED * self.cache.page_size
+        return prefill.position - prefill.begin >= worth

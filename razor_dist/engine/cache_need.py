@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from razor_dist.cache.accounting import CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
+from razor_dist.cache.pages import PageTable
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Phase, Request
 from razor_dist.parallel.sharding import shard_sizes
@@ -19,6 +21,18 @@ from razor_dist.parallel.sharding import shard_sizes
 _NAMED = 3
 # Tokens of an answer that are worth giving where pinned prefixes leave no room for more.
 _LEAST_ANSWER = 256
+# Tokens of waiting prompts on every rank, those that they continue included.
+Dealt = Mapping[Request, Ints]
+_NONE: Dealt = {}
+
+
+class Source(NamedTuple):
+    """A sequence whose tokens a prompt may begin with."""
+
+    key: int | None  # the sequence; None for an empty one
+    begin: int  # its tokens that are taken
+    short: bool  # all ranks may compute the rest in one step
+    instead: bool = False  # the prompt takes its place: there may be no room beside it
 
 
 class CacheNeed:
@@ -121,25 +135,47 @@ class CacheNeed:
         self, request: Request, quota: tuple[str, int], others: Iterable[Request]
     ) -> None:
         """Raise `RequestError` unless a prefix may be pinned beside its owner's ``others``."""
-        owner, most = quota
-        own = [r for r in others if r.quota is not None and r.quota[0] == owner]
-        # Of what was released, and is continued, its pages are there, and not its windows.
-        windows = (self._bytes(self._accounts.in_slots(total=r.total)) for r in own if r.ended)
-        held = sum(r.nbytes for r in own) - sum(windows)
         request.quota, request.nbytes = quota, self.nbytes(request)
-        if held + request.nbytes > most:
+        held = self._held_by_owner(quota, others)
+        if held + request.nbytes > quota[1]:
             raise RequestError(
                 f"this context would take {request.nbytes} bytes of the KV cache, and your others "
-                f"hold {held} of the {most} that they may take together (--pinned-gb): end one, "
-                "wait until one expires, or leave cache_control out",
+                f"hold {held} of the {quota[1]} that they may take together (--pinned-gb): "
+                "end one, wait until one expires, or leave cache_control out",
                 param="cache_control",
                 code="pinned_contexts_full",
             )
 
-    def fits(self, waiting: Seq[Request], pinned: Seq[Request], taken: Ints) -> bool:
-        """True if each that waits fits beside pinned prefixes, and one more that takes this."""
-        held = self._lasting(pinned) + taken[:-1]
-        needs = [self._lasting([request]) for request in waiting]
+    def _held_by_owner(self, quota: tuple[str, int], others: Iterable[Request]) -> int:
+        own = [r for r in others if r.quota is not None and r.quota[0] == quota[0]]
+        # Of what was released, and is continued, its pages are there, and not its windows.
+        windows = (self._bytes(self._accounts.in_slots(total=r.total)) for r in own if r.ended)
+        return sum(r.nbytes for r in own) - sum(windows)
+
+    def may_copy(self, request: Request, others: Iterable[Request]) -> bool:
+        """True if a pinned prefix may hold what it continues a second time, by its quota."""
+        if request.quota is None:
+            return True
+        copied = sum(one.nbytes for one in request.prefixes)
+        return (
+            self._held_by_owner(request.quota, others) + request.nbytes + copied <= request.quota[1]
+        )
+
+    def fits(
+        self, waiting: Seq[Request], pinned: Seq[Request], begun: Request, source: Source
+    ) -> bool:
+        """True if each that waits fits beside pinned prefixes and one ``begun`` from a source.
+
+        It may be dealt to the ranks less evenly than `check` has counted, and so may what continues
+        it.
+        """
+        key, begin, end = source.key, source.begin, begun.end
+        assert key is not None
+        stored, chunks_end = self._accounts.stored(key, begin), begin if source.short else end
+        own = self._accounts.need(stored, begin, chunks_end, begun.total)[:-1]
+        dealt = {begun: stored + shard_sizes(begin, chunks_end, end, self._world_size)}
+        held = own + self._lasting(pinned, dealt, self._accounts.full_pages(key, stored))
+        needs = [self._lasting([request], dealt) for request in waiting]
         return all(self._exceeded(held + need) is None for need in [np.zeros_like(held), *needs])
 
     def nbytes(self, request: Request) -> int:
@@ -162,19 +198,22 @@ class CacheNeed:
         setting = "a larger max_num_seqs, a smaller window_max or more free memory"
         return 1, "tokens of the streaming heads' cache", setting
 
-    def _lasting(self, requests: Seq[Request]) -> Ints:
-        """Return what requests take together until they end, like ``_sizes``."""
-        held = [r.key for r in requests if r.phase not in (Phase.WAITING, Phase.ENDED)]
-        waiting = [self._need(r)[:-1] for r in requests if r.phase is Phase.WAITING]
-        return sum(waiting, start=self._accounts.together(held)[:-1])
+    def _lasting(self, requests: Seq[Request], dealt: Dealt = _NONE, *more: Seq[PageTable]) -> Ints:
+        """Return what requests take together until they end, ``more`` pages included.
 
-    def _need(self, request: Request) -> Ints:
+        It is like ``_sizes``; ``dealt`` is as in `_stored`.
+        """
+        held = [r.key for r in requests if r.phase not in (Phase.WAITING, Phase.ENDED)]
+        waiting = [self._need(r, dealt)[:-1] for r in requests if r.phase is Phase.WAITING]
+        return sum(waiting, start=self._accounts.together(held, *more)[:-1])
+
+    def _need(self, request: Request, dealt: Dealt = _NONE) -> Ints:
         """Return what a request takes that finds nothing in the cache but its pinned prefix."""
-        stored = self._stored(request.prefix)
+        stored = self._stored(request.prefix, dealt)
         chunks_end = request.base if request.short else request.end
         own = self._accounts.need(stored, request.base, chunks_end, request.total)
         end = request.end
-        each = self._accounts.need(self._stored(request), end, end, request.total)
+        each = self._accounts.need(self._stored(request, dealt), end, end, request.total)
         return own + len(request.forks) * each
 
     def _continuation(self, request: Request) -> Ints:
@@ -183,12 +222,17 @@ class CacheNeed:
         total = min(end + _LEAST_ANSWER, self._cache.max_tokens)
         return self._accounts.need(self._stored(request), end, end, total)[:-1]
 
-    def _stored(self, prefix: Request | None) -> Ints:
-        """Tokens on every rank of a prompt that is prefilled, and of those that it continues."""
+    def _stored(self, prefix: Request | None, dealt: Dealt = _NONE) -> Ints:
+        """Tokens on every rank of a prompt that is prefilled, and of those that it continues.
+
+        Those of a waiting prompt are as ``dealt``, if known, or else as if all of it were read.
+        """
         if prefix is None:
             return np.zeros(self._world_size, np.int64)
+        if prefix in dealt:
+            return dealt[prefix]
         if prefix.phase is not Phase.WAITING:
             return self._accounts.stored(prefix.key, prefix.end)
         chunks_end = prefix.base if prefix.short else prefix.end
         own = shard_sizes(prefix.base, chunks_end, prefix.end, self._world_size)
-        return self._stored(prefix.prefix) + own
+        return self._stored(prefix.prefix, dealt) + own

@@ -172,6 +172,7 @@ class Prefill:
     # Ascending positions where prefill stops, so that a copy of the caches is kept as of there.
     checkpoints: list[int] = field(default_factory=list)
     optional: set[int] = field(default_factory=set)  # of them, those kept only if there is room
+    instead: bool = False  # it has taken the place of what it begins with
     whole_window: bool = True  # every rank has the window at `position`: chunks are not needed
     # When its first chunk began, by the monotonic clock; 0 until then: it waited, though admitted.
     began: float = 0.0

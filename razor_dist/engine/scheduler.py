@@ -56,7 +56,7 @@ class Scheduler:
             prefill_policy,
             share=share,
             end_ids=end_ids,
-            stays_beside=self._stays_beside,
+            beside=self._beside,
         )
         self.room = self.admission.room
         self.waiting: deque[Request] = deque()
@@ -131,11 +131,10 @@ class Scheduler:
         held = dict.fromkeys(r for one in pinned for r in (one, *one.prefixes))
         return [request for request in held if not request.ended]
 
-    def _stays_beside(self, request: Request, taken: Ints) -> bool:
-        """True if all that wait fit beside a pinned prefix that takes this of the caches."""
-        held = [other for other in self._held() if other is not request]
+    def _beside(self, request: Request) -> tuple[list[Request], list[Request]]:
+        """Return the requests that wait beside a pinned prefix, and the others of `_held`."""
         waiting = [other for other in self.waiting if not other.pinned]
-        return self.admission.need.fits(waiting, held, taken)
+        return waiting, [other for other in self._held() if other is not request]
 
     def admit(self) -> tuple[list[Request], list[StepPlan]]:
         """Open waiting requests while all that they need is free; return them and the plans.
@@ -274,7 +273,7 @@ class Scheduler:
                 request.priority = _FIRST
                 return []
             del self.prefills[request.key]
-            plans += self.room.end(request, request.key, prefill.tokens, keep=False)
+            plans += self.room.end(request, request.key, prefill.tokens, keep=prefill.instead)
         elif self.pinned.pop(request.key, None) is not None:
             plans += self.room.end(request, request.key, request.tokens, keep=True)
         request.enter(Phase.ENDED)

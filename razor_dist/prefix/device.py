@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -73,8 +74,14 @@ class PrefixCache:
     def __contains__(self, key: int) -> bool:
         return key in self._entries
 
-    def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[CachedSequence]:
-        return self.index.match(CachedSequence, namespace, tokens, most)
+    def find(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        most: int,
+        among: Callable[[CachedSequence], bool] = lambda _: True,
+    ) -> Match[CachedSequence]:
+        return self.index.match(CachedSequence, namespace, tokens, most, among)
 
     def use(self, hit: Match[CachedSequence] | None, prompt_tokens: int, base: int) -> None:
         """Count a prompt that is about to be prefilled, from what was found for it on.

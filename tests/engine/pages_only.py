@@ -187,7 +187,7 @@ def add(
     core: EngineCore,
     name: str,
     prompt: int,
-    answer: int = 1,
+    answer: int | None = 1,
     *,
     pin: bool = False,
     prefix: str | None = None,
@@ -196,7 +196,9 @@ def add(
     text: int = 1,
     n: int = 1,
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=answer, priority=priority, n=n)
+    """Queue a request; without ``answer`` it gets the tokens that there is room for."""
+    fit = {"max_tokens": answer, "fit_max_tokens": answer is None}
+    params = SamplingParams(temperature=0, priority=priority, n=n, **fit)
     # Two texts that part after 11 tokens; what a stand-in generates is token 0.
     ids = ([1] * 11 + [text] * prompt)[:prompt]
     core.add(name, ids, params, pin=pin, prefix_id=prefix, scope=CacheScope(salt))

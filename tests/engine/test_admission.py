@@ -6,6 +6,7 @@ import pytest
 
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.engine.pages_only import MAX_LEN, TAIL, WIDEST, add, make_core, run, step
 
 
@@ -106,6 +107,32 @@ def test_others_pass_a_pinned_prefix_while_no_more_may_be_pinned() -> None:
     ends = [m.id for m in messages if isinstance(m, Token) and m.finish]
     assert ends == ["other", "long"]
     assert {request.id for request in core.scheduler.pinned.values()} == set("abce")
+
+
+def test_pages_that_pinned_prefixes_share_count_once() -> None:
+    core, _ = make_core(pages=8, share=True, tail=TAIL)
+    add(core, "first", 8, pin=True)
+    run(core)
+    add(core, "question", 4, prefix="first")
+    run(core)
+    add(core, "second", 4, pin=True, prefix="first")  # begins with the question, 12 tokens
+    cached = {m.cached for m in run(core) if isinstance(m, Progress) and m.id == "second"}
+    assert cached == {11}
+
+
+@pytest.mark.parametrize("answer, more, pages", [(2, 3, 10), (3, 3, 11), (4, 2, 11)])
+def test_what_continues_a_waiting_prefix_fits_beside_it_as_it_is_dealt(
+    answer: int, more: int, pages: int
+) -> None:
+    """What the prefix begins with is dealt less evenly than what is read anew."""
+    core, _ = make_core(ranks=2, pages=pages, slots=1, places=9 * WIDEST, share=True, tail=TAIL)
+    core.scheduler.prefill_policy.is_short = lambda *_: False
+    core.add("turn", [1] * 11, SamplingParams(temperature=0, max_tokens=answer))
+    run(core)
+    text = [1] * 11 + [0] * (answer - 1) + [2] * more
+    core.add("doc", text, SamplingParams(), pin=True)
+    add(core, "question", 1, None, prefix="doc")  # all that is left
+    assert [m.id for m in run(core) if isinstance(m, Token) and m.finish] == ["question"]
 
 
 def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:

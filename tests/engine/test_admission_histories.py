@@ -44,7 +44,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.integers(1, 20),
-        answer=st.integers(1, 8),
+        answer=st.none() | st.integers(1, 8),
         pin=st.booleans(),
         which=st.none() | st.integers(0, 9),
         priority=st.integers(-1, 1),
@@ -55,7 +55,7 @@ class Engine(RuleBasedStateMachine):
     def add(
         self,
         prompt: int,
-        answer: int,
+        answer: int | None,
         pin: bool,
         which: int | None,
         priority: int,
@@ -74,7 +74,8 @@ class Engine(RuleBasedStateMachine):
             more: Any = {"prefix": prefix, "priority": priority, "salt": salt, "text": text, "n": n}
             add(self.core, name, prompt, answer, pin=pin, **more)
         except RequestError as error:
-            if error.code != "context_length_exceeded" and n == 1:
+            # Beside pinned prefixes an answer is not cut to fewer tokens than are worth giving.
+            if error.code != "context_length_exceeded" and n == 1 and answer is not None:
                 self.was_right_to_refuse(prompt, 0 if pin else answer, prefix)
             return
         self.asked += answer_ids(name, n)
@@ -114,13 +115,29 @@ class Engine(RuleBasedStateMachine):
             )
         assert not fits or len(runner.tables) == runner.config.max_sequences
 
+    @rule(prompt=st.integers(1, 30), question=st.integers(1, 3), text=st.integers(1, 2))
+    def ask_behind_a_mark(self, prompt: int, question: int, text: int) -> None:
+        """As a server does: the pinned prefix still waits, and the answer gets what is left."""
+        pinned, alike = len(self.pinned), {"priority": 0, "salt": None, "text": text, "n": 1}
+        self.add(prompt, 1, True, None, **alike)
+        if len(self.pinned) > pinned:
+            self.add(question, None, False, pinned, **alike)
+
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
         if self.asked:  # those that have ended are ignored
             name = self.asked[-1 - which % len(self.asked)]
+            scheduler = self.core.scheduler
+            instead = [one for one in scheduler.prefills.values() if one.instead]
             self.core.abort(name)
             if name in self.pinned:
                 self.pinned.remove(name)
+            for one in instead:  # what was cached before it is there
+                request, cache = one.request, scheduler.room.prefix_cache
+                if request.key not in scheduler.prefills:
+                    assert cache is not None
+                    found = cache.find(request.namespace, request.tokens, request.end)
+                    assert found.tokens >= one.begin
 
     @precondition(lambda self: self.core.has_work)
     @rule(steps=st.integers(1, 5))

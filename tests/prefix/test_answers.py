@@ -141,12 +141,16 @@ def test_long_and_short_frequencies_are_kept_apart(ranks: Ranks, tiny: Tiny) -> 
 def test_a_prompt_takes_the_place_of_what_it_continues(
     world: int, ranks: Ranks, tiny: Tiny
 ) -> None:
-    """In caches that hold one sequence there is no room for another beside it."""
-    path, one = tiny("llama"), {"max_num_seqs": 1, "max_model_len": 200}
-    asks = tuple(Ask(f"q{n}", ids((1, 150), (10 + n, 12))) for n in range(4))
+    """In caches that hold one sequence there is no room for another beside it.
+
+    One that is aborted as soon as it is admitted, or after a chunk, leaves what it continued.
+    """
+    path, one = tiny("llama"), {"max_num_seqs": 1, "max_model_len": 200, "chunked_prefill_size": 8}
+    steps = {2: 1, 4: 2}
+    asks = tuple(Ask(f"q{n}", ids((1, 150), (10 + n, 20)), steps=steps.get(n)) for n in range(6))
     answers, cached, stats = ranks(world).run(serve, str(path), one, asks)[0]
     assert_alike(answers, alone(ranks, path, asks, **one))
-    assert cached == {"q0": 0, "q1": 150, "q2": 150, "q3": 150}
+    assert cached == {"q0": 0} | {f"q{n}": 150 for n in range(1, 6)}
     assert stats["prefix_cache"]["evictions"] == 0
 
 

@@ -30,6 +30,33 @@ def test_the_store_keeps_within_its_bound(tiny: Tiny, tmp_path: Path) -> None:
     assert len(ranges(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("first, enough, cached", [(120, 2, 120), (30, 2, 149), (30, 1, 30)])
+def test_a_restart_shares_what_pinned_prefixes_share(
+    first: int, enough: int, cached: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    """What is loaded is held twice, if more is gained and a quota of ``enough`` times it allows."""
+    text, found = ids((1, 150)), {}
+
+    def pin_both(quota: int) -> tuple[int, int]:
+        core = engine_of(Communicator(None), str(tiny("llama")), {"prefix_store": str(tmp_path)})
+        own = {"pin": True, "quota": ("key", quota)}
+        core.core.add("a", list(text[:first]), GREEDY, **own)
+        core.core.add("b", list(text[first:]), GREEDY, prefix_id="a", **own)
+        _, cached = serve_all(core.core, ())
+        found.update(cached)
+        held = sum(core.core.stats()["kv_bytes_per_rank"])
+        counted = sum(pin.nbytes for pin in core.core.scheduler.pinned.values())
+        core.core.stop()
+        return held, counted
+
+    held, counted = pin_both(10**9)
+    again, counts = pin_both(enough * counted)
+    assert found["b"] == cached
+    twice = cached > first
+    assert (again > held) == twice and (counts > counted) == twice
+    assert again - held <= (counts - counted) * 1.2
+
+
 @pytest.mark.long
 def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> None:
     path, text = str(tiny("llama")), ids((1, 120))
