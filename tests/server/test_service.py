@@ -171,7 +171,7 @@ def test_an_echoed_prompt_begins_as_it_was_sent() -> None:
     ]
     assert found["text"] == "the time a a"
     assert found["logprobs"]["text_offset"][-4:] == [0, 3, 8, 10]
-    limits = Limits("m", 1, 100, len(tokenizer), {})
+    limits = Limits("m", 1, PromptLimits(100, len(tokenizer)), {})
     body = DetokenizeBody(tokens=PromptEncoder(tokenizer).text("the time", special_tokens=False))
     assert body.answer(PromptEncoder(tokenizer), limits) == {"prompt": "the time"}
 
