@@ -168,7 +168,6 @@ def attend_chosen(
         (keys, k_scale), (values, v_scale) = data_of(k), data_of(v)
         of = q, keys, values, k_scale, v_scale, chosen, shard.edges, shard.places, positions
         return Partial(*operations().attend_chosen(*of, scale))
-    k, v = k.to(torch.float32), v.to(torch.float32)
     block, heads = shard.places // BLOCK, []
     rows = max(1, _SCORES // (q.shape[1] * k.shape[1]))
     for head, of_head in enumerate(chosen):
@@ -179,7 +178,8 @@ def attend_chosen(
             seen = of_head[block[read], at].T & (shard.places[read] <= positions[at].unsqueeze(-1))
             hides = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
             near = q[one, :, at]
-            found.append(attend_reference(near, k[one, read], v[one, read], scale, False, hides))
+            keys, values = (x[one, read].to(torch.float32) for x in (k, v))
+            found.append(attend_reference(near, keys, values, scale, False, hides))
         heads.append(joined(found))
     return Partial(*(torch.cat(x) for x in zip(*heads, strict=True)))
 

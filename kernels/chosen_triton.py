@@ -47,7 +47,7 @@ def largest_kernel(
     q, q_scale, k, k_head, k_token, k_scale, k_scale_head, k_scale_token, slow, edges, recent,
     out, rows, tokens, blocks,
     W: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr,
-    SPAN: tl.constexpr, BITS: tl.constexpr,
+    SPAN: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr,
 ):  # fmt: skip
     """Estimate one block for ``SPAN`` rows of queries; -inf stays where it is always read."""
     # The first block is always read.
@@ -69,7 +69,7 @@ def largest_kernel(
         keys = keys.to(tl.float32)
         factors = tl.div_rn(tl.max(tl.abs(keys), 1), 127.0)
         codes = whole(tl.div_rn(keys, tl.maximum(factors, TINY)[:, None])).to(tl.int8)
-    codes = tl.trans(codes)
+    codes = tl.trans(codes.to(tl.float32) if FLOATS else codes)
     for begin in range(part * SPAN, tl.minimum(part * SPAN + SPAN, rows), M):
         row = begin + tl.arange(0, M)
         chooses = row < rows
@@ -79,7 +79,10 @@ def largest_kernel(
             numbers = of[:, None] * W + w[None, :]
             queries = tl.load(q + numbers, mask=chooses[:, None] & (w < W)[None, :], other=0)
             scale = tl.load(q_scale + of, mask=chooses, other=0.0)
-            scores = tl.dot(queries, codes).to(tl.float32) * scale[:, None] * factors[None, :]
+            if FLOATS:
+                queries = queries.to(tl.float32)
+            scores = tl.dot(queries, codes, input_precision="ieee").to(tl.float32)
+            scores = scores * scale[:, None] * factors[None, :]
             found = tl.max(tl.where(there[None, :], scores, float("-inf")), 1)
             tl.store(out + (head * blocks + block) * rows + row, found, mask=chooses)
 
@@ -169,7 +172,7 @@ def largest(q: Tensor, k: KeysOrValues, slow: Tensor, shard: Shard, positions: T
     own = quantize(q.contiguous())
     keys, scale = (k.codes, k.scale) if isinstance(k, Codes) else (k, own.scale)
     assert keys.stride(2) == 1
-    constants = estimating(dim, keys.dtype)
+    constants = estimating(dim, keys.dtype, floats=_multiplies_floats(q.device))
     span = constants["SPAN"]
     largest_kernel[(blocks - 1, heads, -(-rows // span))](
         own.codes, own.scale, keys, *keys.stride()[:2], scale, *scale.stride()[:2], slow,
@@ -178,13 +181,18 @@ def largest(q: Tensor, k: KeysOrValues, slow: Tensor, shard: Shard, positions: T
     return out
 
 
-def estimating(dim: int, keys: torch.dtype) -> dict[str, int]:
+def _multiplies_floats(device: torch.device) -> bool:
+    """Tell if a GPU has no tensor cores for whole numbers: those before Ampere."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def estimating(dim: int, keys: torch.dtype, *, floats: bool) -> dict[str, int]:
     """Return the estimating kernel's constants, for ``dim`` dimensions that are compared."""
     # Tensor cores take no fewer than 32 numbers of 8 bits.
     width = max(32, triton.next_power_of_2(dim))
     return {
         "W": dim, "WIDTH": width, "KEYS": BLOCK, "M": _ESTIMATED, "SPAN": _ESTIMATED_ROWS,
-        "BITS": bits_of(keys), "num_warps": 8 if width <= 64 else 16,
+        "BITS": bits_of(keys), "FLOATS": floats, "num_warps": 8 if width <= 64 else 16,
     }  # fmt: skip
 
 

@@ -327,7 +327,9 @@ def attend(
         UPCAST=INTERPRETED,
         **tile(group, dim, q.dtype, page.k.dtype, slopes=slopes is not None),
     )  # fmt: skip
-    packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
+    packed = None
+    if pages is not None and pack:
+        packed = parts.new_empty(retrieval, group, tokens, dim + 1)
     merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed, places)
     return packed
 
@@ -340,11 +342,13 @@ def tile(
     width = max(least, triton.next_power_of_2(dim))
     # Distances take registers: with a whole tile some would be spilled.
     most = TILES[max(queries.itemsize, keys.itemsize)] // (2 if slopes else 1)
+    # Without tensor cores a thread holds whole rows: of 128 dimensions, 4 warps spill.
+    warps = 2 * WARPS if queries.itemsize == 4 and width >= 128 else WARPS
     return {
         "G": group, "D": dim, "WIDTH": width,
         "M": max(ROWS, triton.next_power_of_2(group)),
         "TILE": max(16, most * 128 // max(128, width)),
-        "num_warps": WARPS, "num_stages": STAGES,
+        "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from razor_dist.kernels import chosen, merge
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import KeysOrValues, quantize
 from razor_dist.parallel.zigzag import Chunk
+from tests.test_kernels_decode import Largest
 
 
 def _shards(n: int, ways: int) -> list[list[range]]:
@@ -53,6 +54,23 @@ def _attention(
     found = chosen.choose(share, estimate, first.lse)
     assert not (found & fixed).any()
     return merge([first, attend(found)]).out, estimate, found | fixed
+
+
+def test_keys_that_are_not_read_are_not_converted() -> None:
+    """Without compiled operations, of a long shard of 8-bit keys."""
+    n, dim = 5 * 4096, 32
+    k, v, q = torch.randn(3, 2, n, dim, generator=torch.Generator().manual_seed(0))
+    at = torch.arange(n - 3, n)
+    shard = chosen.Shard.of([range(n)], n, torch.device("cpu"))
+    read = chosen.fixed(at, chosen.blocks_of(n)).expand(2, -1, -1)
+    codes, of = (quantize(k), quantize(v)), (read, shard, at)
+    with mock.patch.object(chosen, "operations", lambda: None):
+        numbers = (x.to(torch.float32) for x in codes)
+        want = chosen.attend_chosen(q[:, :3].unsqueeze(1), *numbers, *of, scale=0.2)
+        with Largest() as seen:
+            found = chosen.attend_chosen(q[:, :3].unsqueeze(1), *codes, *of, scale=0.2)
+    torch.testing.assert_close(found.out, want.out, rtol=0, atol=1e-6)
+    assert seen.numbers < 8 * chosen.BLOCK * dim
 
 
 @settings(max_examples=25, deadline=None)

@@ -206,6 +206,19 @@ def stored(batch: Batch, name: str, width: int = 0, interleaved: bool = False) -
     return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(*left, strict=True))
 
 
+def packs(batch: Batch, name: str) -> bool:
+    """Tell if a call without retrieval heads returns something for other ranks."""
+    q, order, _, windows, _ = batch.make()
+    out = torch.zeros(len(batch.lengths), q.shape[0] * q.shape[1], batch.dim)
+    found = kernels(name).attend(q, order, None, windows, out, scale=0.1, pack=True)
+    return found is not None
+
+
+@pytest.mark.parametrize("name", ["decode_triton", "decode_torch"])
+def test_windows_alone_are_sent_to_no_rank(name: str, interpreter: ProcessPoolExecutor) -> None:
+    assert not interpreter.submit(packs, BATCHES["no compensation"], name).result(120)
+
+
 STORED = "eight sequences", "groups of three", "bfloat16", "int8", "int4", GROUPS_OF_32
 
 

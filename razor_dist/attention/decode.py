@@ -69,8 +69,9 @@ class DecodeContext:
         for order, windows in self._windows(heads):
             self._kernels.store(k, v, order, pages, windows, turned)
             if pages is not None and self._readers:
-                found, pages = self._by_blocks(heads, query._replace(q=q[order])), None
+                found = self._by_blocks(heads, query._replace(q=q[order]))
                 decode_torch.write(out, order, found, heads.places)
+                pages, pack = None, False
                 continue
             options: dict[str, Any] = {
                 "scale": query.scale,
