@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -33,8 +34,12 @@ _SOURCES = Path(__file__).with_name("cpu")
 # Everything is rounded as it is written: `fused` of cpu/vectors.h says where a product is added
 # with one rounding. torch's own threads are OpenMP's.
 _FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC"
-# What a compiler says that may not fail the next time: for want of memory, or of disk.
-_TRANSIENT = "Killed", "No space left"
+# What a compiler will say again: of a line that it reads, or of a library that is not there. Want
+# of memory, disk or processes passes: it names no line, but for "x.cpp:9:1: fatal error: error
+# writing to x.s: No space left on device".
+_LASTING = re.compile(
+    r":\d+: (fatal )?[Ee]rror: (?!error (writing|closing))|(cannot|unable to) find (library )?-l"
+)
 _PATIENCE = 180  # seconds, for the compiler and for another process; it takes twenty
 
 
@@ -72,24 +77,36 @@ def _library() -> Path:
 
 
 def _load(library: Path) -> None:
-    """Load the compiled library."""
+    """Load the library, compiled first if it is not there or cannot be loaded.
+
+    One that cannot be loaded here stays until another is there: other hosts may use it.
+    """
+    broken = None
     if library.is_file():
+        broken = library.stat().st_mtime_ns
         try:
             return torch.ops.load_library(library)
         except OSError as error:
-            log.warning("%s is compiled anew, as it cannot be loaded: %s", library, error.__cause__)
-            library.unlink(missing_ok=True)
-    _make(library)
-    return torch.ops.load_library(library)
+            log.warning("%s cannot be loaded: %s", library, error.__cause__)
+    failed = _make(library, broken)
+    try:
+        return torch.ops.load_library(library)
+    except OSError as error:
+        # As on a file system that is mounted noexec: another would not be loaded either.
+        reason = f"{error.__cause__}; set XDG_CACHE_HOME to keep kernels in another place"
+        failed.write_text(reason)
+        raise OSError(reason) from None
 
 
-def _make(library: Path) -> None:
-    """Compile the library if it is not there; one process does, others wait."""
+def _make(library: Path, broken: int | None = None) -> Path:
+    """Compile the library if it is not there; one process does, others wait.
+
+    One that was written at the time ``broken`` is replaced. Return the file for the reason why
+    there can be none.
+    """
     from filelock import FileLock
 
-    if library.is_file():
-        return
-    command = shlex.split(os.environ.get("CXX", "c++"))
+    command = shlex.split(os.environ.get("CXX") or "c++")
     compiler = shutil.which(command[0])
     if compiler is None:
         raise OSError(f"there is no C++ compiler {command[0]} (docs/install.md)")
@@ -98,24 +115,28 @@ def _make(library: Path) -> None:
     tried = f"{command} {os.stat(compiler).st_mtime}".encode()
     failed = library.with_suffix(f".{hashlib.sha256(tried).hexdigest()[:8]}.failed")
     with FileLock(library.with_suffix(".lock"), timeout=_PATIENCE):
-        if failed.is_file():
-            raise OSError(f"{failed.read_text()} ({failed})")
-        if not library.is_file():
-            log.warning("compiling kernels for this CPU, once: about twenty seconds")
-            try:
-                _compile(command, library)
-            except subprocess.CalledProcessError as error:
-                passing = any(words in error.stderr for words in _TRANSIENT)
-                if "error:" in error.stderr and not passing:
-                    failed.write_text(error.stderr)
-                raise
+        if library.is_file() and library.stat().st_mtime_ns != broken:
+            return failed
+        # An empty one did not fit on a full disk.
+        if failed.is_file() and (reason := failed.read_text()):
+            raise OSError(f"{reason} ({failed})")
+        log.warning("compiling kernels for this CPU, once: about twenty seconds")
+        try:
+            _compile(command, library)
+        except subprocess.CalledProcessError as error:
+            if _LASTING.search(error.stderr):
+                failed.write_text(error.stderr)
+            raise
+    return failed
 
 
 def _compile(command: list[str], library: Path) -> None:
     """Compile the sources side by side, and link them."""
     torch_folder, partial = Path(torch.__file__).parent, library.with_suffix(".partial")
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    with TemporaryDirectory(dir=library.parent) as folder, ThreadPool(len(sources)) as threads:
+    sources, own = sorted(_SOURCES.glob("*.cpp")), (".objects", f"{library.stem}.", library.parent)
+    for killed in library.parent.glob(f"{library.stem}.*.objects"):  # as they were compiling
+        shutil.rmtree(killed, ignore_errors=True)
+    with TemporaryDirectory(*own) as folder, ThreadPool(len(sources)) as threads:
 
         def compile_one(source: Path) -> str:
             made = f"{folder}/{source.stem}.o"
@@ -145,7 +166,8 @@ def _run(command: list[str]) -> None:
 
 def _key() -> str:
     """Name all that the library depends on."""
-    digest = hashlib.sha256(f"{_FLAGS} {torch.__version__} {platform.machine()}".encode())
+    system = platform.machine(), *platform.libc_ver()
+    digest = hashlib.sha256(f"{_FLAGS} {torch.__version__} {system}".encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     # A cache folder may be shared by machines of different processors.

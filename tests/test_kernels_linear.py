@@ -164,7 +164,7 @@ def compile_with(compiler: str, cache: Path, **more: str) -> subprocess.Complete
 @pytest.mark.long
 def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Path) -> None:
     failing = tmp_path / "c++"
-    failing.write_text("#!/bin/sh\necho error: this compiler is too old >&2\nexit 1\n")
+    failing.write_text("#!/bin/sh\necho x.h:1: error: this compiler is too old >&2\nexit 1\n")
     failing.chmod(0o755)
     for compiler, reason in (("none-such", "no C++ compiler"), (f"{failing} -x", "too old")):
         found = compile_with(compiler, tmp_path)
@@ -180,8 +180,15 @@ def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Pa
     ("does", "remembered"),
     [
         ("echo x.cpp:1: error: too old >&2; exit 1", True),
+        ("echo '/tmp/x.s:12: Error: no such instruction: vpdpbusd' >&2; exit 1", True),
+        ("echo ld: cannot find -lgomp: No such file or directory >&2; exit 1", True),
         ("echo fatal error: Killed signal terminated program cc1plus >&2; exit 1", False),
         ("echo fatal error: x.s: No space left on device >&2; exit 1", False),
+        ("echo x.cpp:9:1: fatal error: error writing to x.s: No space left >&2; exit 1", False),
+        ('echo "as: Fatal error: can\'t close x.o: Disk quota exceeded" >&2; exit 1', False),
+        ("echo 'ld: final link failed: Disk quota exceeded; error: ld' >&2; exit 1", False),
+        ("echo c++: fatal error: vfork: Resource temporarily unavailable >&2; exit 1", False),
+        ("echo c++: fatal error: vfork: Cannot allocate memory >&2; exit 1", False),
         ("echo cannot fork >&2; exit 1", False),
         ("exec sleep 9", False),
     ],
@@ -197,6 +204,42 @@ def test_what_may_not_fail_again_is_tried_again(
     with pytest.raises(subprocess.SubprocessError):
         compiled._make(tmp_path / "cpu.so")
     assert len(list(tmp_path.glob("*.failed"))) == remembered
+    assert not list(tmp_path.glob("*.objects"))
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from a file system that is mounted noexec; it stays, for hosts that can load it."""
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    last = 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"'
+    compiler.write_text(f"#!/bin/sh\necho >> {calls}\n{last}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(SWITCH, raising=False)
+    folder = tmp_path / "razor_dist"
+    killed = compiled._library().with_suffix(".abc.objects")
+    killed.mkdir(parents=True)
+    (killed / "left.o").touch()
+    one = len(list(compiled._SOURCES.glob("*.cpp"))) + 1  # with the linker
+    # Another compiler may make one that can be loaded.
+    for command, wanted in ((compiler, one), (compiler, one), (f"{compiler} -x", 2 * one)):
+        monkeypatch.setenv("CXX", str(command))
+        caplog.clear()
+        assert operations.__wrapped__() is None
+        assert calls.read_text().count("\n") == wanted
+        assert "file too short" in caplog.messages[-1]
+        assert "XDG_CACHE_HOME" in caplog.messages[-1]
+        assert len(list(folder.glob("*.so"))) == 1 and not killed.exists()
+
+
+def test_an_empty_name_of_a_compiler_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OSError, match=r"there is no C\+\+ compiler c\+\+"):
+        compiled._make(tmp_path / "cpu.so")
 
 
 @pytest.mark.long
@@ -212,7 +255,7 @@ def test_it_is_compiled_once_and_then_needs_no_compiler(tmp_path: Path) -> None:
     library.write_bytes(b"no library")
     lost = compile_with("none-such", tmp_path)
     assert lost.stdout.strip() == "False" and "cannot be loaded" in lost.stderr
-    assert not library.exists()  # the next with a compiler makes it
+    assert library.exists()  # until there is another
 
 
 def test_rows_that_are_not_contiguous() -> None:
