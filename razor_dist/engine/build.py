@@ -35,6 +35,7 @@ from razor_dist.engine.device import (
 )
 from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.tape import Tape
 from razor_dist.engine.warm_up import warm_up
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import HeadMap, default_head_map
@@ -243,6 +244,7 @@ def make_engine(
     chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
     sizes = capacity.RankSizes(config, shape, layout, comm.size, dtype)
     free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
+    free -= capacity.recorded_bytes(model, shape) if isinstance(recorder, Tape) else 0
     room = capacity.cache_room(free, sizes.working_bytes(length, chunk))
     if device.type == "cuda":  # on CPU what is allocated takes no memory until it is written
         # The least that a prompt needs beside them.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from razor_dist.attention.chosen import activation_bytes
 from razor_dist.cache.caches import CacheConfig, new_caches
@@ -19,10 +20,11 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.memory import free_bytes
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_kv_dtype
+from razor_dist.engine.tape import Tape
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.chosen import chooses
 from razor_dist.kernels.quantized import has_scale, row_bytes
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.shape import ModelShape, experts_of, routed_of
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, chunks, holdings, whole_shards
@@ -269,6 +271,22 @@ def _meet(comm: Communicator, device: torch.device) -> None:
 def prefix_bytes(config: EngineConfig, device: str) -> int:
     """Bytes of a rank's prefixes in host memory, if its caches are there, too."""
     return int(config.prefix_host_gb * 2**30 / config.world_size) if device == "cpu" else 0
+
+
+def recorded_bytes(model: PreTrainedModel, shape: ModelShape) -> int:
+    """Bytes that recordings of a model's decode steps keep on CPU, at most.
+
+    A row keeps what linear layers read and write, queries and keys as they are normed and rotated,
+    and twice what experts read and write, all in float32.
+    """
+    row = shape.layers * 2 * (shape.query_heads + shape.kv_heads) * shape.head_dim
+    experts, routed = experts_of(model.config), routed_of(model.config)
+    for name, parameter in model.named_parameters():
+        times = 1.0 if parameter.dim() > 1 else 0.0
+        if experts and ".experts." in name:
+            times *= 2 * routed / (1 if parameter.dim() > 2 else experts)
+        row += round(times * sum(parameter.shape[-2:]))
+    return Tape.most_rows * row * torch.float32.itemsize
 
 
 def cache_room(free: float, working: float) -> float:

@@ -42,7 +42,7 @@ Results = tuple[Tensor, Tensor]
 Forward = Callable[[StepInputs, BlockTables], Results]
 
 _BUCKET = 8
-# Graphs kept at most. Their activations share one pool of memory, but each holds its nodes.
+# Recordings kept at most. CUDA graphs share one pool of memory, but each holds its nodes.
 _MOST = 16
 # Steps that are compared so: the one that was recorded, and the next one, which reads other
 # numbers, so that one that has stayed as it was while recording shows.
@@ -57,6 +57,7 @@ class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory."""
 
     most_sequences = 1 << 30  # of a step that is recorded
+    most_rows = 1 << 30  # of all recordings together
     # Lengths are padded to a multiple of at least this, in tokens: by less costs next to nothing.
     pad = 1024
 
@@ -191,9 +192,9 @@ class DecodeGraphs:
 
     ``forward`` gives a step's `Results` from its inputs and block tables. It may run several times
     for a step: it must not do more than compute, and write the new token's keys and values. Lengths
-    are padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings,
-    the one that was not used for longest goes. While ``enabled``, which is the same on every rank,
-    steps are still recorded.
+    are padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings, or
+    its ``most_rows``, those that were not used for longest go. While ``enabled``, which is the same
+    on every rank, steps are still recorded.
     """
 
     def __init__(
@@ -280,6 +281,7 @@ class DecodeGraphs:
             again, _ = self._forward(inputs, memory)
             recording.noise = _difference(again[: len(batch)], logits)
         if recording.replay is None:
+            self._make_room(key.sequences)
             problem = self._try(self._capture, recording, key, batch)
         if self._count_ranks(problem is not None) == [0]:
             # Replayed only now: a rank without a recording would leave the others waiting.
@@ -296,6 +298,17 @@ class DecodeGraphs:
         )
         self.close()
         return logits, tokens
+
+    def _make_room(self, rows: int) -> None:
+        """Forget what was not used for longest, until so many rows may be recorded.
+
+        Last stands what is to be recorded, which fits alone.
+        """
+        recorded = [k.sequences for k, of in self._recordings.items() if of.replay is not None]
+        rows += sum(recorded)
+        while rows > self._recorder.most_rows:
+            key, old = self._recordings.popitem(last=False)
+            rows -= key.sequences if old.replay is not None else 0
 
     def _capture(self, recording: _Recording, key: Key, batch: DecodeBatch) -> str | None:
         caches, device = self._caches, self._caches.pages.k.device

@@ -39,11 +39,12 @@ _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 class Tape:
     """A `razor_dist.engine.graph.Recorder` for CPU, and for the collectives of ``comm``.
 
-    A recording keeps all that its operations compute, so it is of few sequences. That its lengths
-    are padded costs nothing: what is read of a cache follows from how long a sequence is.
+    A recording keeps all that its operations compute (`razor_dist.engine.capacity.recorded_bytes`),
+    so it is of few sequences. That its lengths are padded costs nothing: what is read of a cache
+    follows from how long a sequence is.
     """
 
-    most_sequences = 32
+    most_sequences, most_rows = 32, 64
     pad = 1 << 14
 
     def __init__(self, comm: Communicator) -> None:

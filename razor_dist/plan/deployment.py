@@ -23,6 +23,7 @@ from razor_dist.engine.capacity import (
     cache_room,
     cached_tail,
     chunk_length,
+    recorded_bytes,
 )
 from razor_dist.engine.checks import check_shape
 from razor_dist.engine.decode_mode import why_replicated
@@ -119,6 +120,7 @@ class Weights:
     # that is the output head, too; and of experts, those that the token is sent to.
     step_bytes: int
     chunk_bytes: int  # the same for a chunk of a prompt, whose tokens are sent to all experts
+    recorded: int  # bytes that recorded decode steps keep on CPU
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, int8: bool = False) -> Weights:
@@ -154,6 +156,7 @@ class Weights:
             head=head.numel(),
             step_bytes=round(step),
             chunk_bytes=chunk,
+            recorded=recorded_bytes(model, ModelShape.from_config(model.config)),
         )
 
 

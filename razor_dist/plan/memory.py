@@ -217,6 +217,7 @@ class Memory:
     weights: int  # parameters and buffers
     weight_copies: int  # tensor-parallel decode: a rank's parts of weights whose rows lie apart
     prefixes: int  # in host memory, which the caches are in, too
+    recordings: int  # of decode steps on CPU
     # Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
     retrieval_kv: int
     streaming_cache: int
@@ -240,7 +241,8 @@ class Memory:
     def total(self) -> int:
         caches = self.retrieval_kv + self.streaming_cache + self.scratch
         weights = self.weights + self.weight_copies
-        return weights + self.prefixes + caches + self.window_between_chunks + self.working
+        held = weights + self.prefixes + self.recordings + caches
+        return held + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:
@@ -252,7 +254,8 @@ class MemoryPlanner:
         self._weights = d.weights.nbytes - mapped + mapped // d.world_size
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
         self._prefixes = prefix_bytes(d.config, d.kind)
-        self._fixed = self._weights + d.shares.copied + self._prefixes
+        self._recordings = d.weights.recorded if d.kind == "cpu" and d.config.cuda_graphs else 0
+        self._fixed = self._weights + d.shares.copied + self._prefixes + self._recordings
         self._dry_run = DryRun(d, self.budget - self._fixed)
         self._activations = functools.cache(self._dry_run.activations)
         self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
@@ -272,6 +275,7 @@ class MemoryPlanner:
             weights=self._weights,
             weight_copies=self._d.shares.copied,
             prefixes=self._prefixes,
+            recordings=self._recordings,
             window_between_chunks=self._window(context),
             activations={},
             logits=self._logits,

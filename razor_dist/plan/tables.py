@@ -80,6 +80,8 @@ def _memory(plan: Plan) -> Table:
         table.add_row("exact prefill's pool", _gb(memory.scratch))
     if memory.prefixes:
         table.add_row("prefixes in host memory", _gb(memory.prefixes))
+    if memory.recordings:
+        table.add_row("recorded decode steps", _gb(memory.recordings))
     table.add_row("window between chunks", _gb(memory.window_between_chunks))
     for name, what in _ACTIVATIONS.items():
         if activations[name]:

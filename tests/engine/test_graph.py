@@ -220,6 +220,34 @@ def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
     assert max(both.errors) <= 1e-5
 
 
+def rows_of(graphs: DecodeGraphs) -> list[int]:
+    """Rows of each recording that is kept, the one that was not used for longest first."""
+    return [key.sequences for key, of in graphs._recordings.items() if of.replay is not None]
+
+
+@needs_compiler
+def test_recordings_on_cpu_keep_few_rows_together(tiny: Tiny) -> None:
+    case, tape = case_of(tiny("llama")), Tape(Communicator(None))
+    tape.most_rows = 20
+    eager, runner = make_pair(Communicator(None), case, tape, 10)
+    graphs = runner.graphs
+    assert graphs is not None
+    for key in range(10):
+        for of in (eager, runner):
+            prefill(of, key, dataclasses.replace(case, prompt=tokens_of(9, key)))
+    kept = []
+    for count in (4, 8, 4, 7, 10, 4):
+        for step in range(3):
+            plan = answer(*((key, 5 + step) for key in range(count)))
+            want, found = (of.execute(plan) for of in (eager, runner))
+            assert want is not None and found is not None
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+            assert sum(rows_of(graphs)) <= tape.most_rows
+        kept.append(rows_of(graphs))
+    assert kept == [[4], [4, 8], [8, 4], [8, 4, 7], [16], [16, 4]]
+    assert graphs.enabled
+
+
 @needs_compiler
 def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
     """NCCL would wait for it without end as the process group is destroyed."""

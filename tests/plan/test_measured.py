@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from transformers import Ernie4_5_MoeConfig
 from razor_dist.attention import chosen
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
+from razor_dist.engine import capacity
 from razor_dist.engine.build import make_engine
+from razor_dist.engine.tape import Tape
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.decision import HeadRoles
@@ -27,10 +30,13 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import traffic
 from razor_dist.plan.deployment import Deployment
-from razor_dist.plan.memory import DryRun
+from razor_dist.plan.devices import load_device
+from razor_dist.plan.memory import DryRun, MemoryPlanner
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import answer, model_and_shape, one_chunk
+from tests.engine.recorded import Both, case_of
 from tests.ranks import Ranks
+from tests.test_kernels_linear import needs_compiler
 from tests.tiny_models import Tiny
 
 LLAMA = ((True, False), (False, False), (True, True), (False, True))
@@ -226,6 +232,45 @@ def test_shared_experts_are_summed_beside_the_others(tmp_path: Path) -> None:
     config = build_config(EngineConfig, model=str(tmp_path), world_size=2, decode="tensor")
     d = Deployment.of(config, "cpu", 0.5)
     assert d.shared and d.shares.sums == 2 + 3 + 3  # the first layer is dense
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "llama_wide", "glm", "mixtral", "qwen3_moe"])
+def test_recordings_keep_what_was_planned(family: str, tiny: Tiny) -> None:
+    rows, d = 4, Deployment.of(build_config(EngineConfig, model=str(tiny(family))), "cpu")
+    split = ((True,) + (False,) * (d.shape.kv_heads - 1),) * d.shape.layers
+    both = Both(Communicator(None), case_of(tiny(family), retrieval=split))
+    for key in range(rows):
+        both.open(key, 20)
+    both.decode(*range(rows))
+    gc.collect()
+    with Allocations() as made:
+        both.decode(*range(rows))
+    gc.collect()
+    assert both.tape.recorded == 1
+    planned = d.weights.recorded * rows / Tape.most_rows
+    assert made.live <= planned <= 1.5 * made.live
+
+
+@needs_compiler
+def test_recordings_leave_less_for_caches(tiny: Tiny) -> None:
+    found = []
+    for recorded in (False, True):
+        config = build_config(
+            EngineConfig, model=str(tiny("llama")), max_model_len=100, cuda_graphs=recorded
+        )
+        model, _ = model_and_shape(config.model)
+        d = Deployment.of(config, "cpu")
+        roles, room = HeadRoles(d.head_map.retrieval), capacity.cache_room
+        with (
+            mock.patch.object(capacity, "free_memory", lambda *_: 1e9),
+            mock.patch.object(capacity, "cache_room", wraps=room) as asked,
+        ):
+            make_engine(model, config, roles, Communicator(None), eos_token_ids=())
+        memory = MemoryPlanner(d, load_device("cpu")).at(100, 90)
+        found.append((1e9 - asked.call_args.args[0], memory.total))
+    (nothing, total), (taken, more) = found
+    assert nothing == 0 and taken == more - total == d.weights.recorded > 0
 
 
 def test_parameters_are_those_of_the_loaded_model(tiny: Tiny) -> None:
