@@ -191,8 +191,9 @@ def estimating(dim: int, keys: torch.dtype, *, floats: bool) -> dict[str, int]:
     # Tensor cores take no fewer than 32 numbers of 8 bits.
     width = max(32, triton.next_power_of_2(dim))
     return {
-        "W": dim, "WIDTH": width, "KEYS": BLOCK, "M": _ESTIMATED, "SPAN": _ESTIMATED_ROWS,
-        "BITS": bits_of(keys), "FLOATS": floats, "num_warps": 8 if width <= 64 else 16,
+        "W": dim, "WIDTH": width, "KEYS": BLOCK, "M": ROWS if floats else _ESTIMATED,
+        "SPAN": _ESTIMATED_ROWS, "BITS": bits_of(keys), "FLOATS": floats,
+        "num_warps": 8 if width <= 64 else 16,
     }  # fmt: skip
 
 
