@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -83,17 +84,17 @@ def contexts(
     encoded: tuple[str, Ints, Ints],
     documents: Sequence[CitedDocument] = (),
     segments: Sequence[Segment] = (),
-) -> list[KeptContext]:
+) -> tuple[list[KeptContext], list[str]]:
     """Return what is to be kept of a conversation, whose text, tokens and their ends are given.
 
-    Raises `RequestError` where it cannot be cut.
+    Beside it the marks up to which nothing can be kept, without the numbers in their places.
     """
     if len(marks) > MOST_MARKS:
         raise RequestError(
             f"at most {MOST_MARKS} blocks may have cache_control, got {len(marks)}",
             param="messages",
         )
-    found: list[KeptContext] = []
+    found, uncut = list[KeptContext](), list[str]()
     text, ids, ends = encoded
     for mark in sorted(marks, key=lambda mark: mark[:2]):
         name = f"<mark-{uuid.uuid4().hex}>"
@@ -107,12 +108,8 @@ def contexts(
                 continue  # also where it has no place to be cut
             kept = keep(text, len(begin), ids, ends)
         if kept is None:
-            raise RequestError(
-                f"{mark.field or f'messages[{mark.message}]'} cannot be kept up to its "
-                "cache_control: the chat template leaves it out or changes it later, or nothing in "
-                "its last 65536 characters is a space between words or a line break",
-                param=mark.field or "messages",
-            )
+            uncut.append(re.sub(r"\d+", "", mark.field or "messages[]") + ".cache_control")
+            continue
         if len(kept.tokens) < LEAST_TOKENS:
             continue
         own = [message.for_context() for message in messages[: mark.message + 1]]
@@ -122,4 +119,4 @@ def contexts(
         cited = list(documents[: mark.documents]), list(segments[: mark.segments]), mark.cites
         one = KeptContext(kept, mark.ttl, own, mark.goes_on, mark.apart, *cited)
         found.append(msgspec.structs.replace(one, digest=one.computed_digest))
-    return found
+    return found, uncut

@@ -93,6 +93,7 @@ class Conversation:
         self.documents: list[CitedDocument] = []
         self.files = iter(files)  # of the request's PDF documents, in their order
         self.segments: list[Segment] = []
+        self.notes: set[int] = set()  # indices of segments that are notes between the turns
         self.marks: list[Mark] = []
 
     def restore(
@@ -161,21 +162,26 @@ class Conversation:
         """Return a prompt's text with documents and other blocks as parts of their own.
 
         ``message`` of a document's part is its index, in characters of its text; what is no
-        document has none. The last text that the user has said ends with the question.
+        document has none. The last text of the user that is no note ends with the question;
+        notes behind it are in no part.
         """
         found = {part.message: part for part in text.parts}
-        texts = [s for s in self.segments if s.document is None]
-        asking = next((s for s in reversed(texts) if self.turns[s.message].role == "user"), None)
+        asking = len(self.segments)
+        for at, own in enumerate(self.segments):
+            is_text = own.document is None and at not in self.notes
+            if is_text and self.turns[own.message].role == "user":
+                asking = at
         return PromptText(
             [
                 Part(
                     said := found[own.message].text[own.begin : own.end],
                     found[own.message].begin + own.begin,
-                    question_begin(said) if own is asking else len(said),
+                    question_begin(said) if at == asking else len(said),
                     own.document,
                 )
-                for own in self.segments
+                for at, own in enumerate(self.segments)
                 if own.message in found  # a template may leave a message out
+                and not (at in self.notes and at > asking)
             ],
             text.ends,
         )

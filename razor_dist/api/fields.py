@@ -38,7 +38,7 @@ class Strict(BaseModel):
 class Returned(Strict):
     """An object that may be from an answer: servers and clients add fields, which ask for nothing.
 
-    So nulls are dropped, whatever their names, and what is ``added``.
+    Nulls are dropped, whatever their names, and so is what ``added`` names.
     """
 
     # What its `parse` and `stream` add, and hints to OpenAI's and Anthropic's own services.

@@ -81,11 +81,11 @@ class Format(ABC):
 
     @property
     def heartbeat(self) -> str:
-        """An event without fields, sent in silence: proxies see traffic.
+        """Two empty lines, sent in silence: proxies see traffic.
 
-        By the standard it is none. A comment would do too, but ``vllm bench serve`` strips what it
-        reads and adds the next event to a comment's line, and `sglang.bench_serving` reads each
-        line that is not blank as JSON. The lines are two because some clients cut at ``\\n\\n``.
+        By the standard they are no event. A comment would do too, but ``vllm bench serve`` strips
+        what it reads and adds the next event to a comment's line, and `sglang.bench_serving` reads
+        each line that is not blank as JSON. There are two since some clients cut at ``\\n\\n``.
         """
         return "\n\n"
 

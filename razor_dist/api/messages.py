@@ -172,10 +172,12 @@ class CountTokensBody(Strict):
         for number, (field, role, blocks) in enumerate(said):
             if blocks and number > 1 and conversation.turns:
                 conversation.turns[-1].apart = True
-            if role == "system" and number:
+            if is_note := role == "system" and number > 0:
                 role = "tool" if conversation.ends_with("tool") else "user"
             for at, block in enumerate(blocks):
                 block.add_to(conversation, role)
+                if is_note:
+                    conversation.notes.add(len(conversation.segments) - 1)
                 last = number == len(self.messages) and block is blocks[-1]
                 control = block.kept or (self.cache_control if last else None)
                 if control is not None and conversation.turns:

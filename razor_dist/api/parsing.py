@@ -141,6 +141,7 @@ def _rendered(
         return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)
     prompts = _prompts(body, params, encoder, limits)
     names = {} if asked is None else asked.names
+    kept_of_it, uncut = body.contexts(encoder) if limits.pins else ([], [])
     return ParsedRequest(
         prompts,
         stream=bool(body.stream),
@@ -156,9 +157,9 @@ def _rendered(
         titles=titles(prompts[0].text) if body.annotates else None,
         cache_salt=body.cache_salt,
         cache_prompt=body.cache_prompt is not False,
-        ignored=ignored,
+        ignored=[*ignored, *uncut],
         ends_in_repetition=body.repetition_detection is not None,
-        contexts=body.contexts(encoder) if limits.pins else (),
+        contexts=kept_of_it,
         names={field: names.get(name, name) for field, name in body.engine_names.items()},
     )
 

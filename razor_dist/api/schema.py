@@ -127,9 +127,9 @@ class GenerateBody(SharedFields):
             raise RequestError("cache_prompt: false is not allowed with context", "cache_prompt")
         self._kept = kept
 
-    def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:
-        """Return what is to be kept of the prompt, once it is encoded."""
-        return []
+    def contexts(self, encoder: PromptEncoder) -> tuple[list[KeptContext], list[str]]:
+        """Return what is to be kept of the prompt, once it is encoded: see `contexts`."""
+        return [], []
 
     @property
     def annotates(self) -> bool:
@@ -351,9 +351,9 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         """The documents that an answer may cite, and where all blocks are in the messages."""
         return ((), ()) if self._kept is None else self._kept.cited(self.messages)
 
-    def contexts(self, encoder: PromptEncoder) -> list[KeptContext]:
+    def contexts(self, encoder: PromptEncoder) -> tuple[list[KeptContext], list[str]]:
         if self._encoded is None or not self.marks:
-            return []
+            return [], []
         chat = self.messages, self.template, self._encoded
         return contexts(encoder, self.marks, *chat, *self.cited)
 

@@ -91,7 +91,7 @@ def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
 def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[str] | None) -> None:
     """Leave out tools of types that this server does not have; `RequestError` without ``ignored``.
 
-    Clients send some with every request, such as Codex and Anthropic's their search of the web.
+    Codex and Anthropic's clients, for instance, send their search of the web with every request.
     """
     tools, own = fields.get("tools"), cls.tool_type
     if not isinstance(tools, list) or own is None:

@@ -6,7 +6,6 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -99,6 +98,7 @@ class LiveChoices:
         self._timer: asyncio.TimerHandle | None = None
         self._pinned = pinned
         self._submit = partial(self._submitted, prompts, prefix, scope)
+        self._streams: list[RequestStream] = []
         self._streams = self._submit()
         for tokens, params, text in prompts:
             entries: list[Any] = []
@@ -123,7 +123,11 @@ class LiveChoices:
             prefix, begin = self._pinned.last.stream, self._pinned.last.tokens
         for tokens, params, _ in prompts:
             name, rest = uuid.uuid4().hex, tokens[begin:]
-            streams += self._client.submit(name, rest, params, prefix=prefix, scope=scope)
+            new = self._client.submit(name, rest, params, prefix=prefix, scope=scope)
+            if not self._streams:
+                ids = [stream.request_id for stream in new]
+                self._client.observer.submitted(ids, new[0].prompt_tokens, params)
+            streams += new
         return streams
 
     @property
@@ -193,6 +197,8 @@ class LiveChoices:
                 except RequestError as error:
                     if not self._ask_again(stream, error):
                         raise
+                finally:  # once those that are asked for again have their new ids
+                    stream.close()
         except Exception as error:
             refused = None if self._pinned is None else self._pinned.error
             self._events.put_nowait(refused or error)
@@ -209,7 +215,8 @@ class LiveChoices:
         if pinned.last.is_kept and error.code not in _NO_ROOM:
             return False
         if again := pinned.leave_out():
-            self._streams = self._submit()
+            before, self._streams = self.ids, self._submit()
+            self._client.observer.asked_again(before, self.ids)
         return again
 
     async def _read(
@@ -221,27 +228,26 @@ class LiveChoices:
         trace: Trace | None,
     ) -> None:
         """Read the messages of an answer to its end."""
-        with closing(stream):
-            async for message in stream:
-                if isinstance(message, Progress):
-                    choice.cached_tokens = message.cached
-                    if self._pinned is not None:
-                        # Rank 0 refuses a pin before it tells of a prompt that comes later.
-                        if self._pinned.error is not None:
-                            raise self._pinned.error
-                        found = self._pinned.counts(message.cached)
-                        choice.cached_tokens, choice.pinned_tokens = found
-                    if self._report_progress:
-                        self._events.put_nowait(ChoiceEvent(index, message))
-                elif isinstance(message, PromptLogprobs):
-                    choice.prompt_entries += message.logprobs  # a message per chunk
-                elif isinstance(message, Token):
-                    piece = assembler.push(message)
-                    if trace is not None:
-                        trace.add(message.sources or (), piece.offset, piece.text)
-                        piece = await choice.traced(trace, piece)
-                    choice.pieces.append(piece)
-                    self._events.put_nowait(ChoiceEvent(index, piece))
-                    if piece.finish_reason is not None:
-                        stream.close(piece.finish_reason)
-                        break
+        async for message in stream:
+            if isinstance(message, Progress):
+                choice.cached_tokens = message.cached
+                if self._pinned is not None:
+                    # Rank 0 refuses a pin before it tells of a prompt that comes later.
+                    if self._pinned.error is not None:
+                        raise self._pinned.error
+                    found = self._pinned.counts(message.cached)
+                    choice.cached_tokens, choice.pinned_tokens = found
+                if self._report_progress:
+                    self._events.put_nowait(ChoiceEvent(index, message))
+            elif isinstance(message, PromptLogprobs):
+                choice.prompt_entries += message.logprobs  # a message per chunk
+            elif isinstance(message, Token):
+                piece = assembler.push(message)
+                if trace is not None:
+                    trace.add(message.sources or (), piece.offset, piece.text)
+                    piece = await choice.traced(trace, piece)
+                choice.pieces.append(piece)
+                self._events.put_nowait(ChoiceEvent(index, piece))
+                if piece.finish_reason is not None:
+                    stream.close(piece.finish_reason)
+                    break

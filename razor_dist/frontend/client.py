@@ -195,8 +195,6 @@ class EngineClient:
         self._streams |= streams
         if pin:
             self.observer.pinned(request_id)
-        else:
-            self.observer.submitted(ids, length, params)
         return list(streams.values())
 
     def check_room(self, requests: int) -> None:
@@ -279,8 +277,6 @@ class EngineClient:
         stream = self._streams.get(message.id)
         if stream is None:
             return  # aborted; the engine had not heard of it yet
-        if isinstance(message, Failed):
-            self.observer.received(message)
         last = isinstance(message, Failed) or (
             isinstance(message, Token) and message.finish is not None
         )

@@ -14,6 +14,9 @@ class Observer:
     def submitted(self, ids: Sequence[str], prompt_tokens: int, params: SamplingParams) -> None:
         """Note a prompt, with the tokens of its pinned prefix, and the ids of its answers."""
 
+    def asked_again(self, before: Sequence[str], ids: Sequence[str]) -> None:
+        """Note that answers have new ids: they were refused, and are asked for in another way."""
+
     def pinned(self, request_id: str) -> None:
         """Note a prefix that is to be pinned: its `Progress` is no answer's."""
 

@@ -80,6 +80,7 @@ class Pin:
                         listener(message)
         except Exception as error:
             self.error = error
+            self.stream.close()
             if self.hint and getattr(error, "code", None) is not None:
                 log.info("a context is not kept: %s", error)
 

@@ -24,9 +24,10 @@ from razor_dist.protocol.sampling_params import SamplingParams
 # Tokens before a border that must come out again when their text is tokenised.
 _SAME = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
-# Tokens of a text that is tokenised at once at most, as a multiple of the maximum context length.
-# A prompt may have this many tokens in any case: ``truncate_prompt_tokens`` may leave few of them.
-MOST_CONTEXTS, _ALWAYS = 4, 1 << 20
+# Most tokens of a text that is tokenised at once, as a multiple of the maximum context length.
+MOST_CONTEXTS = 4
+# A prompt may have these tokens in any case: ``truncate_prompt_tokens`` may leave few of them.
+_ALWAYS = 1 << 20
 # Characters that are tokenised at a time to find out whether a long text has too many tokens: the
 # tokenizer takes some hundred bytes for each token of what it gets at once.
 _PIECE = 1 << 16

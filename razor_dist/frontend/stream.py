@@ -34,6 +34,7 @@ class RequestStream(AsyncIterator[AboutRequest]):
         self._abort, self._observer = abort, observer
         self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
         self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
+        self._failed = False
         self.closed = False  # it was `close` that ended it, not its last token or a failure
 
     async def __anext__(self) -> AboutRequest:
@@ -57,7 +58,8 @@ class RequestStream(AsyncIterator[AboutRequest]):
         if not self.ended:
             self.ended = self.closed = True
             self._abort(self.request_id)
-        self._observer.ended(self.request_id, reason)  # its last message may be unread
+        # Its last message may be unread.
+        self._observer.ended(self.request_id, "error" if self._failed else reason)
 
     def require_pinned(self) -> None:
         """Raise unless a request may continue this pinned prefix: see `EngineClient.submit`."""
@@ -70,3 +72,4 @@ class RequestStream(AsyncIterator[AboutRequest]):
         """Hand on a message or an error (the client does); ``last`` if it ends the request."""
         self._queue.put_nowait(item)
         self.ended = self.ended or last
+        self._failed = self._failed or isinstance(item, Exception)

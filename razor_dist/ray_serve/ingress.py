@@ -55,6 +55,8 @@ _FORWARDED = (
     "app_root_path",
 )
 _CONTEXTS = "/v1/contexts/"
+# As engines send it in streams (`razor_dist.api.formats`).
+_HEARTBEAT = b"\n\n"
 
 
 @serve.ingress()
@@ -225,9 +227,10 @@ class _Answer:
         assert self._head is not None
         self._begun = self._begun or part.begun or not self._head.is_stream
         if not self._begun:
-            # What opens a stream is held back; clients and proxies see that it lives.
-            self._held += part.data
-            return b"\n\n"
+            # What opens a stream is held back; clients and proxies see that it lives. Heartbeats
+            # are not sent twice: clients bear a number of empty lines.
+            self._held += b"" if part.data == _HEARTBEAT else part.data
+            return _HEARTBEAT
         self._body.drop()
         data, self._held = self._held + part.data, b""
         self._events += data.startswith(b"event: ") + data.count(b"\n\nevent: ")

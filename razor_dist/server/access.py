@@ -37,7 +37,7 @@ class _Account:
 
     holder: KeyHolder
     tokens: int = 0
-    answers: Sequence[str] = ()
+    answers: Callable[[], Sequence[str]] = tuple
 
 
 class RateLimitError(RequestError):
@@ -93,7 +93,7 @@ class KeyHolder:
             )
 
     def _limited(self, message: str) -> RateLimitError:
-        return RateLimitError(message, [account.answers for account in self.accounts])
+        return RateLimitError(message, [account.answers() for account in self.accounts])
 
 
 _account: ContextVar[_Account | None] = ContextVar("account", default=None)
@@ -111,8 +111,8 @@ def charge(tokens: int) -> None:
         account.tokens += tokens
 
 
-def note_answers(answers: Sequence[str]) -> None:
-    """Note the answers of the current request: a refused one waits for the end of another's."""
+def note_answers(answers: Callable[[], Sequence[str]]) -> None:
+    """Note the current request's answers: a refused request waits for the end of another's."""
     account = _account.get()
     if account is not None:
         account.answers = answers

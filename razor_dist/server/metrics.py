@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from razor_dist.frontend.observer import Observer
-from razor_dist.protocol.messages import AboutRequest, Failed, Fields, Progress, Token
+from razor_dist.protocol.messages import AboutRequest, Fields, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.request_log import RequestRecord, current_record
 
@@ -176,6 +176,11 @@ class Metrics(Observer):
         for id_ in ids:
             self._answers[id_] = Answer(record, params, now, id_ == ids[0], prompt_tokens)
 
+    def asked_again(self, before: Sequence[str], ids: Sequence[str]) -> None:
+        for old, new in zip(before, ids, strict=True):
+            if answer := self._answers.pop(old, None):
+                self._answers[new] = answer
+
     def reading(self, request_id: str) -> None:
         if answer := self._answers.get(request_id):
             self._admit(answer, time.monotonic())
@@ -185,9 +190,7 @@ class Metrics(Observer):
 
     def received(self, message: AboutRequest) -> None:
         answer, now = self._answers.get(message.id), time.monotonic()
-        if isinstance(message, Failed):
-            self.ended(message.id, "error")
-        elif message.id in self._prefixes and isinstance(message, Progress):
+        if message.id in self._prefixes and isinstance(message, Progress):
             self._prefix(message)
         elif answer is not None and isinstance(message, Progress):
             self._progress(answer, message, now)

@@ -197,7 +197,7 @@ class Service:
             if pinned is not None:
                 pinned.close()
             raise
-        note_answers(choices.ids)
+        note_answers(lambda: choices.ids)
         return parsed, choices
 
     def retry_after(self, error: Exception) -> int:

@@ -19,6 +19,7 @@ from razor_dist.protocol.messages import Add, Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.context import Context
 from razor_dist.server.contexts import Contexts
+from razor_dist.server.metrics import Metrics
 from razor_dist.server.service import Service
 from tests.server.fake_client import FakeClient
 from tests.server.marked import DOCUMENT, ENCODER, MARK, parsed, part, user
@@ -32,13 +33,15 @@ class Server:
         self.client = FakeClient()
         self.contexts = Contexts(self.client, 1e12)
 
-    async def ask(self, *marks: int) -> tuple[LiveChoices, Sequence[Context], list[Add]]:
+    async def ask(
+        self, *marks: int, n: int = 1
+    ) -> tuple[LiveChoices, Sequence[Context], list[Add]]:
         """Ask with marks at these tokens; return what is sent, too: pins, and the prompt."""
         before = len(self.client.adds)
         found = await self.contexts.use(None, [kept(TOKENS[:n]) for n in marks], "a", None)
         assert found is not None
         pinned, used = found
-        prompt = Checked(np.array(TOKENS, np.int32), SamplingParams(max_tokens=1))
+        prompt = Checked(np.array(TOKENS, np.int32), SamplingParams(max_tokens=1, n=n))
         choices = LiveChoices(self.client, None, [prompt], report_progress=True, pinned=pinned)
         return choices, used, self.client.adds[before:]
 
@@ -165,6 +168,32 @@ def test_a_context_leaves_room_for_its_own_request() -> None:
         with pytest.raises(RequestError, match="hold 3 of the 3"):
             _ = [event async for event in choices.events()]
         choices.close()
+
+    played(play)
+
+
+def test_a_request_that_goes_on_without_its_context_counts_once() -> None:
+    async def play(server: Server) -> None:
+        metrics = server.client.observer = Metrics("m")
+        ended: list[str] = []
+        metrics.on_end = lambda answer, reason, now: ended.append(reason)
+        choices, _, [pin, add] = await server.ask(1000, n=2)
+        server.client._handle(Failed(pin.id, "this context would take more", code=FULL))
+        for id_ in choices.ids:
+            server.client._handle(Failed(id_, "there is no pinned prefix", "prefix"))
+        await asyncio.sleep(0.01)
+        assert not ended and server.client.adds[2:] == [again := server.client.adds[-1]]
+        assert choices.ids == [again.id, f"{again.id}/1"] and add.id != again.id
+        for id_ in choices.ids:
+            server.client._handle(Token(id_, 5, finish="length"))
+        _ = [event async for event in choices.events()]
+        choices.close()
+        lines = metrics.render(True, None).decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        counts = {name.partition("{")[0]: float(value) for name, value in pairs}
+        assert counts["razor:request_prompt_tokens_sum"] == len(TOKENS)
+        assert counts["razor:e2e_request_latency_seconds_count"] == 2
+        assert ended == ["length"] * 2
 
     played(play)
 

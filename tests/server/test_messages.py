@@ -226,6 +226,19 @@ def test_notes_between_the_turns_are_said_where_they_stand() -> None:
     assert answer == {"input_tokens": len(whole)}
 
 
+@pytest.mark.parametrize("notes", [[NOTE], [NOTE, NOTE]])
+def test_a_note_behind_the_question_is_neither_question_nor_source(notes: list[Any]) -> None:
+    body = asking(document(text_source("The castle is red.")))
+    [asked] = parse("messages", body).prompts
+    body["messages"] += notes
+    [noted] = parse("messages", body).prompts
+    assert noted.text.parts == asked.text.parts and asked.text.parts[-1].searched == 0
+    answered = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
+    [longer] = parse("messages", body | {"messages": body["messages"] + answered}).prompts
+    *_, note, _, question = longer.text.parts
+    assert note.searched == len(note.text) and question.searched == 0
+
+
 def test_what_claude_code_writes_anew_in_each_request_is_left_out() -> None:
     line = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={};"
     prompts = []

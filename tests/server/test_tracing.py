@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.protocol.messages import Failed, Progress, Token
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server import request_log
 from razor_dist.server.metrics import Metrics
@@ -100,7 +100,7 @@ def test_an_answer_that_fails_ends_where_it_was(parts: int) -> None:
         metrics.submitted(["a"], 9, SamplingParams())
         if parts > 1:
             metrics.received(Progress("a", 0, 9, 0, 0, 0.0))
-        metrics.received(Failed("a", "no pages are left"))
+        metrics.ended("a", "error")
         metrics.ended("a", "abort")  # it has ended already
     spans = by_name(exporter)
     whole = spans.pop("chat m")
