@@ -84,7 +84,7 @@ def summarize(
         engines["default"] = resuming(config, folder.absolute() / _PREFIXES, len(sources))
 
     def drop_prefixes(folder: Path) -> None:
-        if config.prefix_store is None and not (folder / PARTS).exists():
+        if not (folder / PARTS).exists():
             shutil.rmtree(folder / _PREFIXES, ignore_errors=True)
 
     folder = run_job(task, config, out, on_open=keep_prefixes, on_done=drop_prefixes).folder
@@ -134,9 +134,11 @@ def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
     engines = config.engines or 1
     if config.ray and config.engines is None:  # as many as Ray has processors for
         engines = int((os.cpu_count() or 1) / config.cpus_per_rank) // config.world_size
-    # What an earlier run left counts for the bound, as it did when that run began.
+    engines = max(1, min(engines, documents))
+    # What an earlier run left here was free when it took its bound, and may be of more engines.
     free = shutil.disk_usage(folder.parent).free / 2**30 + _gigabytes(folder)
-    shared = free / 4 / max(1, min(engines, documents))
+    own = sum(_gigabytes(folder / str(number)) for number in range(engines))
+    shared = (free / 4 - (_gigabytes(folder) - own)) / engines
     most = min(_MOST_GB, shared, config.prefix_store_gb or math.inf)
     store = {"prefix_store": str(folder / "{engine}"), "prefix_store_gb": max(most, 1e-3)}
     return config.model_copy(update=store)

@@ -303,8 +303,8 @@ class _Pool:
     def _next(self, number: int) -> Item:
         """Return the waiting item that an engine takes.
 
-        An engine may have a prefix store, from which it goes on with what an earlier run of this
-        number was reading: it takes such items first, and those of other engines last.
+        An engine may have a prefix store, from which it goes on with what the engine of this number
+        was reading in an earlier run: it takes such items first, and those of other engines last.
         """
         first = self.waiting[0]
         if first.id in self._tried or not self._begun:

@@ -68,7 +68,8 @@ _PARTS_AT_ONCE = 8
 _COUNTING_SECONDS = 20.0
 # Most documents whose tokens are counted at once: each takes its text, and 150 MB.
 _COUNTING_THREADS = 8
-# Characters of a text by which most are known to be too long: these, and for each token that fits.
+# So many characters, and so many for each token that fits, show of most long texts that they are
+# too long.
 _BEGINNING, _LONG_TOKEN = 2**20, 8
 
 
@@ -201,7 +202,7 @@ class Summarizer:
         )
 
     def _beginning(self, now: Material) -> Material:
-        """Return a text, or of a very long one what the context cannot hold."""
+        """Return a text, or so much of a very long one as no context of this size holds."""
         return now._replace(text=now.text[: _BEGINNING + _LONG_TOKEN * self._room])
 
     def _prompt(self, now: Material, kind: str) -> Asked:

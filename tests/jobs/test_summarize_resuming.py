@@ -92,6 +92,11 @@ def test_prefixes_of_a_job_are_removed_and_no_others(folder: Path, stores: list[
     assert summarize("--prefix-store", "named/prefixes/{engine}", out="named") == 0
     assert stores[1] == Path("named/prefixes/0") and (stores[1] / "prefix").exists()
 
+    # What a run without a store of the user's has left goes with the last document, too.
+    (folder / "named/.prefixes").mkdir()
+    assert summarize("--prefix-store", "named/prefixes/{engine}", out="named") == 0
+    assert not (folder / "named/.prefixes").exists()
+
     # Another job in the same place leaves what the first one had kept for its next run.
     assert summarize() == 0
     earlier = Path("out/.prefixes/0/prefix")
@@ -135,6 +140,10 @@ def test_the_stores_of_all_engines_take_a_quarter_of_the_free_disk(
     free.free = 88 * 2**30
     again = resuming(SummaryConfig(**settings), tmp_path, documents)
     assert again.prefix_store_gb == pytest.approx(24 / stores)
+    # Stores of engines that this run does not open keep what they have.
+    (tmp_path / "0").rename(tmp_path / "12")
+    fewer = resuming(SummaryConfig(**settings), tmp_path, documents)
+    assert fewer.prefix_store_gb == pytest.approx((24 - 8) / stores)
 
 
 @pytest.mark.parametrize(
