@@ -56,7 +56,7 @@ class Method:
 
     @property
     def kept(self) -> str:
-        """How many KV heads keep the whole context, in a table's words."""
+        """The number of KV heads that keep the whole context, or all or none, as text."""
         if self.retrieval is None:
             return "all" if self.settings["attention"] == "full" else "none"
         return str(sum(map(sum, self.retrieval)))
@@ -127,7 +127,9 @@ def _method(config: EngineConfig, name: str, own: Mapping[str, Any], *, as_writt
             f"retrieval_share reads keys of the model's own dtype, but kv_dtype is "
             f"{engine.kv_dtype}; leave it out"
         )
-    selection = selection_of(own.get("retrieval_share"), own.get("selector", "slower"), retrieval)
+    if "retrieval_share" not in own:
+        raise ConfigError("selector needs retrieval_share")
+    selection = selection_of(own["retrieval_share"], own.get("selector", "slower"), retrieval)
     shown |= {"retrieval_share": str(own["retrieval_share"]), "selector": selection.selector}
     if engine.attention == "full":  # the map says which heads select
         return Method(name, shown, selection=selection)
@@ -160,7 +162,8 @@ def _heads(head_map: HeadMap, own: Mapping[str, Any]) -> tuple[Flags, Windows | 
     """Return the heads and windows of a map, or those of `CHOICES` in a method's settings.
 
     That is ``percent`` of the KV heads by the map's scores; ``induction`` and ``echo`` percent of
-    the query heads by RazorAttention's; or with the seed ``random`` as many KV heads at random.
+    the query heads by RazorAttention's. ``random``, a seed, draws as many KV heads as the others
+    keep, or the map.
     """
     for key in CHOICES:
         if isinstance(own.get(key), bool) or not isinstance(own.get(key, 0), int | float):

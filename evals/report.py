@@ -152,8 +152,7 @@ def presses(engines: Mapping[str, Mapping[str, Any]], asked_after: bool) -> str:
             rows.append([method, press.name, budget, sees])
     note = (
         f"kvpress {KVPRESS} on transformers' own model: every head reads the document in full, "
-        "then each layer's cache is compressed once; what follows is added to it in full. KV in "
-        "tables is what the cache held once it was compressed. "
+        "then each layer's cache is compressed once; what follows is added to it in full. "
     ) + (
         "Seeing the question is an advantage: the method knows what will be asked for when it "
         "drops the rest, and it reads the document anew for each question. No engine sees it."

@@ -34,8 +34,9 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
     "no-compensation": {"compensation": False},
 }
 NAMED = (
-    "full, razor, streaming, no-compensation; NAME/32: with blocks chosen from 1/32 of the mass "
-    "on; paths of head maps (.json); in YAML a mapping of names to settings"
+    "full, razor, streaming, no-compensation; NAME/32: retrieval heads read only blocks of keys "
+    "that hold at least 1/32 of the attention; paths of head maps (.json); in YAML a mapping of "
+    "names to settings"
 )
 
 
@@ -89,8 +90,8 @@ def settings_by_name(
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return methods' settings by their names, of ``known`` ones or head maps.
 
-    ``NAME/N`` is a known one whose retrieval heads choose the blocks of keys that they read, from
-    1/N of a query's mass on. A mapping gives names and settings, as it is.
+    ``NAME/N`` is a known one whose retrieval heads read only blocks of keys that hold at least 1/N
+    of a query's attention. A mapping gives names and settings, as it is.
     """
     if isinstance(methods, Mapping):
         return methods
@@ -114,3 +115,13 @@ def settings_by_name(
 def refuse_attention(config: EngineConfig) -> None:
     if "attention" in config.model_fields_set:
         raise ConfigError("attention is what methods differ in: set methods instead")
+
+
+def refuse_of_methods(config: EngineConfig) -> None:
+    """Refuse what only a method may say in an evaluation of one process."""
+    refuse_attention(config)
+    if config.retrieval_share:
+        raise ConfigError(
+            f"retrieval_share is {config.retrieval_share:g}, but full attention reads all blocks "
+            "here: set it for a method, in a mapping of names to settings"
+        )

@@ -15,7 +15,9 @@ from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.evals.settings import (
     BUILT_IN,
+    CHOICES,
     NAMED,
+    SELECTION,
     Methods,
     refuse_attention,
     settings_by_name,
@@ -63,7 +65,8 @@ class BaselineConfig(ExternalEngineConfig):
     @classmethod
     def of(cls, press: str, engine: Mapping[str, Any], kv_budget: float | None) -> BaselineConfig:
         """Take the place of an engine of such settings; refuse one that is for our engine alone."""
-        ours_alone = {"weights": "replicated", "weight_dtype": "auto", "kv_dtype": "auto"}
+        ours_alone: dict[str, str | int] = {"weights": "replicated", "weight_dtype": "auto"}
+        ours_alone |= {"kv_dtype": "auto", "retrieval_share": 0}
         for name, needed in ours_alone.items():
             if engine[name] != needed:
                 raise ConfigError(
@@ -139,20 +142,30 @@ class ComparingConfig(JobConfig):
             if "model" in own:
                 raise ConfigError("model is the same for all methods")
             if unknown := sorted(own.keys() - EngineConfig.model_fields.keys()):
-                raise ConfigError(f"{unknown[0]} is not an engine setting")
+                grids = unknown[0] in (*CHOICES, *SELECTION)
+                where = "; it is for eval grid and eval fidelity" if grids else ""
+                raise ConfigError(f"{unknown[0]} is not an engine setting{where}")
             shared = self.model_dump(include=set(EngineConfig.model_fields))
-            # Memory is what a method takes.
+            # No method takes memory for other prompts.
             shared |= {"max_model_len": longest, "prefix_cache": self.shares_prefix}
             if press is not None or own.get("attention", "razor") != "razor":
                 shared["retrieval_share"] = 0.0  # what razor is compared with reads all
             shared |= own
-            if isinstance(own.get("head_map"), str):
-                shared["head_map"] = str(head_map_file(own["head_map"]))
+            if isinstance(shared["head_map"], str):
+                shared["head_map"] = str(head_map_file(shared["head_map"]))
             if press is None:
                 return EngineConfig(**shared)
             return BaselineConfig.of(press, shared, self.kv_budget)
         except ConfigError as error:
             raise ConfigError(f"methods: {method}: {error}") from None
+
+    def refuse_shares(self, shape: ModelShape, longest: int) -> None:
+        """Refuse a method whose heads cannot choose blocks of keys, before others are asked."""
+        from razor_dist.engine.checks import share_refusal
+
+        for name in self.method_settings:
+            if reason := share_refusal(self.engine(name, longest), shape):
+                raise ConfigError(f"methods: {name}: retrieval_share {reason}; leave it out")
 
     def limits(self) -> tuple[ModelShape, int]:
         """Return the model's shape, and the tokens of prompt and answer that it may have."""

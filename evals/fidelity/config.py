@@ -15,7 +15,7 @@ from razor_dist.evals.settings import (
     METHOD_SETTINGS,
     NAMED,
     Methods,
-    refuse_attention,
+    refuse_of_methods,
     settings_by_name,
 )
 from razor_dist.jobs.task import ExternalEngineConfig
@@ -57,12 +57,7 @@ class FidelityConfig(JobConfig):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        refuse_attention(self)
-        if self.retrieval_share:
-            raise ConfigError(
-                f"retrieval_share is {self.retrieval_share:g}, but full attention reads all blocks "
-                "here: set it for a method, in a mapping of names to settings"
-            )
+        refuse_of_methods(self)
         if self.world_size != 1:
             raise ConfigError(
                 f"world_size is {self.world_size}, but eval fidelity compares in one process; "

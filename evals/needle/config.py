@@ -23,6 +23,7 @@ from razor_dist.evals.settings import (
     Lengths,
     Methods,
     Prose,
+    refuse_of_methods,
     settings_by_name,
     shipped_methods,
 )
@@ -110,8 +111,9 @@ class NeedleConfig(ComparingConfig):
             for own in methods.values()
             if "press" not in own and own.get("attention", "razor") == "razor"
         ]
-        if methods.get("duo", {}).get("head_map", "") is None:
-            raise ConfigError("the method duo needs duo_head_map, the path of its head map")
+        for name, own in methods.items():
+            if name.partition("/")[0] == "duo" and own.get("head_map", "") is None:
+                raise ConfigError(f"the method {name} needs duo_head_map, the path of its head map")
         if self.presses and self.kv_budget is None:
             maps.append(self.head_map)
         for name, whose in (("duo_head_map", "duo"), ("head_map", "razor")):
@@ -211,17 +213,34 @@ class NeedleGridConfig(PlacesConfig):
 
     methods: Methods = Field(
         default=("all",),
-        description=f"What to compare: names in configs/{GRID_METHODS}.yaml, or all of them; "
+        description=f"What to compare: names in configs/{GRID_METHODS}.yaml, or all: every one; "
         f"{NAMED}.",
     )
     preset: Literal["number", "words"] = Field(
         default="number", description="What is hidden; words: the needle model's, in its own text."
     )
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        refuse_of_methods(self)
+        methods = self.method_settings
+        if self.head_map is not None and all(
+            "head_map" in own
+            or own.get("attention") == "streaming"
+            or (own.get("attention") == "full" and "retrieval_share" not in own)
+            for own in methods.values()
+        ):
+            raise ConfigError(
+                f"head_map is for methods without one of their own, but methods are {list(methods)}"
+            )
+
     @property
     def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
         shipped = shipped_methods(GRID_METHODS)
-        names = tuple(shipped) if self.methods == ("all",) else self.methods
+        if isinstance(self.methods, Mapping):
+            return self.methods
+        named = (shipped if name == "all" else (name,) for name in self.methods)
+        names = tuple(dict.fromkeys(itertools.chain.from_iterable(named)))
         return settings_by_name(names, {**BUILT_IN, **shipped})
 
 

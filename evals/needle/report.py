@@ -7,6 +7,7 @@ each other method's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,7 @@ from razor_dist.files import make_folder
 SUMMARY, REPORT = "summary.json", "report.md"
 HEATMAP, DIFFERENCE = "heatmap.png", "difference.png"
 _WRONG_SHOWN = 20
-# In which engines differ, or that a streaming head's cache hangs on.
+# Shown always, beside settings in which engines differ.
 _ENGINE = ("attention", "head_map", "prefill", *STREAMING_SETTINGS)
 
 
@@ -116,7 +117,8 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
     note = (
         "Mean scores of the questions that were answered, of those asked for. Lost and gained are "
         "questions that score below or above full attention's; failed are documents; "
-        "KV is measured, of the rank that holds most, after a document of the longest length; "
+        "KV is measured, of the rank that holds most, after a document of the longest length, "
+        "for kvpress's methods once the cache was compressed; "
         "prefill is the median time of its documents, on a machine that may have been busy."
     )
     return f"{markdown(rows)}\n\n{note}"
@@ -163,12 +165,12 @@ def _mean(score: float | None) -> str:
 
 
 def _engines(run: NeedleRun) -> str:
-    rows = [["method", *_ENGINE]]
-    for method in run.methods:
-        engine = run.engines[method]
-        if "press" not in engine:
-            values = ["-" if (v := engine.get(name)) is None else str(v) for name in _ENGINE]
-            rows.append([method, *values])
+    ours = {name: run.engines[name] for name in run.methods if "press" not in run.engines[name]}
+    every = dict.fromkeys(itertools.chain(_ENGINE, *ours.values()))
+    shown = [k for k in every if k in _ENGINE or len({str(e.get(k)) for e in ours.values()}) > 1]
+    rows = [["method", *shown]]
+    for method, engine in ours.items():
+        rows.append([method, *("-" if (v := engine.get(key)) is None else str(v) for key in shown)])
     return section("## Engines", rows)
 
 

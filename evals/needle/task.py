@@ -20,7 +20,7 @@ from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
 from razor_dist.evals.texts import Corpus, Prompter, same_haystack
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.head_map import HeadMap, head_map_file
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
 from razor_dist.jobs.results import read_job
@@ -44,10 +44,12 @@ class NeedleTask:
     def plan(cls, config: NeedleConfig) -> NeedleTask:
         """Settle the lengths by the model, the haystack by what is installed; refuse misfits."""
         shape, most = config.limits()
+        lengths = config.lengths(most)
+        config.refuse_shares(shape, lengths[-1])
         if config.preset == "words":
             check_needle_model("preset words", config.model, shape.vocab_size)
         if config.duo_head_map is not None:
-            found = HeadMap.load(config.duo_head_map)
+            found = HeadMap.load(head_map_file(config.duo_head_map))
             if found.method != "duo":
                 raise HeadMapError(
                     f"duo_head_map is {config.duo_head_map}, made by method {found.method!r}, "
@@ -55,7 +57,7 @@ class NeedleTask:
                 )
         own = config.settings.haystack
         haystack = Corpus.of(config.haystack or own) if own else None
-        return cls(config, config.lengths(most), haystack)
+        return cls(config, lengths, haystack)
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -38,12 +38,13 @@ class SuiteTask:
     @classmethod
     def plan(cls, config: SuiteConfig) -> SuiteTask:
         """Settle the prose by what is installed, and read the tasks' files once."""
-        _, most = config.limits()
+        shape, most = config.limits()
         if (longest := max(config.lengths)) > most:
             raise ConfigError(
                 f"lengths: {longest} is beyond {config.model}, which holds {most} tokens of prompt "
                 "and answer"
             )
+        config.refuse_shares(shape, longest)
         return cls(config, Corpus.of(config.haystack), data_fingerprints(config.files))
 
     @property

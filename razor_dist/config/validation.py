@@ -47,6 +47,7 @@ _TYPES: dict[Any, str] = {
     tuple[Size, ...]: "a list of integers such as 8192 or 8K",
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of names",
+    dict[str, dict[str, Any]]: "a mapping of names to settings",
     type(None): "none",
 }
 

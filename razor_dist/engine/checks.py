@@ -54,12 +54,12 @@ def check_shape(config: EngineConfig, shape: ModelShape, device: torch.device) -
             f"kv_dtype is int4, which keeps two dimensions in a byte, and heads of {config.model} "
             f"have {shape.head_dim}; use int8"
         )
-    reason = _share_refusal(config, shape)
+    reason = share_refusal(config, shape)
     if reason is not None:
         raise ConfigError(f"retrieval_share {reason}; leave it out")
 
 
-def _share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
+def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
     """Say why retrieval heads cannot choose blocks of keys; None if they can."""
     if not config.retrieval_share:
         return None

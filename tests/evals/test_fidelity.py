@@ -255,7 +255,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
         ),
         (
             {"methods": {"a": {"selector": "mass"}}, "head_map": "MAP"},
-            "methods: a: retrieval_share must be a number between 0 and 1, such as 1/32, got None",
+            "methods: a: selector needs retrieval_share",
         ),
         (
             {"methods": {"a": {"retrieval_share": "1/0"}}, "head_map": "MAP"},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from razor_dist.commands.eval import _by_prefill
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sources import load_config
 from razor_dist.evals.grid import GridTask, place_seed
@@ -167,6 +168,35 @@ def test_folders_of_before_go_on() -> None:
     assert [m.name for m in changed if m.fingerprint == known[m.name][1]] == [
         "full", "exact-256-nocomp"
     ]  # fmt: skip
+
+
+def test_the_studies_ids_stay_too() -> None:
+    known = {
+        "5 % induction + 1 % echo, exact": "ef84743aa919",
+        "streaming, local": "e549480140af",
+    }
+    own = _by_prefill(GridConfig(), "both", shipped_methods("ablations"))
+    found = methods_of(GridConfig(), own, as_written=True)
+    assert known.items() <= {method.name: method.fingerprint for method in found}.items()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attention": "full"}, "attention is what methods differ in"),
+        ({"retrieval_share": "1/32"}, "retrieval_share is 0.03125, but full attention reads all"),
+        ({"head_map": "mine.json"}, "head_map is for methods without one of their own, but"),
+        ({"methods": {"a": {"selector": "quest"}}}, "methods: a: selector needs retrieval_share"),
+    ],
+)
+def test_settings_that_reach_no_method_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        methods_of(config := NeedleGridConfig(**values), config.method_settings)
+
+
+def test_all_stands_among_others() -> None:
+    config = NeedleGridConfig(methods="full,all,full/32", head_map="mine.json")  # full/32's
+    assert list(config.method_settings) == [*GRID, "full/32"]
 
 
 def result(method: str, length: int, depth: int, score: float, **changes: Any) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def test_methods_may_be_a_mapping_as_everywhere() -> None:
     assert shipped.head_map == str(shipped_head_map("smollm2-duo"))
     assert isinstance(aware, BaselineConfig) and config.presses == ["snapkv-query-aware"]
     names = NeedleConfig(methods=("m.json", "razor/32", "no-compensation"))
+    named = NeedleConfig(methods="razor", head_map="smollm2-duo").engine("razor", 4096)
+    assert named.head_map == shipped.head_map
     engines = [names.engine(name, 4096) for name in names.method_settings]
     assert [engine.head_map for engine in engines] == ["m.json", None, None]
     assert [engine.retrieval_share for engine in engines] == [0, 1 / 32, 0]
@@ -115,7 +117,12 @@ def test_what_razor_is_compared_with_reads_all_blocks() -> None:
         ({"preset": "nubmer"}, "preset must be one of number, duoattention, razorattention, words"),
         ({"methods": "full,h3o"}, "unknown method 'h3o'; give full, razor, streaming, no-comp"),
         ({"methods": {"a": {"press": "h3o"}}}, "methods: a: press must be one of h2o, snapkv"),
-        ({"methods": {"a": {"percent": 5}}}, "methods: a: percent is not an engine setting"),
+        ({"methods": {"a": {"percent": 5}}}, "methods: a: percent is not an engine setting; it is"),
+        ({"methods": {"full": None}}, "a list of names or a mapping of names to settings, got"),
+        (
+            {"methods": "h2o/32"},
+            "methods: h2o/32: retrieval_share is 1/32, but the method h2o runs on transformers'",
+        ),
         (
             {"methods": {"a": {"head_map": "a.json"}}, "head_map": "r.json"},
             "head_map is for the method razor, but methods are ['a']",
@@ -123,6 +130,7 @@ def test_what_razor_is_compared_with_reads_all_blocks() -> None:
         ({"methods": "full,full"}, "methods must be a list without repeats"),
         ({"methods": ()}, "methods must be a list without repeats"),
         ({"methods": "duo"}, "needs duo_head_map"),
+        ({"methods": "razor,duo/32", "head_map": "r.json"}, "method duo/32 needs duo_head_map"),
         ({"duo_head_map": "d.json"}, "duo_head_map is for the method duo"),
         ({"document_depth_percent_min": -5}, "document_depth_percent_min must be at least 0"),
         ({"document_depth_percents": "-5,50"}, "depth_percents must be a percentage from 0"),

@@ -23,6 +23,8 @@ from razor_dist.evals.needle.report import compare, write_report
 from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.report import note_run
+from razor_dist.evals.suites.config import RulerConfig
+from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.job import run_task
 from razor_dist.jobs.pool import EnginePool, JobEngine
@@ -254,11 +256,41 @@ def test_mistakes_of_the_commands_are_named(
     assert "holds results of other settings" in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": "full,streaming/32"}, "methods: streaming/32: retrieval_share is of retriev"),
+        (
+            {"methods": "full,razor/32", "kv_dtype": "int4"},
+            "methods: razor/32: retrieval_share re",
+        ),
+    ],
+)
+def test_a_share_that_no_engine_would_take_is_refused_first(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NeedleTask.plan(NeedleConfig(**SMALL | changes))
+    with pytest.raises(ConfigError, match=message):
+        SuiteTask.plan(RulerConfig(lengths=2000, haystack="reference", **changes))
+
+
+def test_a_report_shows_in_what_methods_differ(tmp_path: Path) -> None:
+    run(tmp_path, methods=("razor", "razor/32"), context_lengths=1500)
+    table = write_report(tmp_path).split("## Engines")[1]
+    assert "| compensation | retrieval_share |" in table
+    assert [row.split(" | ")[-2:] for row in table.splitlines() if row[:7] == "| razor"] == [
+        ["True", "- |"], ["True", "0.03125 |"]
+    ]  # fmt: skip
+
+
 def test_a_map_of_another_method_is_not_duos(tmp_path: Path) -> None:
     own = shipped_head_map("smollm2")
     assert HeadMap.load(own).method == "razor"
     with pytest.raises(HeadMapError, match="made by method 'razor', not duo"):
         NeedleTask.plan(NeedleConfig(methods="duo", duo_head_map=str(own)))
+    named = NeedleConfig(methods="duo", duo_head_map="smollm2-duo", haystack="noise")
+    assert NeedleTask.plan(named).engines["duo"].head_map == str(shipped_head_map("smollm2-duo"))
 
 
 @pytest.mark.long
