@@ -161,7 +161,7 @@ class ComparingConfig(JobConfig):
 
     def refuse_shares(self, shape: ModelShape, longest: int) -> None:
         """Refuse a method whose heads cannot choose blocks of keys, before others are asked."""
-        from razor_dist.engine.checks import share_refusal
+        from razor_dist.models.shape import share_refusal
 
         for name in self.method_settings:
             if reason := share_refusal(self.engine(name, longest), shape):

@@ -12,7 +12,7 @@ from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import check_ring, ring_of, torch_dtype, torch_kv_dtype
 from razor_dist.heads.head_map import HeadMap, head_map_of
 from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.shape import ModelShape, share_refusal
 from razor_dist.parallel.zero import require_deepspeed
 
 
@@ -57,25 +57,6 @@ def check_shape(config: EngineConfig, shape: ModelShape, device: torch.device) -
     reason = share_refusal(config, shape)
     if reason is not None:
         raise ConfigError(f"retrieval_share {reason}; leave it out")
-
-
-def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
-    """Say why retrieval heads cannot choose blocks of keys; None if they can."""
-    if not config.retrieval_share:
-        return None
-    if config.attention == "streaming":
-        return "is of retrieval heads, and with attention: streaming there are none"
-    if config.kv_dtype == "int4":
-        return "reads keys' slower dimensions, which kv_dtype: int4 mixes with the others"
-    if shape.alibi:
-        return f"is for models with rotary embeddings, and {config.model} has ALiBi"
-    length, chunk = config.max_model_len or shape.max_positions, shape.dual_chunk
-    if chunk is not None and length > chunk:
-        return (
-            f"does not know the dual chunk attention of {config.model}, which begins after "
-            f"{chunk} tokens, and max_model_len is {length}"
-        )
-    return None
 
 
 def _check_weights(config: EngineConfig, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from razor_dist.config.errors import ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.dual_chunk import dual_chunk_sizes
 
@@ -104,3 +105,22 @@ def max_positions(config: PretrainedConfig) -> int:
         f"config.json of the model of type {config.model_type!r} does not say its context: it has "
         f"none of {', '.join(_CONTEXT)}"
     )
+
+
+def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
+    """Say why retrieval heads cannot choose blocks of keys; None if they can."""
+    if not config.retrieval_share:
+        return None
+    if config.attention == "streaming":
+        return "is of retrieval heads, and with attention: streaming there are none"
+    if config.kv_dtype == "int4":
+        return "reads keys' slower dimensions, which kv_dtype: int4 mixes with the others"
+    if shape.alibi:
+        return f"is for models with rotary embeddings, and {config.model} has ALiBi"
+    length, chunk = config.max_model_len or shape.max_positions, shape.dual_chunk
+    if chunk is not None and length > chunk:
+        return (
+            f"does not know the dual chunk attention of {config.model}, which begins after "
+            f"{chunk} tokens, and max_model_len is {length}"
+        )
+    return None
