@@ -128,6 +128,15 @@ class ChatMessage(Returned):
     annotations: list[Any] | None = None  # of an answer that is put back; they are not read
     cache_control: CacheControl | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_thoughts_alone(cls, value: object) -> object:
+        """Read an answer that ended in its thoughts as an empty one: templates want the turn."""
+        if not isinstance(value, dict) or value.get("content") is not None:
+            return value
+        thinks = value.get("reasoning_content") or value.get("reasoning")
+        return value | {"content": ""} if thinks and not value.get("tool_calls") else value
+
     @property
     def parts(self) -> list[TextPart]:
         if isinstance(self.content, str):

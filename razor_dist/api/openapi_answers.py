@@ -102,7 +102,7 @@ _CONTEXT: Json = _object(
 def _completion(kind: str, field: str, content: Json, **optional: Json) -> Json:
     """An answer of choices, whose content is in a field."""
     choice = {"index": _COUNT, field: content, "logprobs": _LOGPROBS, "finish_reason": _FINISH}
-    choices = some(_object(choice, **optional, **_SOURCES))
+    choices = some(_object(choice, stop_reason={"const": "repetition"}, **optional, **_SOURCES))
     return _object({**_HEAD, "object": {"const": kind}, "choices": choices, "usage": _USAGE})
 
 

@@ -214,7 +214,7 @@ class LiveChoices:
             return True
         if pinned.last.is_kept and error.code not in _NO_ROOM:
             return False
-        if again := pinned.leave_out():
+        if again := pinned.leave_out(error):
             before, self._streams = self.ids, self._submit()
             self._client.observer.asked_again(before, self.ids)
         return again

@@ -114,7 +114,7 @@ class Pinned:
         failed = (pin for pin in self._pins if pin.error is not None and not pin.is_left_out)
         return next((pin.error for pin in failed), None)
 
-    def leave_out(self) -> bool:
+    def leave_out(self, why: Exception) -> bool:
         """Leave out the last pin, if it is a hint; the prompts then continue the one before it."""
         last = self.last
         if last is None or not last.hint:
@@ -122,6 +122,8 @@ class Pinned:
         lower = [pin for pin in (last.behind, *self._pins) if pin is not None and pin.is_kept]
         shorter = (pin for pin in lower if pin.tokens < last.tokens)
         self.last = max(shorter, key=lambda pin: pin.tokens, default=None)
+        if last.error is None:  # else that was logged
+            log.info("a context is given up for its own request: %s", why)
         last.close()
         self._awaited = [pin for pin in self._awaited if pin.is_kept]
         return True

@@ -126,10 +126,11 @@ class PromptEncoder:
 
     def check_length(self, text: str, max_model_len: int, param: str) -> None:
         """Raise `RequestError` for a prompt that is too long to be tokenised at once."""
-        if found := self.too_long(text, max(_ALWAYS, MOST_CONTEXTS * max_model_len)):
+        most = max(_ALWAYS, MOST_CONTEXTS * max_model_len)
+        if found := self.too_long(text, most):
             raise RequestError(
                 f"this model's maximum context length is {max_model_len} tokens, and {param} is "
-                f"longer: {found}",
+                f"longer: {found}; at most {most} are tokenised at once",
                 param=param,
                 code=CONTEXT_EXCEEDED,
             )

@@ -50,6 +50,7 @@ def test_an_answers_times_are_those_of_its_text() -> None:
     request = answered(
         "short-0",
         10.0,
+        (0.25, b""),
         (0.25, b": heartbeat"),
         (0.5, chunk({"role": "assistant", "content": ""})),
         (1.0, chunk({"content": "a"})),

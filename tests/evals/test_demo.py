@@ -37,7 +37,7 @@ def test_too_little_prose_is_refused() -> None:
 
 
 def test_events_are_the_data_lines_up_to_done() -> None:
-    lines = [": heartbeat", "", 'data: {"a": 1}', "", "data: [DONE]", 'data: {"a": 2}']
+    lines = ["", "", ": comment", "", 'data: {"a": 1}', "", "data: [DONE]", 'data: {"a": 2}']
     assert list(serving.events(lines)) == [{"a": 1}]
 
 

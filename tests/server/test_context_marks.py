@@ -155,7 +155,9 @@ def test_a_mark_that_is_refused_is_a_hint(code: str, kept: int) -> None:
     played(play)
 
 
-def test_a_context_leaves_room_for_its_own_request() -> None:
+def test_a_context_leaves_room_for_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     async def play(server: Server) -> None:
         choices, _, [pin, add] = await server.ask(1000)
         await server.read(pin, 0, 1000, cached=0)
@@ -164,6 +166,7 @@ def test_a_context_leaves_room_for_its_own_request() -> None:
         await asyncio.sleep(0.01)
         again = server.client.adds[-1]
         assert again.prefix is None and server.client.aborted == [pin.id]
+        assert "is given up for its own request: pinned prefixes hold 3" in caplog.text
         server.client._handle(Failed(again.id, "pinned prefixes hold 3 of the 3", code=held))
         with pytest.raises(RequestError, match="hold 3 of the 3"):
             _ = [event async for event in choices.events()]

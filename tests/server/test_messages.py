@@ -270,6 +270,13 @@ def test_thoughts_of_earlier_answers_ask_for_nothing() -> None:
     alone = {"messages": [{"role": "assistant", "content": thoughts[:1]}]}
     with pytest.raises(RequestError, match="messages must hold at least one message"):
         parse("messages", asking(cache_control={"type": "ephemeral"}) | alone, pins=True)
+    # A chat's answer that has ended in its thoughts: some templates want turns to alternate.
+    said: dict[str, Any] = {"role": "assistant", "reasoning_content": "Hm."}
+    chats = [
+        prompt_of(parse("chat", {"model": "smollm2", "messages": [user, answer, user]}))
+        for answer in (said, said | {"content": None}, {"role": "assistant", "content": ""})
+    ]
+    assert chats[0] == chats[1] == chats[2]
 
 
 # Tools

@@ -37,6 +37,18 @@ def parse_chat(template: str | dict[str, str] | None, **fields: Any) -> ParsedRe
     return parse_request("chat", body | fields, encoder(template), LIMITS)
 
 
+def test_tokenize_leaves_out_the_tools_that_a_chat_leaves_out() -> None:
+    said, searching = [{"role": "user", "content": "Paris?"}], [{"type": "web_search"}]
+    body: dict[str, Any] = {"messages": said, "tools": searching}
+    with pytest.raises(RequestError, match=r"tools\[0\].type .*; turn it off in the client"):
+        parse_request("tokenize", body, encoder(HERMES), LIMITS)
+    limits = LIMITS._replace(unknown_fields="warn")
+    found = parse_request("tokenize", body, encoder(HERMES), limits)
+    assert found.ignored == ["tools[] of type web_search"]
+    del body["tools"]
+    assert found.answer == parse_request("tokenize", body, encoder(HERMES), LIMITS).answer
+
+
 def test_the_format_is_that_of_the_models_template() -> None:
     templates = {
         "hermes": HERMES,
