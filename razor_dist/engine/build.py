@@ -244,7 +244,7 @@ def make_engine(
     chunk = capacity.chunk_length(config, shape, layout.windows, length, comm.size, device)
     sizes = capacity.RankSizes(config, shape, layout, comm.size, dtype)
     free = capacity.free_memory(comm, device) - capacity.prefix_bytes(config, device.type)
-    free -= capacity.recorded_bytes(model, shape) if isinstance(recorder, Tape) else 0
+    free -= capacity.recorded_bytes(model, shape, config) if isinstance(recorder, Tape) else 0
     room = capacity.cache_room(free, sizes.working_bytes(length, chunk))
     if device.type == "cuda":  # on CPU what is allocated takes no memory until it is written
         # The least that a prompt needs beside them.

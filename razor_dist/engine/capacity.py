@@ -20,7 +20,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.memory import free_bytes
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_kv_dtype
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import recorded_rows
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.chosen import chooses
 from razor_dist.kernels.quantized import has_scale, row_bytes
@@ -273,20 +273,22 @@ def prefix_bytes(config: EngineConfig, device: str) -> int:
     return int(config.prefix_host_gb * 2**30 / config.world_size) if device == "cpu" else 0
 
 
-def recorded_bytes(model: PreTrainedModel, shape: ModelShape) -> int:
+def recorded_bytes(model: PreTrainedModel, shape: ModelShape, config: EngineConfig) -> int:
     """Bytes that recordings of a model's decode steps keep on CPU, at most.
 
     A row keeps what linear layers read and write, queries and keys as they are normed and rotated,
-    and twice what experts read and write, all in float32.
+    and twice what experts read and write, all in float32; of an embedding what it gives.
     """
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     row = shape.layers * 2 * (shape.query_heads + shape.kv_heads) * shape.head_dim
     experts, routed = experts_of(model.config), routed_of(model.config)
     for name, parameter in model.named_parameters():
         times = 1.0 if parameter.dim() > 1 else 0.0
         if experts and ".experts." in name:
             times *= 2 * routed / (1 if parameter.dim() > 2 else experts)
-        row += round(times * sum(parameter.shape[-2:]))
-    return Tape.most_rows * row * torch.float32.itemsize
+        looked_up = parameter is table and table is not head
+        row += round(times * sum(parameter.shape[-1 if looked_up else -2 :]))
+    return recorded_rows(config) * row * torch.float32.itemsize
 
 
 def cache_room(free: float, working: float) -> float:

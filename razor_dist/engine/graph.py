@@ -31,7 +31,7 @@ from torch import Tensor
 from razor_dist.attention.step import BlockTables, DecodeBatch, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.tape import Step, Tape
+from razor_dist.engine.tape import Step, Tape, recorded_rows
 from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
 
@@ -126,7 +126,8 @@ def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) 
     if not comm.host.all_gather(there, "control").all():
         return None  # which has been said
     if device.type == "cpu":
-        return Tape(comm) if config.weights == "replicated" else None
+        replicated = config.weights == "replicated"
+        return Tape(comm, recorded_rows(config)) if replicated else None
     if comm.size > 1 and dist.get_backend(comm.group) != "nccl":
         log.info(
             "decode runs without CUDA graphs: they cannot hold collectives of %s",
@@ -193,8 +194,8 @@ class DecodeGraphs:
     ``forward`` gives a step's `Results` from its inputs and block tables. It may run several times
     for a step: it must not do more than compute, and write the new token's keys and values. Lengths
     are padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings, or
-    its ``most_rows``, those that were not used for longest go. While ``enabled``, which is the same
-    on every rank, steps are still recorded.
+    its ``most_rows``, the least recently used go. While ``enabled``, which is the same on every
+    rank, steps are still recorded.
     """
 
     def __init__(
@@ -300,15 +301,13 @@ class DecodeGraphs:
         return logits, tokens
 
     def _make_room(self, rows: int) -> None:
-        """Forget what was not used for longest, until so many rows may be recorded.
-
-        Last stands what is to be recorded, which fits alone.
-        """
-        recorded = [k.sequences for k, of in self._recordings.items() if of.replay is not None]
-        rows += sum(recorded)
-        while rows > self._recorder.most_rows:
-            key, old = self._recordings.popitem(last=False)
-            rows -= key.sequences if old.replay is not None else 0
+        """Forget the least recently used recordings until ``rows`` more may be recorded."""
+        recorded = [key for key, of in self._recordings.items() if of.replay is not None]
+        rows += sum(key.sequences for key in recorded)
+        for key in recorded:
+            if rows > self._recorder.most_rows:
+                del self._recordings[key]
+                rows -= key.sequences
 
     def _capture(self, recording: _Recording, key: Key, batch: DecodeBatch) -> str | None:
         caches, device = self._caches, self._caches.pages.k.device

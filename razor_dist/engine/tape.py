@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.device import drafts_config
 from razor_dist.kernels.linear import ALIKE
 from razor_dist.parallel.comm import Communicator
 
@@ -44,16 +46,16 @@ class Tape:
     follows from how long a sequence is.
     """
 
-    most_sequences, most_rows = 32, 64
+    most_sequences = 32
     pad = 1 << 14
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, most_rows: int = 1 << 30) -> None:
+        self._comm, self.most_rows = comm, most_rows
         self._found: list[list[Tensor]] = []  # by collectives of the last `warm_up`
 
     def rows(self, sequences: int) -> int:
         """As many as there are if more rows would round otherwise, else a multiple of `ALIKE`."""
-        return sequences if sequences <= ALIKE else -(-sequences // ALIKE) * ALIKE
+        return _rows(sequences)
 
     def warm_up(self, step: Step) -> None:
         """Run the step, and keep what its collectives bring."""
@@ -92,6 +94,22 @@ class Tape:
             return tuple(x.clone() for x in results)  # the next replay writes over these
 
         return replay
+
+
+def _rows(sequences: int) -> int:
+    return sequences if sequences <= ALIKE else -(-sequences // ALIKE) * ALIKE
+
+
+def recorded_rows(config: EngineConfig) -> int:
+    """Rows that a rank's recordings on CPU may have together: at most 108, the same on all ranks.
+
+    A batch whose answers end one after another has a step of each size, and all of them stay.
+    """
+    most = config.max_num_seqs
+    if drafts_config(config, torch.device("cpu")) is not None:
+        # Drafts bring a step to that many tokens (`ModelRunner.most_decoded`).
+        most = max(most, Tape.most_sequences if config.retrieval_share else ALIKE)
+    return sum({_rows(tokens + 1) for tokens in range(min(most, Tape.most_sequences))})
 
 
 @contextmanager

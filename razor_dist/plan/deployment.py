@@ -123,12 +123,13 @@ class Weights:
     recorded: int  # bytes that recorded decode steps keep on CPU
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, int8: bool = False) -> Weights:
-        """Count them; with ``int8``, linear layers have copies of one byte each.
+    def of(cls, model: PreTrainedModel, config: EngineConfig) -> Weights:
+        """Count them; in 8 bits, linear layers have copies of one byte each.
 
         There are two, for few rows and for many (`razor_dist.kernels.linear`), of which a step
         reads one.
         """
+        int8 = config.weight_dtype == "int8"
         embedding: nn.Module = model.get_input_embeddings()
         table, head = embedding.weight, model.get_output_embeddings().weight
         assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
@@ -156,7 +157,7 @@ class Weights:
             head=head.numel(),
             step_bytes=round(step),
             chunk_bytes=chunk,
-            recorded=recorded_bytes(model, ModelShape.from_config(model.config)),
+            recorded=recorded_bytes(model, ModelShape.from_config(model.config), config),
         )
 
 
@@ -337,7 +338,7 @@ class Deployment:
 
     @cached_property
     def weights(self) -> Weights:
-        return Weights.of(self.meta_model(), int8=self.config.weight_dtype == "int8")
+        return Weights.of(self.meta_model(), self.config)
 
     @property
     def kv_bytes(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
     DecodeGraphs,
@@ -26,7 +27,7 @@ from razor_dist.engine.graph import (
     padded_length,
 )
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import Tape, recorded_rows
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.step_plan import Op, StepPlan
@@ -221,7 +222,7 @@ def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
 
 
 def rows_of(graphs: DecodeGraphs) -> list[int]:
-    """Rows of each recording that is kept, the one that was not used for longest first."""
+    """Rows of each recording that is kept, the least recently used first."""
     return [key.sequences for key, of in graphs._recordings.items() if of.replay is not None]
 
 
@@ -246,6 +247,24 @@ def test_recordings_on_cpu_keep_few_rows_together(tiny: Tiny) -> None:
         kept.append(rows_of(graphs))
     assert kept == [[4], [4, 8], [8, 4], [8, 4, 7], [16], [16, 4]]
     assert graphs.enabled
+
+
+@needs_compiler
+def test_a_batch_that_shrinks_again_is_not_recorded_again(tiny: Tiny) -> None:
+    config = EngineConfig(model="any", max_num_seqs=24)
+    case, tape = case_of(tiny("llama")), Tape(Communicator(None), recorded_rows(config))
+    _, runner = make_pair(Communicator(None), case, tape, 24)
+    assert runner.graphs is not None
+    for key in range(24):
+        prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(9, key)))
+    sizes, kept = [24, 16, *range(8, 0, -1)], list[tuple[list[int], int]]()
+    with mock.patch.object(tape, "record", wraps=tape.record) as record:
+        for _ in range(2):
+            for count in sizes:
+                for step in range(3):
+                    runner.execute(answer(*((key, 5 + step) for key in range(count))))
+            kept.append((rows_of(runner.graphs), record.call_count))
+    assert kept == [(sizes, len(sizes))] * 2
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine import capacity
 from razor_dist.engine.build import make_engine
-from razor_dist.engine.tape import Tape
+from razor_dist.engine.tape import recorded_rows
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.decision import HeadRoles
@@ -248,8 +248,17 @@ def test_recordings_keep_what_was_planned(family: str, tiny: Tiny) -> None:
         both.decode(*range(rows))
     gc.collect()
     assert both.tape.recorded == 1
-    planned = d.weights.recorded * rows / Tape.most_rows
+    planned = d.weights.recorded * rows / recorded_rows(d.config)
     assert made.live <= planned <= 1.5 * made.live
+
+
+@pytest.mark.parametrize(
+    "most, drafts, rows",
+    [(1, None, 1), (3, None, 6), (1, "auto", 36), (16, None, 52), (64, "auto", 108)],
+)
+def test_recordings_have_the_rows_that_steps_have(most: int, drafts: Any, rows: int) -> None:
+    config = EngineConfig(model="any", max_num_seqs=most, speculative_config=drafts)
+    assert recorded_rows(config) == rows
 
 
 @needs_compiler
