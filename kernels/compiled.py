@@ -36,7 +36,8 @@ _SOURCES = Path(__file__).with_name("cpu")
 _FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC"
 # What a compiler will say again: of a line that it reads, or of a library that is not there. Want
 # of memory, disk or processes passes: it names no line, but for "x.cpp:9:1: fatal error: error
-# writing to x.s: No space left on device".
+# writing to x.s: No space left on device", and where an assembler reads half of what a compiler
+# that was killed wrote to a pipe.
 _LASTING = re.compile(
     r":\d+: (fatal )?[Ee]rror: (?!error (writing|closing))|(cannot|unable to) find (library )?-l"
 )
@@ -124,7 +125,7 @@ def _make(library: Path, broken: int | None = None) -> Path:
         try:
             _compile(command, library)
         except subprocess.CalledProcessError as error:
-            if _LASTING.search(error.stderr):
+            if _LASTING.search(error.stderr) and "Killed" not in error.stderr:
                 failed.write_text(error.stderr)
             raise
     return failed

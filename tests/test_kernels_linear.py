@@ -183,6 +183,7 @@ def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Pa
         ("echo '/tmp/x.s:12: Error: no such instruction: vpdpbusd' >&2; exit 1", True),
         ("echo ld: cannot find -lgomp: No such file or directory >&2; exit 1", True),
         ("echo fatal error: Killed signal terminated program cc1plus >&2; exit 1", False),
+        ("echo '{standard input}:9: Error: unknown; fatal error: Killed' >&2; exit 1", False),
         ("echo fatal error: x.s: No space left on device >&2; exit 1", False),
         ("echo x.cpp:9:1: fatal error: error writing to x.s: No space left >&2; exit 1", False),
         ('echo "as: Fatal error: can\'t close x.o: Disk quota exceeded" >&2; exit 1', False),
