@@ -35,7 +35,8 @@ class Admission:
 
     Without ``share``, a sequence's caches end with it, and only pinned prefixes are continued.
     ``end_ids`` are the tokens that end an answer, and so each message of a conversation.
-    ``beside`` gives the requests that wait beside a pinned prefix, and those that stay.
+    ``beside(request)`` gives the requests that wait and are not pinned, and the other pinned ones:
+    each of the former must fit beside ``request`` and all of the latter.
     """
 
     def __init__(
@@ -153,7 +154,10 @@ class Admission:
         return hit if self._may_copy(request, hit.tokens - shared.tokens) else shared
 
     def _shares(self, request: Request, key: int) -> bool:
-        """True unless a request is pinned behind a prefix whose pages a sequence does not have."""
+        """True if beginning from a sequence doubles no pages.
+
+        It does for a pinned request whose own prefix has other pages for the same tokens.
+        """
         prefix = request.prefix if request.pinned else None
         return prefix is None or self.accounts.has_pages(key, prefix.key, prefix.end)
 

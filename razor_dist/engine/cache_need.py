@@ -164,10 +164,10 @@ class CacheNeed:
     def fits(
         self, waiting: Seq[Request], pinned: Seq[Request], begun: Request, source: Source
     ) -> bool:
-        """True if each that waits fits beside pinned prefixes and one ``begun`` from a source.
+        """True if each of ``waiting`` fits beside ``pinned`` and a prompt ``begun`` from a source.
 
-        It may be dealt to the ranks less evenly than `check` has counted, and so may what continues
-        it.
+        `check` has counted ``begun``, and what continues it, as chunks of one prompt. The source
+        may have been read in other chunks, which may have given a rank more of its tokens.
         """
         key, begin, end = source.key, source.begin, begun.end
         assert key is not None

@@ -248,7 +248,8 @@ class PrefillPolicy:
     def took(self, prompts: Sequence[Prefill], served: Prefill, seconds: float) -> None:
         """Note that ``served`` was read from for ``seconds``, while ``prompts`` take turns.
 
-        What joins a step is none of these, and takes no turn: the step has a piece of them as well.
+        A prompt that joined the step whole is none of ``prompts`` and takes no turn: the step has a
+        piece of one of these as well.
         """
         if not prompts:
             return

@@ -62,7 +62,8 @@ class Request:
     # While it waits: what is to cache its beginning; and the nodes that were loaded for it.
     awaits: Awaited | None = None
     loaded: list[Entry] = field(default_factory=list)
-    # Waiting requests that name this one as their prefix; once opened they share its pages.
+    # Waiting requests that name this one as their prefix. Once opened they hold its pages, or
+    # copies, themselves.
     continued_by: int = 0
     released: bool = False  # a pinned prefix that only those requests need
     priority: int = field(init=False)  # that of ``params``, or of one which waits for this prefix

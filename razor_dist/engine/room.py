@@ -17,11 +17,12 @@ from torch import Tensor
 from razor_dist.cache.accounting import Bools, CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.request import Prefill, Request
+from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.device import CachedSequence, PrefixCache, Worth
 from razor_dist.prefix.index import Match, PrefillCost, PrefixIndex
 from razor_dist.prefix.manifest import Tokens
 from razor_dist.prefix.tiers import Candidate, Tiers
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 Hit = Match[CachedSequence]
 
@@ -111,11 +112,18 @@ class Room:
         self.pinned[request.key] = request
         return self.shrink_to(self.max_cached)
 
-    def prefilled(self, prefill: Prefill) -> None:
-        """Note that a prompt has been prefilled: others may continue it."""
-        self.accounts.end_prompt(prefill.key)
-        if self._keeps(prefill.request):
-            self._enter(prefill.request, prefill.tokens, prefill.key)
+    def advance(self, prefill: Prefill, entry: BatchEntry) -> None:
+        """Count the tokens that a step has prefilled of a prompt; once done, others may use it."""
+        accounts, begin = self.accounts, prefill.position
+        prefill.advance(len(entry.tokens))
+        prefill.whole_window = entry.last or not entry.sharded
+        if entry.sharded:
+            chunk = Chunk(begin, prefill.position, accounts.world_size)
+            accounts[prefill.key].chunks.append(chunk)
+        if prefill.done:
+            accounts.end_prompt(prefill.key)
+            if self._keeps(prefill.request):
+                self._enter(prefill.request, prefill.tokens, prefill.key)
 
     def grown(self, key: int, length: int) -> None:
         """Note that a sequence in the prefix cache has become longer."""

@@ -14,7 +14,6 @@ from razor_dist.engine.admission import Admission, Wait
 from razor_dist.engine.batch import Batch
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Phase, Prefill, Request
-from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 from razor_dist.protocol.structured_outputs import Grammar
 
@@ -132,7 +131,7 @@ class Scheduler:
         return [request for request in held if not request.ended]
 
     def _beside(self, request: Request) -> tuple[list[Request], list[Request]]:
-        """Return the requests that wait beside a pinned prefix, and the others of `_held`."""
+        """Return the requests that wait and are not pinned, and the others of `_held`."""
         waiting = [other for other in self.waiting if not other.pinned]
         return waiting, [other for other in self._held() if other is not request]
 
@@ -193,19 +192,8 @@ class Scheduler:
         for of, entry in prefilled:
             policy.took(in_turn, of, policy.work(of, len(entry.tokens), sharded=entry.sharded))
         for of, entry in prefilled:
-            self._advance(of, entry)
+            self.room.advance(of, entry)
         return step
-
-    def _advance(self, prefill: Prefill, entry: BatchEntry) -> None:
-        """Count the tokens that a step has prefilled of a prompt."""
-        begin = prefill.position
-        prefill.advance(len(entry.tokens))
-        prefill.whole_window = entry.last or not entry.sharded
-        if entry.sharded:
-            chunk = Chunk(begin, prefill.position, self.world_size)
-            self.room.accounts[prefill.key].chunks.append(chunk)
-        if prefill.done:
-            self.room.prefilled(prefill)
 
     def start(self, prefill: Prefill) -> list[StepPlan]:
         """Begin the answers to a prompt that is prefilled, or pin it.
@@ -250,7 +238,7 @@ class Scheduler:
     def release(self, request: Request) -> list[StepPlan]:
         """Release a pinned prefix; it stays while requests wait that continue it.
 
-        Those that have been opened hold its pages themselves.
+        Those that have been opened hold its pages, or copies, themselves.
         """
         request.released = True
         return [] if request.needed else self._end_request(request)
