@@ -28,7 +28,7 @@ class Engine(RuleBasedStateMachine):
         ranks=st.integers(1, 3),
         pages=st.integers(4, 24),
         slots=st.integers(1, 4),
-        scratch=st.just(0) | st.integers(10, 24),
+        scratch=st.just(0) | st.integers(15, 24),  # for the longest prompt on one rank
         places=st.integers(WIDEST, 3 * WIDEST),
         by_priority=st.booleans(),
         share=st.booleans(),
