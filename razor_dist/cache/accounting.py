@@ -145,11 +145,20 @@ class CacheAccounts:
         pairs = zip(self._held[one].tables, self._held[other].tables, strict=True)
         return any(a.pages and a.pages[:1] == b.pages[:1] for a, b in pairs)
 
-    def has_pages(self, key: int, other: int, end: int) -> bool:
-        """True if a sequence has the full pages of another's first ``end`` tokens."""
+    def lacking(self, key: int | None, other: int, end: int) -> int:
+        """Return how many full pages of another's first ``end`` tokens a sequence does not share.
+
+        Pages of all ranks; without a sequence, all of them.
+        """
         full = self.full_pages(other, self.stored(other, end))
-        pairs = zip(self._held[key].tables, full, strict=True)
-        return all(np.array_equal(a.numbers[: len(b.pages)], b.numbers) for a, b in pairs)
+        lacking = sum(len(table.pages) for table in full)
+        if key is None:
+            return lacking
+        for own, table in zip(self._held[key].tables, full, strict=True):
+            n = min(len(own.pages), len(table.pages))
+            parts = own.numbers[:n] != table.numbers[:n]
+            lacking -= int(parts.argmax()) if parts.any() else n
+        return lacking
 
     def full_pages(self, key: int, stored: Ints) -> list[PageTable]:
         """Return tables, by rank, of the pages that a sequence's first ``stored`` tokens fill."""

@@ -16,6 +16,7 @@ from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Awaited, Phase, Prefill, Request
 from razor_dist.engine.room import Hit, Room
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
+from razor_dist.prefix.index import common_tokens
 from razor_dist.prefix.tiers import least_new
 from razor_dist.protocol.step_plan import Op, StepPlan
 
@@ -76,7 +77,7 @@ class Admission:
                 prefill
                 for prefill in prefills
                 if self._shares(request, prefill.key)
-                or self._may_copy(request, prefill.end - hit.tokens)
+                or self._may_copy(request, prefill.key, self._common(request, prefill) - hit.tokens)
             ]
             request.awaits = self.checkpoints.awaited(request, hit.tokens, usable) or self._promote(
                 request, hit, plans
@@ -106,8 +107,8 @@ class Admission:
     ) -> Prefill:
         accounts, end, total = self.accounts, request.end, request.total
         prefill = Prefill(request, source.begin, source.short, instead=source.instead)
-        if source.key is not None and not self._shares(request, source.key):
-            request.nbytes += sum(one.nbytes for one in request.prefixes)
+        if source.key is not None and request.quota is not None:
+            request.nbytes += self.need.page_bytes(self._doubled(request, source.key))
         request.enter(Phase.PREFILL)
         accounts.open(request.key, source.key, prefill.begin, prefill.chunks_end, total)
         for answer in request.forks:
@@ -151,26 +152,34 @@ class Admission:
         if hit.entry is None or self._shares(request, hit.entry.key):
             return hit
         shared = self.room.prefix_cache.find(*text, lambda entry: self._shares(request, entry.key))
-        return hit if self._may_copy(request, hit.tokens - shared.tokens) else shared
+        may_copy = self._may_copy(request, hit.entry.key, hit.tokens - shared.tokens)
+        return hit if may_copy else shared
+
+    @staticmethod
+    def _common(request: Request, prefill: Prefill) -> int:
+        return common_tokens(prefill.request.tokens[: prefill.end], request.tokens)
 
     def _shares(self, request: Request, key: int) -> bool:
-        """True if beginning from a sequence doubles no pages.
+        return not self._doubled(request, key)
 
-        It does for a pinned request whose own prefix has other pages for the same tokens.
+    def _doubled(self, request: Request, key: int | None) -> int:
+        """Pages of all ranks that are held twice if a request begins from a sequence.
+
+        A pinned request stays beside its prefix, which may have other pages for the same tokens.
+        What is loaded from host memory or disk has no key yet, and shares no pages.
         """
         prefix = request.prefix if request.pinned else None
-        return prefix is None or self.accounts.has_pages(key, prefix.key, prefix.end)
+        return 0 if prefix is None else self.accounts.lacking(key, prefix.key, prefix.end)
 
-    def _may_copy(self, request: Request, gained: int) -> bool:
-        """True if a pinned prefix may have pages of its own for the one that it continues.
+    def _may_copy(self, request: Request, key: int | None, gained: int) -> bool:
+        """True if a pinned request may double pages of its prefix by beginning from a sequence.
 
-        Those tokens are held twice then: at least as many must be ``gained``, which are not read,
-        and the quota must allow it.
+        At least as many tokens must be ``gained``, which are not read, and the quota must allow it.
         """
-        if gained < request.base:
+        pages = self._doubled(request, key)
+        if gained < pages * self.cache.page_size:
             return False
-        others = {one for r in self._beside(request)[1] for one in (r, *r.prefixes)}
-        return self.need.may_copy(request, others - {request})
+        return self.need.may_copy(request, pages, self._beside(request)[1])
 
     def _sources(self, request: Request, hit: Hit | None) -> Iterator[Source]:
         """Stream what a request may continue, the best first."""
@@ -222,9 +231,8 @@ class Admission:
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
             return None
-        # What is loaded shares no pages.
-        behind = request.pinned and request.prefix is not None
-        if behind and not self._may_copy(request, found.tokens - hit.tokens):
+        gained = found.tokens - hit.tokens
+        if self._doubled(request, None) and not self._may_copy(request, None, gained):
             return None
         if request.loaded.count(found.entry) > 1:  # twice: what was loaded may have been evicted
             return None

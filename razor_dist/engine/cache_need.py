@@ -136,7 +136,7 @@ class CacheNeed:
     ) -> None:
         """Raise `RequestError` unless a prefix may be pinned beside its owner's ``others``."""
         request.quota, request.nbytes = quota, self.nbytes(request)
-        held = self._held_by_owner(quota, others)
+        held = self._held_by(quota[0], others)
         if held + request.nbytes > quota[1]:
             raise RequestError(
                 f"this context would take {request.nbytes} bytes of the KV cache, and your others "
@@ -146,20 +146,33 @@ class CacheNeed:
                 code="pinned_contexts_full",
             )
 
-    def _held_by_owner(self, quota: tuple[str, int], others: Iterable[Request]) -> int:
-        own = [r for r in others if r.quota is not None and r.quota[0] == quota[0]]
-        # Of what was released, and is continued, its pages are there, and not its windows.
-        windows = (self._bytes(self._accounts.in_slots(total=r.total)) for r in own if r.ended)
-        return sum(r.nbytes for r in own) - sum(windows)
+    def _held_by(self, owner: str, others: Iterable[Request]) -> int:
+        """Bytes that an owner's pinned prefixes hold together: pages that they share count once.
 
-    def may_copy(self, request: Request, others: Iterable[Request]) -> bool:
-        """True if a pinned prefix may hold what it continues a second time, by its quota."""
+        Of those that were released, the pages count that requests behind them still share.
+        """
+        others = list(others)
+        own = [r for r in others if r.quota is not None and r.quota[0] == owner]
+        shared = []
+        for request in others:
+            ends = [one.end for one in request.prefixes if one.ended and one in own]
+            if ends and request.phase in (Phase.PREFILL, Phase.PREFILLED):
+                answers = request.answers if request.phase is Phase.PREFILLED else []
+                key = answers[0].key if answers else request.key
+                stored = self._accounts.stored(key, ends[0])
+                shared.append(self._accounts.full_pages(key, stored))
+        return self._bytes(self._lasting(own, _NONE, *shared))
+
+    def may_copy(self, request: Request, pages: int, others: Iterable[Request]) -> bool:
+        """True if a pinned prefix may hold ``pages`` of its own beside `nbytes`, by its quota."""
         if request.quota is None:
             return True
-        copied = sum(one.nbytes for one in request.prefixes)
-        return (
-            self._held_by_owner(request.quota, others) + request.nbytes + copied <= request.quota[1]
-        )
+        owner, most = request.quota
+        own = request.nbytes + self.page_bytes(pages)
+        return self._held_by(owner, others) + own <= most
+
+    def page_bytes(self, pages: int) -> int:
+        return int(self._accounts.weights[0] * pages)
 
     def fits(
         self, waiting: Seq[Request], pinned: Seq[Request], begun: Request, source: Source
@@ -183,7 +196,7 @@ class CacheNeed:
         return self._bytes(self._need(request))
 
     def _bytes(self, quantities: Ints) -> int:
-        return int((self._accounts.weights[:, None] * quantities).sum())
+        return int((self._accounts.weights[: len(quantities), None] * quantities).sum())
 
     def _exceeded(self, need: Ints) -> tuple[int, int] | None:
         """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""

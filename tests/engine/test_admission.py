@@ -164,6 +164,17 @@ def test_a_released_prompt_that_a_pinned_one_continues_counts() -> None:
     assert runner.lengths == {}
 
 
+@pytest.mark.parametrize("marked", [10, 11])
+def test_a_page_of_its_own_keeps_no_pinned_prefix_from_the_cache(marked: int) -> None:
+    core, _ = make_core(share=True, tail=TAIL, pages=60, places=9 * WIDEST)
+    add(core, "turn", 18)
+    add(core, "mark", marked, pin=True)
+    run(core)
+    add(core, "rest", 18 - marked, pin=True, prefix="mark")
+    progress = [m for m in run(core) if isinstance(m, Progress) and m.id == "rest"]
+    assert progress[-1].cached == 17
+
+
 def test_a_sequence_in_use_is_never_evicted() -> None:
     """Even if reading it again would cost less than what the cache keeps."""
     core, runner = make_core(pages=14, share=True)

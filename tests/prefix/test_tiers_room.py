@@ -57,6 +57,30 @@ def test_a_restart_shares_what_pinned_prefixes_share(
     assert again - held <= (counts - counted) * 1.2
 
 
+def test_what_was_copied_counts_once_and_no_longer_than_it_is_there(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    text, page = ids((1, 200)), 0
+    for restarted in (False, True):
+        core = engine_of(Communicator(None), str(tiny("llama")), {"prefix_store": str(tmp_path)})
+        for name, prefix, part in ("a", None, (0, 20)), ("b", "a", (20, 70)), ("c", "b", (70, 200)):
+            own = {"pin": True, "quota": ("key", 10**9), "prefix_id": prefix}
+            core.core.add(name, list(text[slice(*part)]), GREEDY, **own)
+        serve_all(core.core, ())
+        scheduler = core.core.scheduler
+        need, sizes = scheduler.admission.need, []
+        others = {one.id: one for one in scheduler.pinned.values()}
+        page = need.page_bytes(1)
+        for ended in ("a", "b", "c"):
+            counted = sum(one.nbytes for one in others.values() if not one.ended)
+            sizes.append((counted, need._held_by("key", others.values())))
+            core.core.abort(ended)
+        core.core.stop()
+        if restarted:  # each has all of its own
+            assert all(counted - 2 * page <= held <= counted for counted, held in sizes), sizes
+    assert page
+
+
 @pytest.mark.long
 def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> None:
     path, text = str(tiny("llama")), ids((1, 120))
