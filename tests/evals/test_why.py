@@ -153,7 +153,7 @@ def test_questions_about_one_document_count_as_one() -> None:
 
 
 def test_a_methods_own_dtype_and_blocks_are_not_full_attentions(letters: Path) -> None:
-    own = {"attention": "streaming", "kv_dtype": "bf16", "retrieval_share": 0.1}
+    own = {"attention": "full", "kv_dtype": "bf16", "retrieval_share": 0.1}
     methods = {"full": {"attention": "full"}, "own": own}
     config = NonliteralConfig(model=str(letters), haystack="reference", methods=methods)
     task = WhyTask(SuiteTask.plan(config), "own", (), "of its engine")
