@@ -83,6 +83,7 @@ RULES: dict[str, list[Json]] = {
                     "properties": {
                         "prompt": TEXT,
                         "messages": NULL,
+                        "tools": NULL,
                         "add_generation_prompt": NULL,
                         "continue_final_message": NULL,
                         "chat_template_kwargs": NULL,
