@@ -21,6 +21,9 @@ Json = dict[str, Any]
 APART = "\n\n"  # between a document and what stands beside it
 
 
+CitationKind = Literal["char_location", "page_location", "content_block_location"]
+
+
 class CitedDocument(NamedTuple):
     """A document as its citations describe it.
 
@@ -28,7 +31,7 @@ class CitedDocument(NamedTuple):
     text, as it was sent, at which its pages or blocks begin.
     """
 
-    kind: Literal["char_location", "page_location", "content_block_location"]
+    kind: CitationKind
     title: str | None
     offset: int
     begins: Sequence[int] = ()

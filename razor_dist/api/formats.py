@@ -22,6 +22,11 @@ from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.protocol.messages import Progress
 
+# Two empty lines: by the standard of server-sent events no event. A comment would do too, but
+# ``vllm bench serve`` strips what it reads and adds the next event to a comment's line, and
+# `sglang.bench_serving` reads each line that is not blank as JSON. Some clients cut at two breaks.
+HEARTBEAT = "\n\n"
+
 
 class Format(ABC):
     """Makes the answers to a request an endpoint's JSON: whole, or in chunks of a stream."""
@@ -81,13 +86,8 @@ class Format(ABC):
 
     @property
     def heartbeat(self) -> str:
-        """Two empty lines, sent in silence: proxies see traffic.
-
-        By the standard they are no event. A comment would do too, but ``vllm bench serve`` strips
-        what it reads and adds the next event to a comment's line, and `sglang.bench_serving` reads
-        each line that is not blank as JSON. There are two since some clients cut at ``\\n\\n``.
-        """
-        return "\n\n"
+        """The bytes that are sent in silence, so that proxies see traffic."""
+        return HEARTBEAT
 
     @property
     def end(self) -> str:

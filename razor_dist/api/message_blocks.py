@@ -10,7 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from razor_dist.api.conversation import APART, CitedDocument, Conversation, Turn
+from razor_dist.api.conversation import (
+    APART,
+    CitationKind,
+    CitedDocument,
+    Conversation,
+    Turn,
+)
 from razor_dist.api.field_types import Json
 from razor_dist.api.fields import CacheControl, Returned, Strict, kinds
 from razor_dist.config.errors import RequestError
@@ -65,7 +71,7 @@ class TextSource(Strict):
     media_type: Literal["text/plain"]
     data: str
 
-    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+    def read(self, chat: Conversation) -> tuple[CitationKind, str, Sequence[int]]:
         """Return the kind of citations, the text, and where its parts begin."""
         return "char_location", self.data, ()
 
@@ -74,7 +80,7 @@ class ContentSource(Strict):
     type: Literal["content"]
     content: Texts
 
-    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+    def read(self, chat: Conversation) -> tuple[CitationKind, str, Sequence[int]]:
         begins, end = [], 0
         for block in self.content:
             begins.append(end)
@@ -87,7 +93,7 @@ class PdfSource(Strict):
     media_type: Literal["application/pdf"]
     data: str
 
-    def read(self, chat: Conversation) -> tuple[str, str, Sequence[int]]:
+    def read(self, chat: Conversation) -> tuple[CitationKind, str, Sequence[int]]:
         file = next(chat.files)
         return "page_location", file.text, file.pages
 
@@ -125,7 +131,7 @@ class DocumentBlock(Block):
     def add_to(self, chat: Conversation, role: str) -> None:
         kind, text, begins = self.source.read(chat)
         offset = len(text) - len(text.lstrip())
-        cited = CitedDocument(kind, self.title, offset, begins)  # type: ignore[arg-type]
+        cited = CitedDocument(kind, self.title, offset, begins)
         chat.show(cited, text.strip(), self.context)
 
 

@@ -55,7 +55,7 @@ class PromptEncoder:
 
     @cached_property
     def tools(self) -> ToolTemplate:
-        """How the tokenizer's chat template takes tools: found when first asked, then kept."""
+        """The form in which the chat template takes tools; found at the first use, then kept."""
         if not getattr(self.tokenizer, "chat_template", None):
             return ToolTemplate()
         return tool_template(partial(self._render, tokenize=False))

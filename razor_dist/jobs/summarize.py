@@ -68,8 +68,8 @@ _PARTS_AT_ONCE = 8
 _COUNTING_SECONDS = 20.0
 # Most documents whose tokens are counted at once: each takes its text, and 150 MB.
 _COUNTING_THREADS = 8
-# So many characters, and so many for each token that fits, show of most long texts that they are
-# too long.
+# Most long texts are known to be too long by their first 2**20 characters, and 8 for each token
+# that fits.
 _BEGINNING, _LONG_TOKEN = 2**20, 8
 
 
@@ -202,7 +202,7 @@ class Summarizer:
         )
 
     def _beginning(self, now: Material) -> Material:
-        """Return a text, or so much of a very long one as no context of this size holds."""
+        """Return a text, or its beginning if it is very long."""
         return now._replace(text=now.text[: _BEGINNING + _LONG_TOKEN * self._room])
 
     def _prompt(self, now: Material, kind: str) -> Asked:

@@ -25,6 +25,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from razor_dist.api.errors import MESSAGES, Failure, NotReadyError
+from razor_dist.api.formats import HEARTBEAT
 from razor_dist.config.errors import EngineError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
@@ -55,8 +56,7 @@ _FORWARDED = (
     "app_root_path",
 )
 _CONTEXTS = "/v1/contexts/"
-# As engines send it in streams (`razor_dist.api.formats`).
-_HEARTBEAT = b"\n\n"
+_HEARTBEAT = HEARTBEAT.encode()
 
 
 @serve.ingress()

@@ -124,7 +124,7 @@ def test_pages_that_pinned_prefixes_share_count_once() -> None:
 def test_what_continues_a_waiting_prefix_fits_beside_it_as_it_is_dealt(
     answer: int, more: int, pages: int
 ) -> None:
-    """What the prefix begins with is dealt less evenly than what is read anew."""
+    """Tokens from the cache are dealt to ranks less evenly than tokens that are read anew."""
     core, _ = make_core(ranks=2, pages=pages, slots=1, places=9 * WIDEST, share=True, tail=TAIL)
     core.scheduler.prefill_policy.is_short = lambda *_: False
     core.add("turn", [1] * 11, SamplingParams(temperature=0, max_tokens=answer))

@@ -34,7 +34,7 @@ def test_the_store_keeps_within_its_bound(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_restart_shares_what_pinned_prefixes_share(
     first: int, enough: int, cached: int, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """What is loaded is held twice, if more is gained and a quota of ``enough`` times it allows."""
+    """Loaded tokens are held twice if that gains more, and if the quota has room for them."""
     text, found = ids((1, 150)), {}
 
     def pin_both(quota: int) -> tuple[int, int]:

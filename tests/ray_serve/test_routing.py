@@ -1,4 +1,4 @@
-"""Which engine a request goes to."""
+"""Tests of the choice of a request's engine."""
 
 from __future__ import annotations
 
