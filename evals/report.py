@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import random
 import re
@@ -192,6 +193,52 @@ def widened(
     unseen = 1 - 0.025 ** (1 / count)
     low, high = (mean + unseen * (end - mean) for end in (lowest, highest))
     return min(found[0], low), max(found[1], high)
+
+
+# What `beside_cells` has, and what it means.
+BESIDE = ("lost", "gained", "p", "change")
+BESIDE_NOTE = (
+    "Of documents that both answered: how many score below full attention (lost) and above it "
+    "(gained), the probability of a split at least as uneven if both were as likely (p, sign "
+    "test), and the mean change of the score with its interval, in percentage points."
+)
+
+
+def beside(changes: Sequence[float], highest: float) -> dict[str, Any]:
+    """Return what a method changes, of each document's score less full attention's.
+
+    That is how many documents both answered (``compared``), how many are ``lost`` and ``gained``
+    and, if there are any, their `sign_test` (``p``) and the mean ``change`` with its interval.
+    Scores go from 0 to ``highest``.
+    """
+    # Rounded: scores of thirds add up to a little beside a tie.
+    changes = [round(change, 9) for change in changes]
+    lost, gained = (sum(sign * change > 0 for change in changes) for sign in (-1, 1))
+    found: dict[str, Any] = {"compared": len(changes), "lost": lost, "gained": gained}
+    if not changes:
+        return found
+    found |= {"p": sign_test(lost, gained), "change": fmean(changes)}
+    return found | {"change_interval": interval(changes, -highest, highest)}
+
+
+def beside_cells(found: Mapping[str, Any], percent: float = 1.0) -> list[str]:
+    """Return the texts under `BESIDE` of what `beside` found, times ``percent``."""
+    if not found["compared"]:
+        return ["-"] * len(BESIDE)
+    change, low, high = (percent * x for x in (found["change"], *found["change_interval"]))
+    texts = str(found["lost"]), str(found["gained"]), f"{found['p']:.2g}"
+    return [*texts, f"{change:+.1f} ({low:+.1f} to {high:+.1f})"]
+
+
+def sign_test(lost: int, gained: int) -> float:
+    """Return the exact two-sided p-value of so uneven a split, if losses were as likely as gains.
+
+    ``min(1, 2 P(X <= min(lost, gained)))`` for X binomial with ``lost + gained`` tries at 1/2; it
+    assumes nothing of the scores' range, so that it shows a loss where few samples score at all.
+    """
+    both = lost + gained
+    tail = sum(math.comb(both, k) for k in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**both)
 
 
 def draw_legend(figure: Figure) -> None:

@@ -8,6 +8,7 @@ each other method's.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,13 @@ from razor_dist.evals.methods import FULL
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.report import (
+    BESIDE,
+    BESIDE_NOTE,
+    INTERVAL,
+    beside,
+    beside_cells,
     failures,
+    interval,
     markdown,
     presses,
     save_picture,
@@ -51,6 +58,7 @@ def write_report(folder: Path) -> str:
         _about(run),
         _scores([run]),
         *_draw([run], folder),
+        _documents(run),
         _costs(run),
         _engines(run),
         presses(run.engines, run.settings["query"] == "after"),
@@ -122,6 +130,20 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
         "prefill is the median time of its documents, on a machine that may have been busy."
     )
     return f"{markdown(rows)}\n\n{note}"
+
+
+def _documents(run: NeedleRun) -> str:
+    """Tabulate mean scores of documents with their intervals, and each beside full attention's."""
+    full = run.by_document(FULL)
+    rows = [["method", "documents", "score", *BESIDE]]
+    for method in run.answered:
+        own = run.by_document(method)
+        low, high = interval(list(own.values()))
+        score = f"{statistics.fmean(own.values()):.3f} ({low:.3f} to {high:.3f})"
+        both = [document for document in own if document in full and method != FULL]
+        changes = [own[document] - full[document] for document in both]
+        rows.append([method, str(len(own)), score, *beside_cells(beside(changes, 1), percent=100)])
+    return section("## Document by document", rows, f"With their {INTERVAL}. {BESIDE_NOTE}")
 
 
 def _costs(run: NeedleRun) -> str:

@@ -103,6 +103,19 @@ class NeedleResults:
             prefill_seconds=median_of(longest, "timing", "prefill_seconds"),
         )
 
+    def by_document(self, method: str) -> dict[object, float]:
+        """Return a method's mean score of each document, by what all methods share of it.
+
+        Needles of one document are no samples of their own: what misreads it loses several.
+        """
+        return {
+            (r["length"], r["repeat"], *((c["depth"], c["needle"]) for c in r["cells"])): (
+                statistics.fmean(c["score"] for c in r["cells"])
+            )
+            for r in self.results
+            if r["method"] == method and r["cells"]
+        }
+
     def results_at(self, method: str, length: int) -> list[Mapping[str, Any]]:
         return [r for r in self.results if (r["method"], r["length"]) == (method, length)]
 

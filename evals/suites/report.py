@@ -8,7 +8,6 @@ not given.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,12 @@ from matplotlib.figure import Figure
 
 from razor_dist.evals.methods import FULL
 from razor_dist.evals.report import (
+    BESIDE,
+    BESIDE_NOTE,
     INTERVAL,
     Run,
+    beside,
+    beside_cells,
     draw_legend,
     failures,
     interval,
@@ -85,23 +88,11 @@ class Scores:
             for number in own.keys() & full.keys():
                 document = number if self._one_document else (task, number)
                 found[document].append(own[number] - full[number])
-        # Rounded: scores of thirds add up to a little beside a tie.
-        return [round(fmean(changes), 9) for _, changes in sorted(found.items())]
+        return [fmean(changes) for _, changes in sorted(found.items())]
 
     def beside_full(self, method: str, tasks: Sequence[str], length: int) -> dict[str, Any]:
-        """Return what a method changes of the tasks' scores.
-
-        That is how many documents both answered (``compared``), how many are ``lost`` and
-        ``gained`` and, if there are any, their `sign_test` (``p``) and the mean ``change`` with its
-        interval, in percentage points.
-        """
-        changes = self.changes(method, tasks, length)
-        lost, gained = lost_and_gained(changes)
-        found: dict[str, Any] = {"compared": len(changes), "lost": lost, "gained": gained}
-        if not changes:
-            return found
-        found |= {"p": sign_test(lost, gained), "change": fmean(changes)}
-        return found | {"change_interval": interval(changes, -100, 100)}
+        """Return what a method changes of the tasks' scores, in percentage points."""
+        return beside(self.changes(method, tasks, length), 100)
 
     def as_json(self) -> dict[str, list[dict[str, Any]]]:
         """Return a cell for each method, task and length, and each length's ``all`` tasks."""
@@ -145,22 +136,6 @@ class Scores:
         panels[0].invert_yaxis()
         draw_legend(figure)
         save_picture(figure, path, "svg")
-
-
-def lost_and_gained(changes: Sequence[float]) -> tuple[int, int]:
-    """Count the samples that score below full attention, and above it."""
-    return sum(change < 0 for change in changes), sum(change > 0 for change in changes)
-
-
-def sign_test(lost: int, gained: int) -> float:
-    """Return the exact two-sided p-value of so uneven a split, if losses were as likely as gains.
-
-    ``min(1, 2 P(X <= min(lost, gained)))`` for X binomial with ``lost + gained`` tries at 1/2; it
-    assumes nothing of the scores' range, so that it shows a loss where few samples score at all.
-    """
-    both = lost + gained
-    tail = sum(math.comb(both, k) for k in range(min(lost, gained) + 1))
-    return min(1.0, 2 * tail / 2**both)
 
 
 def report(
@@ -210,31 +185,14 @@ def _table(scores: Scores, method: str) -> str:
 
 
 def _beside_full(scores: Scores) -> str:
-    rows = [["method", "task", *(f"{length}: {w}" for length in scores.lengths for w in _BESIDE)]]
+    rows = [["method", "task", *(f"{length}: {w}" for length in scores.lengths for w in BESIDE)]]
     each = {task: [task] for task in scores.tasks}
     every = {"**all**": scores.tasks} if len(scores.tasks) > 1 else {}
     for method, (name, tasks) in itertools.product(scores.methods, (each | every).items()):
         cells = [scores.beside_full(method, tasks, length) for length in scores.lengths]
         if method != FULL and any(cell["compared"] for cell in cells):
-            rows.append([method, name, *(text for cell in cells for text in _change(cell))])
-    note = (
-        "Of documents that both answered: how many score below full attention (lost) and above it "
-        "(gained), the probability of a split at least as uneven if both were as likely (p, sign "
-        "test), and the mean change of the score with its interval, in percentage points."
-    )
-    return section("## Beside full attention, sample by sample", rows, note)
-
-
-_BESIDE = ("lost", "gained", "p", "change")
-
-
-def _change(cell: Mapping[str, Any]) -> list[str]:
-    """Return a cell's texts under `_BESIDE`."""
-    if not cell["compared"]:
-        return ["-"] * len(_BESIDE)
-    low, high = cell["change_interval"]
-    change = f"{cell['change']:+.1f} ({low:+.1f} to {high:+.1f})"
-    return [str(cell["lost"]), str(cell["gained"]), f"{cell['p']:.2g}", change]
+            rows.append([method, name, *(text for cell in cells for text in beside_cells(cell))])
+    return section("## Beside full attention, sample by sample", rows, BESIDE_NOTE)
 
 
 def _cached(results: Sequence[Result]) -> str:

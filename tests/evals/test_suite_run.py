@@ -13,7 +13,7 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
-from razor_dist.evals.report import interval
+from razor_dist.evals.report import interval, sign_test
 from razor_dist.evals.suites.config import (
     GraphConfig,
     NonliteralConfig,
@@ -23,7 +23,7 @@ from razor_dist.evals.suites.config import (
     WorldConfig,
 )
 from razor_dist.evals.suites.job import SuiteTask
-from razor_dist.evals.suites.report import Scores, report, sign_test
+from razor_dist.evals.suites.report import Scores, report
 from razor_dist.evals.suites.sample import Question, Sample
 from razor_dist.evals.texts import Corpus, Prompter
 from razor_dist.heads.head_map import shipped_head_map

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,6 +118,17 @@ def test_a_second_run_asks_nothing_and_other_settings_are_refused(tmp_path: Path
     assert made == []
     with pytest.raises(ConfigError, match=r"task\.seed is 0 there and 1 here"):
         run(tmp_path, seed=1)
+
+
+def test_needles_of_one_document_are_one_sample(tmp_path: Path) -> None:
+    settings = {"needles": 2, "context_lengths": (2000,), "document_depth_percents": (0, 50, 100)}
+    found, _ = run(tmp_path, **settings)
+    documents = found.by_document("full")
+    assert len(documents) == 3 and found.summary("full").cells == 6
+    assert documents.keys() == found.by_document("streaming").keys()
+    page = write_report(tmp_path).split("## Document by document")[1]
+    assert "| full | 3 | 1.000 (0.292 to 1.000) | - | - | - | - |" in page
+    assert re.search(r"\| streaming \| 3 \| 0.333 \(.*\) \| 3 \| 0 \| 0.25 \| -66.7 \(", page)
 
 
 @pytest.mark.long
