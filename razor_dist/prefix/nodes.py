@@ -170,11 +170,11 @@ class Nodes:
 
         ``stamp`` is that of its folder on disk. What is on disk follows on what is there.
         """
+        if manifest.begin > (0 if parent is None else parent.end):
+            return
         node = self._nodes.get(manifest.sha256)
         if node is None:
             before = own[:0] if parent is None else self._index.tokens(parent)[: manifest.begin]
-            if len(before) < manifest.begin:
-                return
             self._keys += 1
             on_disk = self._store if tier == "disk" else None
             used = time.time() if on_disk is None else on_disk.used(manifest.node)

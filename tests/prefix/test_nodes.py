@@ -74,6 +74,15 @@ def test_what_was_used_last_stays_after_something_old_went_for_little() -> None:
     assert nodes.make_room("host", 10, set()) and names(nodes) == {4, 5, 6}
 
 
+def test_a_node_without_its_beginning_on_disk_stays_whole_in_host_memory() -> None:
+    """As if the parent's folder were lost, and the child's read again."""
+    nodes = host(60)
+    parent = enter(nodes, 1, 20)
+    child = enter(nodes, 2, 20, parent)
+    nodes.enter(child.manifest, np.full(20, 2, np.int32), None, "disk")
+    assert child.where == {"host"} and child.parent is parent and parent.children == {child}
+
+
 def test_the_devices_clock_never_goes_back() -> None:
     of, index = accounts(), PrefixIndex(Cost().work)
     cache = PrefixCache(of, index)
