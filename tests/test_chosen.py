@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -148,7 +149,7 @@ def runs_of(
                 return found
 
             entries = [BatchEntry(key, text[1 + step], run=True) for key, text in enumerate(texts)]
-            plan = dataclasses.replace(StepPlan.step(entries), kept=kept)
+            plan = msgspec.structs.replace(StepPlan.step(entries), kept=kept)
             with mock.patch.object(comm, "all_gather", counted):
                 logits = runner.execute(plan)
             rows += [] if logits is None else [logits.clone()]

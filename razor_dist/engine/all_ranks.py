@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from razor_dist.cache.accounting import Ints
@@ -22,8 +22,7 @@ class AllRanks:
         self.kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
 
     def run(self, plan: StepPlan) -> Tensor | None:
-        if self.kept:  # else the plan stays, with its entries, which are read again afterwards
-            plan, self.kept = replace(plan, kept=self.kept), ()
+        plan, self.kept = replace(plan, kept=self.kept), ()
         plan.send(self.runner.comm)
         return self.runner.execute(plan)
 

@@ -174,7 +174,7 @@ class ModelRunner:
     def _load(self, plan: StepPlan) -> Tensor:
         """Make a sequence of what is stored of one, or go on with that."""
         assert self.transfers is not None
-        if len(plan.payload):
+        if plan.payload:
             job = load_job(plan.payload)
             self.sequences.restore(plan.sequence, plan.total, job.chunks, job.mark)
         return self.transfers.load(self.sequences[plan.sequence], plan.payload)

@@ -29,6 +29,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from razor_dist.attention.window_plan import Storage, WindowPlan, plan_compression, plan_window
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.engine.tensor_parallel import part_of
@@ -41,7 +43,7 @@ from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.chosen import add_chunks, chosen_from, least_keys, least_read, token_bytes
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device, Efficiency
-from razor_dist.protocol.step_plan import FRAME, HEADER, payload_length
+from razor_dist.protocol.step_plan import FRAME, BatchEntry, Op, StepPlan
 
 _CHUNK = 1 << 20
 # Kernels of a recorded decode step on CUDA: of each layer (counted in tests/test_launches.py, less
@@ -49,7 +51,6 @@ _CHUNK = 1 << 20
 KERNELS_OF_LAYER, KERNELS_OF_STEP = 10, 12
 # Keys of the blocks that `razor_dist.kernels.torch_cuda` gives to cuDNN.
 LONG_KEYS = 32768
-_INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,13 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
         for index, heads in enumerate(d.streaming):
             kept = [len(rows) for rows in d.layout.kept[index]]
             _add_windows(d, heads, kept, chunks, prefill)
-        # OPEN, and PREFILL for every chunk, from rank 0.
-        lengths = [chunk.end - chunk.begin for chunk in chunks]
-        payloads = [payload_length(1, n) for n in lengths]
-        long = sum(n for n in payloads if n > FRAME - HEADER)
-        prefill[0]["control"] = others * _INT64 * (FRAME * (1 + len(chunks)) + long)
+        # OPEN, and a step for every chunk, from rank 0.
+        plans = [StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=prompt)]
+        for chunk in chunks:
+            tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
+            plans.append(StepPlan.step([BatchEntry(0, tokens, sharded=True)]))
+        frames = (frame for plan in plans for frame in plan.frames())
+        prefill[0]["control"] = others * sum(frame.nbytes for frame in frames)
         for sent in decode:
             sent["merge"] = others * rows * d.shape.group * (d.shape.head_dim + 1) * 4
             if chosen_from(d, prompt):
@@ -129,7 +132,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
                 # Of each rank, to sum one token's hidden state over all.
                 reduced = 2 * d.model.hidden_size * d.dtype.itemsize * others // d.world_size
                 sent["tensor"] = d.shares.sums * reduced + logits
-        decode[0]["control"] = others * _INT64 * FRAME
+        decode[0]["control"] = others * FRAME
     # Without what is zero.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])
 

@@ -53,7 +53,9 @@ class SaveJob(msgspec.Struct, frozen=True):
     draft: str | None = None  # and to this folder
 
 
-_save_job, _load_job = msgspec.msgpack.Decoder(SaveJob), msgspec.msgpack.Decoder(LoadJob)
+as_payload = msgspec.msgpack.encode  # a job, for a plan
+save_job = msgspec.msgpack.Decoder(SaveJob).decode
+load_job = msgspec.msgpack.Decoder(LoadJob).decode
 
 
 @dataclass
@@ -67,22 +69,6 @@ class _Read:
     take: Tensor  # int64: indices in the part
     at: Tensor  # int64: indices in this rank's shard
     positions: Tensor
-
-
-def as_payload(job: SaveJob | LoadJob) -> Tensor:
-    """A job as integers, for a plan."""
-    data = msgspec.msgpack.encode(job)
-    padded = len(data).to_bytes(8, "little") + data + bytes(-len(data) % 8)
-    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
-
-
-def _data_of(payload: Tensor) -> bytes:
-    data = payload.numpy().tobytes()
-    return data[8 : 8 + int.from_bytes(data[:8], "little")]
-
-
-def load_job(payload: Tensor) -> LoadJob:
-    return _load_job.decode(_data_of(payload))
 
 
 class Transfers:
@@ -100,10 +86,10 @@ class Transfers:
         self._loading: Iterator[tuple[int, int]] = iter(())
         self._complaint = ""  # why the load cannot be finished, if this rank knows
 
-    def save(self, sequence: Sequence | None, payload: Tensor) -> Tensor:
+    def save(self, sequence: Sequence | None, payload: bytes) -> Tensor:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
-        if len(payload):
-            job = _save_job.decode(_data_of(payload))
+        if payload:
+            job = save_job(payload)
             for digest in job.drop:
                 self._host.pop(digest, None)
             self._saving = iter(())
@@ -119,9 +105,9 @@ class Transfers:
             left = FAILED
         return self._answers(left, int(self._writer.busy))
 
-    def load(self, sequence: Sequence, payload: Tensor) -> Tensor:
+    def load(self, sequence: Sequence, payload: bytes) -> Tensor:
         """Begin to fill a sequence, or go on; return all ranks' `_answers`."""
-        if len(payload):
+        if payload:
             self._loading = self._load(sequence, load_job(payload))
             self._complaint = ""
             return self._answers(1, 0)

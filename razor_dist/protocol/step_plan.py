@@ -1,25 +1,25 @@
-"""One step of all ranks: a fixed-layout tensor of integers, never a pickle.
+"""One step of all ranks, in msgpack, never a pickle.
 
-Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `FRAME` numbers,
-``HEADER`` of them fields; a payload that does not fit follows in a second tensor.
+Rank 0 decides and broadcasts; the others follow. A plan travels in one frame of `FRAME` bytes; one
+that does not fit follows in a second tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from razor_dist.parallel.comm import Communicator
 
-FRAME = 512
-HEADER = 16
-_ROW = 5  # numbers that describe an entry beside its tokens
+FRAME = 4096  # bytes
+_LENGTH = 8  # bytes of the plan's length, with which a frame begins
+# Bytes, of which the second tensor is a multiple: so it hardly depends on how large the keys are.
+_ROUNDED = 256
 
 
 class Op(IntEnum):
@@ -36,8 +36,7 @@ class Op(IntEnum):
     LOAD = 9
 
 
-@dataclass(frozen=True, eq=False)
-class BatchEntry:
+class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
     """The next tokens of one sequence in a step.
 
     All ranks compute all of them, or, if it is ``sharded``, they are a chunk of a prompt of which
@@ -60,7 +59,8 @@ class BatchEntry:
     run: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.int64))
+        tokens = torch.as_tensor(self.tokens, dtype=torch.int64)
+        msgspec.structs.force_setattr(self, "tokens", tokens)
 
     @property
     def decoded(self) -> bool:
@@ -68,22 +68,12 @@ class BatchEntry:
         return self.run or (len(self.tokens) == 1 and not self.sharded)
 
     @property
-    def flags(self) -> int:
-        return self.sharded | self.last << 1 | self.sources << 2 | self.run << 3
-
-    @property
     def samples(self) -> int:
         """How many of the tokens a step gives logits after: the last ones."""
         return len(self.tokens) if self.run else int(self.last or not self.sharded)
 
 
-def payload_length(entries: int, tokens: int) -> int:
-    """Return how many numbers describe a step."""
-    return 1 + _ROW * entries + tokens
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
     """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
@@ -99,66 +89,55 @@ class StepPlan:
     max_read: int = 0
     # All: of each run of the step before, in order, how many of its tokens stay in the caches.
     kept: tuple[int, ...] = ()
-    # STEP: its entries; SAVE and LOAD: with the first part, what to do.
-    payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    entries: tuple[BatchEntry, ...] = ()  # STEP
+    payload: bytes = b""  # SAVE and LOAD: with the first part, what to do, in msgpack
 
     @classmethod
-    def step(cls, entries: Sequence[BatchEntry]) -> StepPlan:
+    def step(cls, entries: Iterable[BatchEntry]) -> StepPlan:
         """Return the plan of a step: answers' tokens first, sharded entries last."""
         ordered = sorted(entries, key=lambda entry: (entry.sharded, not entry.decoded))
-        # The number of entries, a row of numbers for each, and the tokens of all.
-        rows = [
-            (p.sequence, len(p.tokens), p.flags, p.prompt_logprobs, p.following) for p in ordered
-        ]
-        table = torch.tensor(rows, dtype=torch.int64).flatten()
-        tokens = [entry.tokens for entry in ordered]
-        return cls(Op.STEP, payload=torch.cat([torch.tensor([len(rows)]), table, *tokens]))
+        return cls(Op.STEP, entries=tuple(ordered))
 
-    @cached_property
-    def entries(self) -> list[BatchEntry]:
-        """STEP: the entries, in their order in the step."""
-        count = int(self.payload[0])
-        tokens = payload_length(count, 0)
-        rows = self.payload[1:tokens].view(count, _ROW).tolist()
-        of_each = self.payload[tokens:].split([row[1] for row in rows])
-        return [
-            BatchEntry(
-                *(key, of, bool(flags & 1), bool(flags & 2), logprobs, following),
-                *(bool(flags & 4), bool(flags & 8)),
-            )
-            for (key, _, flags, logprobs, following), of in zip(rows, of_each, strict=True)
-        ]
+    def frames(self) -> list[Tensor]:
+        """Return what is sent: one tensor of `FRAME` bytes, or two."""
+        data = _encode(self)
+        length = len(data).to_bytes(_LENGTH, "little")
+        if len(data) <= FRAME - _LENGTH:
+            parts = [(length + data).ljust(FRAME, b"\0")]
+        else:
+            parts = [length.ljust(FRAME, b"\0"), data.ljust(_rounded(len(data)), b"\0")]
+        return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
     def send(self, comm: Communicator) -> None:
         """Tell the other ranks, who `receive` it."""
-        if comm.size == 1:
-            return
-        frame = torch.zeros(FRAME, dtype=torch.int64)
-        body = torch.cat([torch.tensor(self.kept, dtype=torch.int64), self.payload])
-        numbers = (int(getattr(self, name)) for name in _NUMBERS)
-        header = [*numbers, len(self.kept), len(body)]
-        frame[: len(header)] = torch.tensor(header)
-        inline = len(body) <= FRAME - HEADER
-        if inline:
-            frame[HEADER : HEADER + len(body)] = body
-        comm.host.broadcast(frame, "control")
-        if not inline:
-            comm.host.broadcast(body, "control")
+        if comm.size > 1:
+            for frame in self.frames():
+                comm.host.broadcast(frame, "control")
 
     @classmethod
     def receive(cls, comm: Communicator) -> StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
-        frame = torch.zeros(FRAME, dtype=torch.int64)
+        frame = torch.empty(FRAME, dtype=torch.uint8)
         comm.host.broadcast(frame, "control")
-        *header, kept, n = frame[: len(_NUMBERS) + 2].tolist()
-        if n <= FRAME - HEADER:
-            body = frame[HEADER : HEADER + n]
-        else:
-            body = torch.empty(n, dtype=torch.int64)
-            comm.host.broadcast(body, "control")
-        numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
-        numbers |= {"op": Op(numbers["op"]), "instead": bool(numbers["instead"])}
-        return cls(**numbers, kept=tuple(body[:kept].tolist()), payload=body[kept:])
+        length = int.from_bytes(frame[:_LENGTH].numpy().tobytes(), "little")
+        data = frame[_LENGTH:]
+        if length > len(data):
+            data = torch.empty(_rounded(length), dtype=torch.uint8)
+            comm.host.broadcast(data, "control")
+        return _decoder.decode(data[:length].numpy().data)
 
 
-_NUMBERS = [field.name for field in fields(StepPlan) if field.name not in ("kept", "payload")]
+def _rounded(length: int) -> int:
+    return -(-length // _ROUNDED) * _ROUNDED
+
+
+def _packed(tokens: Any) -> bytes:
+    return bytes(tokens.to(torch.int32).numpy())
+
+
+def _unpacked(_: type, data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.int32).long()
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_packed).encode
+_decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=_unpacked)

@@ -39,7 +39,7 @@ class Movable(PagesOnly):
             return super().execute(plan)
         self.executed += 1
         self._left[plan.op] -= 1
-        if len(plan.payload):
+        if plan.payload:
             self._left[plan.op] = self.parts[plan.op]
             if plan.op is Op.LOAD:
                 job, [rank], [caches] = load_job(plan.payload), self.ranks, self.caches
