@@ -16,9 +16,10 @@ from typing import Any, cast
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
-from razor_dist.evals.methods import FULL, FULL_METHOD, Method, shape_of
+from razor_dist.evals.methods import FULL, FULL_METHOD, Method, check_lengths, shape_of
 from razor_dist.evals.needle.config import GridConfig, Place
 from razor_dist.evals.needle.documents import Reading, Spot, readings
+from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import PRESETS, Preset
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here
@@ -35,7 +36,7 @@ PRESET = PRESETS["number"]
 
 _LEAST_TOKENS = 2500
 # Of the context, for the chat template, the question and the answer.
-_ROOM = 100 + PRESET.answer_tokens
+ROOM = 100 + PRESET.answer_tokens
 
 
 def place_seed(place: Place, seed: int) -> int:
@@ -82,8 +83,11 @@ class GridTask:
         head_maps: Sequence[HeadMap] = (),
         preset: Preset = PRESET,
     ) -> GridTask:
-        """Settle the haystack by what is installed, and see that head maps fit the model."""
-        shape_of(grid, *head_maps)
+        """Settle the haystack by what is installed; refuse what does not fit the model."""
+        shape = shape_of(grid, *head_maps)
+        check_lengths(grid, shape, max(grid.lengths), ROOM)
+        if preset is PRESETS["words"]:
+            check_needle_model("preset words", grid.model, shape.vocab_size)
         haystack = Corpus.of(grid.haystack) if preset.haystack else None
         own = grid.model_dump(include=set(EngineConfig.model_fields))
         # What heads see is the methods', and so are the blocks that are chosen.
@@ -161,7 +165,7 @@ class Check:
         Prompter.of(config)
         shape = shape_of(config)
         context = shape.max_positions
-        check = cls(config, tokens, context - _ROOM, haystack, seed)
+        check = cls(config, tokens, context - ROOM, haystack, seed)
         length = check._length(config.window_min)
         if not 0 < length <= check.most:
             raise ConfigError(

@@ -81,6 +81,16 @@ def shape_of(config: EngineConfig, *head_maps: HeadMap) -> ModelShape:
     return shape
 
 
+def check_lengths(config: EngineConfig, shape: ModelShape, longest: int, beside: int) -> None:
+    """Raise `ConfigError` if a document leaves no room for ``beside`` tokens, of its question."""
+    most = min(config.max_model_len or shape.max_positions, shape.max_positions)
+    if longest + beside > most:
+        raise ConfigError(
+            f"lengths: {longest} is beyond {config.model}, which holds {most} tokens, "
+            f"{beside} of them for the question and the answer"
+        )
+
+
 def methods_of(
     config: EngineConfig, settings: Mapping[str, Mapping[str, Any]], *, as_written: bool = False
 ) -> list[Method]:

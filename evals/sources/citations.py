@@ -28,7 +28,8 @@ from typing import Any
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.grid import PRESET
+from razor_dist.evals.grid import PRESET, ROOM
+from razor_dist.evals.methods import check_lengths, shape_of
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.report import join, markdown
 from razor_dist.evals.serving import connect, serve
@@ -180,6 +181,7 @@ class CitationsTask:
 
     @classmethod
     def plan(cls, config: CitationsConfig) -> CitationsTask:
+        check_lengths(config, shape_of(config), max(config.lengths), ROOM)
         return cls(config, Corpus.of(config.haystack))
 
     @property
@@ -200,7 +202,7 @@ class CitationsTask:
             Item("/".join(map(str, (kind, *at, what))), at[0], "server", {"at": (kind, at, what)})
             for at, kind in itertools.product(config.places, config.kinds)
             if kind != "mixed" or at[0] == min(config.lengths)
-            for what in ("needle", "absent")[: 1 + (at[0] in config.absent_lengths)]
+            for what in ("needle", "absent")[: 1 + (at[0] in config.absent)]
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -30,10 +30,25 @@ PLACED = tuple(SUITE_OF)
 class AbsentConfig(PlacesConfig):
     """Settings of a grid of which some documents are asked without their needle, too; frozen."""
 
-    absent_lengths: Annotated[tuple[Size, ...], LISTED] = Field(
-        default=(1500, 2500),
-        description="Of the grid's lengths, those that are asked without the needle too.",
+    absent_lengths: Annotated[tuple[Size, ...] | None, LISTED] = Field(
+        default=None,
+        description="Of the grid's lengths, those that are asked without the needle too; none: the "
+        "two shortest.",
     )
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if others := set(self.absent) - set(self.lengths):
+            raise ConfigError(
+                f"absent_lengths: {min(others)} is none of lengths, "
+                f"{', '.join(map(str, self.lengths))}"
+            )
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """The lengths that are asked without the needle too."""
+        found = self.absent_lengths
+        return sorted(set(self.lengths))[:2] if found is None else found
 
 
 class CitationsConfig(AbsentConfig):

@@ -19,7 +19,8 @@ import numpy as np
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.grid import PRESET, place_seed
+from razor_dist.evals.grid import PRESET, ROOM, place_seed
+from razor_dist.evals.methods import check_lengths, shape_of
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.presets import Fact
 from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
@@ -77,6 +78,8 @@ class SourcesTask:
 
     @classmethod
     def plan(cls, config: SourcesConfig) -> SourcesTask:
+        beside = ROOM if GRID in config.task_names else 0
+        check_lengths(config, shape_of(config), max(config.lengths), beside)
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
         traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
@@ -102,7 +105,7 @@ class SourcesTask:
         at: list[tuple[str, tuple[int, ...]]] = [
             (kind, place)
             for place, kind in itertools.product(config.places, ("needle", "absent"))
-            if GRID in config.task_names and (kind == "needle" or place[0] in config.absent_lengths)
+            if GRID in config.task_names and (kind == "needle" or place[0] in config.absent)
         ]
         samples = itertools.product(sorted(config.lengths), range(config.samples))
         at += itertools.product(others, samples)

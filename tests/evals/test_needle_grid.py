@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from razor_dist.config.sources import load_config
 from razor_dist.evals.grid import GridTask, place_seed
 from razor_dist.evals.methods import FULL_METHOD, methods_of
 from razor_dist.evals.needle.config import GridConfig, NeedleConfig, NeedleGridConfig, Place
-from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
+from razor_dist.evals.needle.presets import PRESETS, Fact, exact_number, number_facts
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.settings import shipped_methods
-from razor_dist.evals.sources.config import SourcesConfig
+from razor_dist.evals.sources.citations import CitationsTask
+from razor_dist.evals.sources.config import CitationsConfig, SourcesConfig
 from razor_dist.evals.sources.task import SourcesTask
 from razor_dist.evals.texts import Haystack
 
@@ -141,6 +143,35 @@ def test_a_plan_wants_prose(plan: Callable[[str], Any], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Too short.")
     with pytest.raises(ConfigError, match=r"the haystack .* has no prose: give texts with"):
         plan(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            lambda: GridTask.plan(GridConfig(lengths=(1500, 8100)), [FULL_METHOD]),
+            "lengths: 8100 is beyond smollm2, which holds 8192 tokens, 132 of them",
+        ),
+        (
+            lambda: SourcesTask.plan(SourcesConfig(lengths="9000", haystack="reference")),
+            "lengths: 9000 is beyond smollm2",
+        ),
+        (
+            lambda: CitationsTask.plan(CitationsConfig(lengths="9000", haystack="reference")),
+            "lengths: 9000 is beyond smollm2",
+        ),
+        (
+            lambda: GridTask.plan(GridConfig(), [FULL_METHOD], preset=PRESETS["words"]),
+            "preset words is for the needle model",
+        ),
+    ],
+    ids=["grid", "sources", "citations", "words"],
+)
+def test_what_does_not_fit_the_model_is_refused_first(
+    plan: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan()
 
 
 def test_folders_of_before_go_on() -> None:

@@ -171,11 +171,18 @@ def test_a_document_is_where_its_prompt_has_it(chat: bool) -> None:
         ({"tasks": "ruler,qa_1"}, "task qa_1 needs squad, the path of its data"),
         ({"hotpotqa": "dev.json"}, "hotpotqa is for task qa_2, which is not among the tasks"),
         ({"samples": 0}, "samples must be at least 1"),
+        ({"lengths": "4K", "absent_lengths": "3000"}, "3000 is none of lengths, 4096"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         SourcesConfig(**settings)
+
+
+def test_the_two_shortest_lengths_are_asked_without_the_needle_too() -> None:
+    assert SourcesConfig().absent == [1500, 2500]
+    assert SourcesConfig(lengths="4000,3000,8000").absent == [3000, 4000]
+    assert SourcesConfig(lengths="4000,3000", absent_lengths="4000").absent == (4000,)
 
 
 def test_tasks_are_in_the_papers_order() -> None:
