@@ -162,6 +162,7 @@ def test_usage_in_messages_is_true_and_marks_are_hints(server: ServerProcess) ->
         call(server, f"/v1/contexts/{one['id']}", key="b", method="DELETE")
 
 
+@pytest.mark.long
 def test_long_bodies_are_read_by_another_process(server: ServerProcess) -> None:
     """Blanks behind the JSON make them long; the context that one names goes there, too."""
 
