@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from razor_dist.config.schema import EngineConfig
-from tests.documents import files
 from tests.jobs.quoter import Quoter, document
 
 
@@ -31,6 +30,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("in").mkdir()
     Path("in/long.md").write_text(document(6))
-    Path("in/short.pdf").write_bytes(files.pdf("This is fact7 and fact8."))
+    Path("in/short.txt").write_text("This is fact7 and fact8.")
     Path("in/lines.jsonl").write_text(json.dumps({"id": "line", "text": "fact9"}) + "\n")
     return tmp_path

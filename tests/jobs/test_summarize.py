@@ -29,6 +29,8 @@ from tests.tokenizer import write_letters
 def test_summaries_of_every_document(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    short = Path("in/short.txt").rename("in/short.pdf")
+    short.write_bytes(files.pdf("This is fact7 and fact8."))
     assert summarize("--markdown") == 0
     found = results()
     job = json.loads(Path("out/job.json").read_text())
@@ -121,7 +123,9 @@ def test_a_missing_reader_fails_its_documents_alone(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Path("in/other.pdf").write_bytes(Path("in/short.pdf").read_bytes())
+    Path("in/short.txt").unlink()
+    for name in ("short", "other"):
+        Path(f"in/{name}.pdf").write_bytes(files.pdf("This is fact7 and fact8."))
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pypdfium2", None)
         assert summarize() == 3
@@ -139,7 +143,7 @@ def test_a_template_and_a_folder_of_other_settings(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("ask.txt").write_text("TL;DR in {words} words, {language}: {document}")
-    command = ["summarize", "in/short.pdf", "--out", "out", "--words", "9", *FLAGS]
+    command = ["summarize", "in/short.txt", "--out", "out", "--words", "9", *FLAGS]
     assert cli.main([*command, "--template", "ask.txt", "--language", "Latin"]) == 0
     assert "TL;DR in 9 words, Latin: This is fact7" in opened[0].prompts[0]
     assert cli.main([*command, "--template", "ask.txt", "--language", "Greek"]) == 2
