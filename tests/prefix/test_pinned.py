@@ -81,9 +81,9 @@ def start(model: Path) -> Callable[[int], LLM]:
     return start
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def llm(request: pytest.FixtureRequest, start: Callable[[int], LLM]) -> Iterator[LLM]:
-    with start(request.param) as llm:
+@pytest.fixture(scope="module")
+def llm(start: Callable[[int], LLM]) -> Iterator[LLM]:
+    with start(2) as llm:
         yield llm
 
 
