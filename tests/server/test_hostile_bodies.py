@@ -59,6 +59,14 @@ def test_a_body_may_look_like_an_ambiguous_head(tight: ServerProcess) -> None:
             assert piece, f"the server ended the connection after {answer!r}"
 
 
+def test_a_client_that_vanishes_while_it_uploads_is_no_error(tight: ServerProcess) -> None:
+    with connections(tight, 1, HEAD + b"Content-Length: 1000\r\n\r\n{"):
+        time.sleep(0.3)
+    time.sleep(0.5)
+    assert health(tight.url())[0] == 200
+    assert "Traceback" not in tight.log
+
+
 def test_all_bodies_together_are_bounded(tight: ServerProcess) -> None:
     url = tight.url()
     large = HEAD + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_500_000

@@ -66,24 +66,23 @@ def test_what_explodes_is_refused_and_harms_nobody(
     assert status(server, structured_outputs={"regex": "a"})[0] == 200
 
 
-def test_errors_name_the_field_that_asks() -> None:
+def test_errors_name_the_field_that_asks(server: ServerProcess) -> None:
     schema = hostile_grammars.chained_references(900)
     crash = {"type": "string", "pattern": "("}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    with fake_server() as server:
-        assert status(server, response_format=form)[:2] == (400, "response_format")
-        late = {"type": "json_schema", "json_schema": {"name": "x", "schema": crash}}
-        code, param, message = status(server, response_format=late)
-        assert (code, param) == (400, "response_format")
-        assert message.startswith("response_format: json cannot be used")
-        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-        body = {"model": "smollm2", "input": "Hi", "text": text}
-        answer = httpx.post(f"{server.url()}/v1/responses", json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
-        # A body that the parsing process reads.
-        long = CHAT | {"response_format": form, "prompt_cache_key": "x" * 2**18}
-        answer = httpx.post(f"{server.url()}/v1/chat/completions", json=long, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+    assert status(server, response_format=form)[:2] == (400, "response_format")
+    late = {"type": "json_schema", "json_schema": {"name": "x", "schema": crash}}
+    code, param, message = status(server, response_format=late)
+    assert (code, param) == (400, "response_format")
+    assert message.startswith("response_format: json cannot be used")
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    body = {"model": "smollm2", "input": "Hi", "text": text}
+    answer = httpx.post(f"{server.url()}/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
+    # A body that the parsing process reads.
+    long = CHAT | {"response_format": form, "prompt_cache_key": "x" * 2**18}
+    answer = httpx.post(f"{server.url()}/v1/chat/completions", json=long, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
 
 @pytest.mark.long
@@ -164,13 +163,11 @@ def test_a_tokenizer_with_parts_in_python_is_refused_structured_outputs_alone(
             assert "Custom PreTokenizer cannot be serialized" in answer.text
 
 
-def test_the_frontend_never_loads_llguidance() -> None:
-    with fake_server() as server:
-        assert status(server, structured_outputs={"regex": "b"})[0] == 200
-        assert status(server, structured_outputs={"regex": "("})[0] == 400
-        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
-        loaded = "llguidance" in maps
-    assert not loaded and "libc" in maps
+def test_the_frontend_never_loads_llguidance(server: ServerProcess) -> None:
+    assert status(server, structured_outputs={"regex": "b"})[0] == 200
+    assert status(server, structured_outputs={"regex": "("})[0] == 400
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "llguidance" not in maps and "libc" in maps
 
 
 @pytest.mark.parametrize(

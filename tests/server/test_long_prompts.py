@@ -60,9 +60,7 @@ async def frontend(
         await engine.close()
 
 
-def test_a_million_tokens_are_never_parsed_in_this_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_prompts_are_never_parsed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     read_here: list[int] = []
 
     def parse(endpoint: Endpoint, raw: bytes, *rest: Any) -> ParsedRequest:
@@ -73,12 +71,11 @@ def test_a_million_tokens_are_never_parsed_in_this_process(
 
     async def main() -> None:
         async with frontend() as (_, http):
-            prompts: list[tuple[Any, int | None]] = [(ids(MILLION), MILLION), (words(60_000), None)]
-            for prompt, count in (*prompts, (ids(20_000), 20_000), ([5, 6], 2)):
+            long: Any = words(60_000)
+            for prompt, tokens in ((long, ENCODER.text(long)), (ids(20_000),) * 2, ([5, 6],) * 2):
                 answer = await http.post("/v1/completions", content=body(prompt=prompt))
-                found = answer.json()["usage"]["prompt_tokens"]
-                assert found == (count or len(ENCODER.text(words(60_000))))
-            bad = await http.post("/v1/completions", content=body(promt=ids(100_000)))
+                assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+            bad = await http.post("/v1/completions", content=body(promt=ids(20_000)))
             assert bad.status_code == 400
             assert bad.json()["error"]["param"] == "promt"
             assert "did you mean 'prompt'" in bad.json()["error"]["message"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from razor_dist import cli
 from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.managed_engine import ManagedEngine
@@ -170,11 +171,12 @@ def test_starts_that_fail_are_given_up(tmp_path: Path) -> None:
         (["--config", "needle_smolm2"], "did you mean 'needle_smollm2'?"),
     ],
 )
-def test_wrong_settings_are_one_line(arguments: list[str], message: str) -> None:
+def test_wrong_settings_are_one_line(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """And refused before anything listens: that would be another line."""
-    serve = (sys.executable, "-m", "razor_dist", "serve", "--port", "0")
-    code, output = ended(*serve, *arguments)
-    assert code == 2
+    assert cli.main(["serve", "--port", "0", *arguments]) == 2
+    output = capfd.readouterr().err
     assert output.count("\n") == 1
     assert message in output
 
