@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.server.page_reader import Reader
-from tests.server.process import ServerProcess, wait_until
+from tests.server.process import ServerProcess
 
 KEYS = "sk-ada-0123456789", "sk-bob-0123456789"
 BOOK = "".join(f"Page {n} of the report says nothing.\n\n" for n in range(30))
@@ -26,8 +26,7 @@ def server() -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", "1", "--threads", "1"]
     command += ["--max-model-len", "2048", "--pinned-gb", "0.04", "--max-num-seqs", "4"]
     with ServerProcess(*command, "--api-key", ",".join(KEYS)) as started:
-        url = started.url(timeout=180)
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 180)
+        started.url(timeout=180)
         yield started
 
 
