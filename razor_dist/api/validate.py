@@ -108,8 +108,16 @@ def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[st
         )
     ignored += [f"tools[] of type {types[at]}" for at in others]
     fields["tools"] = [one for at, one in enumerate(tools) if at not in others] or None
-    if fields["tools"] is None and fields.get("tool_choice") in ("auto", {"type": "auto"}):
+    if fields["tools"] is not None or "tool_choice" not in fields:
+        return
+    if fields["tool_choice"] in ("auto", {"type": "auto"}):
         del fields["tool_choice"]
+    elif fields["tool_choice"] not in (None, "none", {"type": "none"}):
+        raise RequestError(
+            "tool_choice asks for a tool, but all tools are of types that this server does not "
+            f"have and leaves out: {', '.join(sorted({types[at] for at in others}))}",
+            param="tool_choice",
+        )
 
 
 def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:

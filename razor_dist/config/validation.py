@@ -286,7 +286,10 @@ def explain(
         wanted = field.title or _type_in_words(field)
     # A number given as text (by a flag or a variable) reads better without its quotes.
     got = context.get("actual_length", value if "than" in kind else f"{value!r:.80}")
-    return SettingError(f"{prefix}{path[0]} must be {wanted}, got {got}", *names)
+    # A number that is out of range: its place in a list, or its key in a mapping.
+    numbers = [part for part in problem["loc"] if isinstance(part, int) and "than" in kind]
+    where = path[0] + "".join(f"[{number}]" for number in numbers)
+    return SettingError(f"{prefix}{where} must be {wanted}, got {got}", *names)
 
 
 def _type_in_words(field: FieldInfo) -> str:

@@ -10,6 +10,7 @@ import zipfile
 from razor_dist.config.errors import DocumentError
 
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+PDF, PDF_WITHIN = b"%PDF-", 1024  # a PDF's header, and the first bytes that hold it
 # How many first bytes are looked at.
 _HEAD = 8192
 # The beginning of a .docx file with a password, and of every .doc file.
@@ -30,7 +31,8 @@ def detect_kind(data: bytes, named: str | None) -> str:
     Raises `DocumentError` if the content is of no known kind, or text under another kind's name.
     """
     head = data[:_HEAD]
-    if head.lstrip().startswith(b"%PDF-"):
+    # Readers of PDF allow for as much before it; a text may be about PDF.
+    if head.lstrip().startswith(PDF) or (named == "pdf" and PDF in data[:PDF_WITHIN]):
         return "pdf"
     if head.startswith(b"PK\x03\x04"):
         return _kind_of_zip(data)

@@ -67,7 +67,7 @@ class JobProgress(ExitStack):
             case PartResult(whole=True):
                 if item.id not in self._live:
                     self._count(item.id, update.tokens)
-                done = self._parts[item.id]
+                done = self._parts.setdefault(item.id, [0, 1])
                 done[0] += 1
                 log.info("%s: part %d of %d done | %s", item.id, *done, self.rate())
 

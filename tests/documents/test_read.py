@@ -345,6 +345,16 @@ def test_comments_before_a_page_or_a_text() -> None:
     assert detect_kind(comments + b"text", None) == "text"
 
 
+def test_a_pdf_may_begin_with_something_else() -> None:
+    """As after a mail's header; PDF readers look for its own in the first 1,024 bytes."""
+    data, before = files.pdf("Paris"), b"From: a\n\0\n"
+    assert detect_kind(before + data, "pdf") == "pdf"
+    assert "Paris" in read.read_document(before + data, "pdf").text
+    with pytest.raises(DocumentError, match="is no pdf file, whatever its name says"):
+        detect_kind(b" " * 1024 + b"From: a %PDF-", "pdf")
+    assert detect_kind(b"A file that begins with %PDF- is a PDF.", "text") == "text"
+
+
 def test_kinds_by_names() -> None:
     names = "GPL-3 LGPL-2.1 a.TXT a.md a.Htm a.PDF a.epub a.png a.txt.gz a"
     names += ".gz" * 2000

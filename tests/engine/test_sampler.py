@@ -301,7 +301,7 @@ def test_what_is_no_distribution_has_no_token(logits: list[float], temperature: 
         ("repetition_penalty", 0.0, "repetition_penalty must be at least 0.01, got 0.0"),
         ("logit_bias", [5], "logit_bias must be a mapping of token ids to numbers"),
         ("logit_bias", {"5": 1}, "logit_bias must be a mapping of token ids to numbers, got '5'"),
-        ("logit_bias", {5: 101}, "logit_bias must be at most 100, got 101"),
+        ("logit_bias", {5: 101}, r"logit_bias\[5\] must be at most 100, got 101"),
         ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
         ("stop", 5, "stop must be a string or a list of strings, got 5"),
         ("stop", ["a", 5], "stop must be a string or a list of strings"),
@@ -314,7 +314,7 @@ def test_what_is_no_distribution_has_no_token(logits: list[float], temperature: 
         ("stop_token_ids", 5, "stop_token_ids must be a list of token ids, got 5"),
         ("stop_token_ids", [1.0], "stop_token_ids must be a list of token ids"),
         ("stop_token_ids", [True], "stop_token_ids must be a list of token ids"),
-        ("stop_token_ids", [2**63], "stop_token_ids must be at most 9223372036854775807"),
+        ("stop_token_ids", [2**63], r"stop_token_ids\[.\] must be at most 9223372036854775807"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(field: str, value: Any, words: str) -> None:

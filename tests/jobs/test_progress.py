@@ -24,6 +24,7 @@ def test_the_progress_counts_what_was_read() -> None:
         expected = "4/6 (1 failed) | a done in 10.0 s | 100.0 tokens/s, 00:30 left"
         assert progress.line(outcome) == expected
         progress.updated(ItemUpdate(items[1], ItemSize(1000, 3, 1)))  # less than was estimated
+        progress.updated(ItemUpdate(items[3], PartResult("k", {}, 0)))  # a part before the size
         progress.updated(ItemUpdate(items[3], ItemSize(500)))
         progress.updated(ItemUpdate(items[1], PartResult("k", {}, 500)))
         assert progress.rate() == "150.0 tokens/s, 00:06 left"

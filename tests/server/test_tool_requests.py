@@ -49,6 +49,20 @@ def test_tokenize_leaves_out_the_tools_that_a_chat_leaves_out() -> None:
     assert found.answer == parse_request("tokenize", body, encoder(HERMES), LIMITS).answer
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "choice"),
+    [("chat", "required"), ("responses", {"type": "function", "name": "search"})],
+)
+def test_a_tool_that_is_left_out_cannot_be_forced(endpoint: str, choice: object) -> None:
+    said = [{"role": "user", "content": "Paris?"}]
+    body = {"model": "m", "tools": [{"type": "web_search"}], "tool_choice": choice}
+    body |= {"input": said} if endpoint == "responses" else {"messages": said}
+    limits = LIMITS._replace(unknown_fields="warn")
+    with pytest.raises(RequestError, match="does not have and leaves out: web_search") as refused:
+        parse_request(endpoint, body, encoder(HERMES), limits)
+    assert refused.value.param == "tool_choice"
+
+
 def test_the_format_is_that_of_the_models_template() -> None:
     templates = {
         "hermes": HERMES,
