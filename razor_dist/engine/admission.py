@@ -34,7 +34,7 @@ class Wait(Enum):
 class Admission:
     """The caches of all ranks, and the plans that open, keep and close sequences in them.
 
-    Without ``share``, a sequence's caches end with it, and only pinned prefixes are continued.
+    Unless `Room.shares` them, only pinned prefixes are continued.
     ``end_ids`` are the tokens that end an answer, and so each message of a conversation.
     ``beside(request)`` gives the requests that wait and are not pinned, and the other pinned ones:
     each of the former must fit beside ``request`` and all of the latter.
@@ -46,14 +46,13 @@ class Admission:
         world_size: int,
         prefill_policy: PrefillPolicy,
         *,
-        share: bool,
         end_ids: Iterable[int],
         beside: Callable[[Request], tuple[list[Request], list[Request]]],
     ) -> None:
-        self.cache, self.world_size, self._prefill_policy = cache, world_size, prefill_policy
-        self.room = Room(cache, world_size, prefill_policy.cost.work, share=share)
+        self.cache, self._prefill_policy = cache, prefill_policy
+        self.room = Room(cache, world_size, prefill_policy.cost.work)
         self.accounts = self.room.accounts
-        self.need = CacheNeed(cache, self.accounts, world_size)
+        self.need = CacheNeed(self.accounts)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
         self._beside = beside
         # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
@@ -93,7 +92,7 @@ class Admission:
             if source.instead:
                 need = need - accounts.in_slots(key=key)
             # The other answers fork when the prompt has been prefilled.
-            prefilled = stored + shard_sizes(begin, chunks_end, end, self.world_size)
+            prefilled = stored + shard_sizes(begin, chunks_end, end, accounts.world_size)
             each = accounts.need(prefilled, end, end, total)
             but = [] if key is None else [key]
             evicting = self.room.make(need + len(request.forks) * each, *but)
@@ -113,14 +112,13 @@ class Admission:
         accounts.open(request.key, source.key, prefill.begin, prefill.chunks_end, total)
         for answer in request.forks:
             accounts.open(answer.key, request.key, end, end, total)
-        cache = self.room.prefix_cache
-        if cache is not None:
+        if self.room.shares:
             self.room.count(hit if source.begin > request.base else None, request)
             self.checkpoints.plan(prefill, 0 if hit is None else hit.common)
         if source.instead:
-            assert cache is not None and source.key is not None
+            assert source.key is not None
             plans += self.room.tiers.forget(source.key)
-            cache.remove(source.key)
+            self.room.prefix_cache.remove(source.key)
             accounts.close(source.key)
         plans.append(
             StepPlan(
@@ -145,7 +143,7 @@ class Admission:
         return StepPlan(Op.FORK, answer.key, end, end, total, source=request.key)
 
     def _find(self, request: Request) -> Hit | None:
-        if self.room.prefix_cache is None or not request.uses_prefix_cache:
+        if not self.room.shares or not request.uses_prefix_cache:
             return None
         text = request.namespace, request.tokens, request.end - 1
         hit = self.room.prefix_cache.find(*text)
@@ -241,7 +239,7 @@ class Admission:
             if self._prefill_policy.is_quick(found.tokens - hit.tokens, hit.tokens):
                 return None
         elif tiers.loading is None:
-            node, end, size = found.entry, found.entry.end, self.world_size
+            node, end, size = found.entry, found.entry.end, accounts.world_size
             chunks = node.layout(size)
             stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
             # Room for the request as well, which then takes what it begins with from there.
@@ -275,7 +273,7 @@ class Admission:
 
         Where it has taken the place of what was cached, any of it is.
         """
-        if self.room.prefix_cache is None or prefill.short or not prefill.request.uses_prefix_cache:
+        if not self.room.shares or prefill.short or not prefill.request.uses_prefix_cache:
             return False
         worth = 1 if prefill.instead else _WORTH_ABORTED * self.cache.page_size
         return prefill.position - prefill.begin >= worth

@@ -350,7 +350,6 @@ def _keep_prefixes(
         batches = [cache.batches(length, PART_BYTES) for cache in runner.caches.streaming]
         return [(of[0].stop, len(of)) for of in batches]
 
-    assert caches.prefix_cache is not None
     index = caches.prefix_cache.index
     caches.tiers = Tiers(caches.accounts, index, fingerprint, store, room, state_parts)
     return folder

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from razor_dist.cache.accounting import CacheAccounts, Ints
-from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PageTable
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Phase, Request
@@ -38,9 +37,8 @@ class Source(NamedTuple):
 class CacheNeed:
     """Quantities are those of `CacheAccounts`, without the last row, the scratch pool's."""
 
-    def __init__(self, cache: CacheConfig, accounts: CacheAccounts, world_size: int) -> None:
-        self._cache, self._accounts, self._world_size = cache, accounts, world_size
-        self._sizes = accounts.sizes[:-1]
+    def __init__(self, accounts: CacheAccounts) -> None:
+        self._accounts, self._cache, self._sizes = accounts, accounts.cache, accounts.sizes[:-1]
 
     def check_or_fit(self, request: Request, pinned: Seq[Request]) -> None:
         """Check a request; with ``fit_max_tokens`` lower ``max_tokens`` before refusing it.
@@ -186,7 +184,7 @@ class CacheNeed:
         assert key is not None
         stored, chunks_end = self._accounts.stored(key, begin), begin if source.short else end
         own = self._accounts.need(stored, begin, chunks_end, begun.total)[:-1]
-        dealt = {begun: stored + shard_sizes(begin, chunks_end, end, self._world_size)}
+        dealt = {begun: stored + shard_sizes(begin, chunks_end, end, self._accounts.world_size)}
         held = own + self._lasting(pinned, dealt, self._accounts.full_pages(key, stored))
         needs = [self._lasting([request], dealt) for request in waiting]
         return all(self._exceeded(held + need) is None for need in [np.zeros_like(held), *needs])
@@ -241,11 +239,11 @@ class CacheNeed:
         Those of a waiting prompt are as ``dealt``, if known, or else as if all of it were read.
         """
         if prefix is None:
-            return np.zeros(self._world_size, np.int64)
+            return np.zeros(self._accounts.world_size, np.int64)
         if prefix in dealt:
             return dealt[prefix]
         if prefix.phase is not Phase.WAITING:
             return self._accounts.stored(prefix.key, prefix.end)
         chunks_end = prefix.base if prefix.short else prefix.end
-        own = shard_sizes(prefix.base, chunks_end, prefix.end, self._world_size)
+        own = shard_sizes(prefix.base, chunks_end, prefix.end, self._accounts.world_size)
         return self._stored(prefix.prefix, dealt) + own

@@ -73,11 +73,7 @@ class EngineCore:
             replayed=runner.graphs is not None,
         )
         self.scheduler = Scheduler(
-            runner.config,
-            runner.comm.size,
-            prefill_policy,
-            share=config.caches_prefixes,
-            end_ids=eos_token_ids,
+            runner.config, runner.comm.size, prefill_policy, end_ids=eos_token_ids
         )
         self._drafts: Drafts | None = None
         if (speculative := drafts_config(config, runner.device)) is not None:

@@ -28,14 +28,13 @@ Hit = Match[CachedSequence]
 
 
 class Room:
-    """The caches of all ranks; without ``share``, a sequence's caches end with it."""
+    """The caches of all ranks; unless it ``shares`` them, a sequence's caches end with it."""
 
-    def __init__(
-        self, cache: CacheConfig, world_size: int, cost: PrefillCost, *, share: bool
-    ) -> None:
+    def __init__(self, cache: CacheConfig, world_size: int, cost: PrefillCost) -> None:
         self.cache, self.accounts = cache, CacheAccounts(cache, world_size)
+        self.shares = cache.max_cached > 0
         index = PrefixIndex(cost)
-        self.prefix_cache = PrefixCache(self.accounts, index) if share else None
+        self.prefix_cache = PrefixCache(self.accounts, index)  # empty unless it shares
         # Beyond the device; these have no room, so that nothing moves.
         self.tiers = Tiers(self.accounts, index, "", None, {}, lambda _: [])
         self.pinned: dict[int, Request] = {}  # prefilled, by the keys of their sequences
@@ -44,11 +43,10 @@ class Room:
     @property
     def stats(self) -> dict[str, Any]:
         """Counters of the prefix cache since the start, and its entries now."""
-        cache, names = self.prefix_cache, ("queries", "hits", "query_tokens", "hit_tokens")
-        counts = {} if cache is None else cache.counts
-        found: dict[str, Any] = {name: counts.get(name, 0) for name in (*names, "evictions")}
-        found["entries"] = 0 if cache is None else cache.evictable
-        return found | self.tiers.stats
+        cache = self.prefix_cache
+        names = ("queries", "hits", "query_tokens", "hit_tokens", "evictions")
+        counts = {name: cache.counts[name] for name in names}
+        return counts | {"entries": cache.evictable} | self.tiers.stats
 
     @property
     def pinned_elsewhere(self) -> dict[str, dict[str, int]]:
@@ -57,12 +55,10 @@ class Room:
         return {one.id: held(one.namespace, one.tokens) for one in pinned}
 
     def count(self, hit: Hit | None, request: Request) -> None:
-        cache = self.prefix_cache
-        assert cache is not None
         if hit is not None and hit.entry is not None and hit.entry.tier != "device":
             self.tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
             hit.entry.tier = "device"
-        cache.use(hit, len(request.prompt), request.base)
+        self.prefix_cache.use(hit, len(request.prompt), request.base)
 
     @property
     def max_cached(self) -> int:
@@ -86,8 +82,6 @@ class Room:
     def shrink_to(self, sequences: int) -> list[StepPlan]:
         """Evict cached sequences until this many are left, if the others may go."""
         cache = self.prefix_cache
-        if cache is None:
-            return []
         return self._evict(lambda: np.array(cache.evictable > sequences), *cache.wanted)
 
     def _evict(self, short: Callable[[], Bools], *but: int) -> list[StepPlan]:
@@ -95,7 +89,6 @@ class Room:
         plans: list[StepPlan] = []
         worths: list[Worth] | None = None
         while (wanted := short()).any():
-            assert self.prefix_cache is not None
             if worths is None:
                 worths = self.prefix_cache.worths(wanted, *but, *self.saved)
             key = self.prefix_cache.evict(worths, wanted)
@@ -127,8 +120,7 @@ class Room:
 
     def grown(self, key: int, length: int) -> None:
         """Note that a sequence in the prefix cache has become longer."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.grown(key, length)
+        self.prefix_cache.grown(key, length)
 
     def copy(
         self, request: Request, key: int, tokens: Tokens, *, optional: bool = False
@@ -141,7 +133,6 @@ class Room:
         """
         if not self._keeps(request):
             return []
-        assert self.prefix_cache is not None
         accounts, length = self.accounts, len(tokens)
         need = self._copy_need(key, length)
         full = self.prefix_cache.evictable >= self.max_cached
@@ -166,7 +157,6 @@ class Room:
 
     def can_copy(self, key: int, length: int) -> bool:
         """True if a sequence can be copied once it has come to a length: what is cached may go."""
-        assert self.prefix_cache is not None
         available = self.accounts.available(*self.saved, *self.prefix_cache.wanted)
         return bool((self._copy_need(key, length) <= available).all())
 
@@ -176,10 +166,9 @@ class Room:
         One that goes to disk takes the place of the one that is there already.
         """
         request, at, plans = prefill.request, prefill.position, list[StepPlan]()
-        if at == prefill.to_disk and prefill.copied is not None:
-            assert self.prefix_cache is not None
-            if prefill.copied in self.prefix_cache:
-                plans += self.end(request, prefill.copied, prefill.tokens, keep=False)
+        copied = prefill.copied
+        if at == prefill.to_disk and copied is not None and copied in self.prefix_cache:
+            plans += self.end(request, copied, prefill.tokens, keep=False)
         optional = at in prefill.optional
         plans += self.copy(request, prefill.key, prefill.tokens, optional=optional)
         if at == prefill.to_disk:
@@ -193,18 +182,16 @@ class Room:
             self.accounts.keep(key, len(tokens))
             self._enter(request, tokens, key)
             return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached)]
-        if self.prefix_cache is not None:
-            self.prefix_cache.remove(key)
+        self.prefix_cache.remove(key)
         self.accounts.close(key)
         return [*self.tiers.forget(key), StepPlan(Op.CLOSE, key)]
 
     def _keeps(self, request: Request) -> bool:
         """True if other prompts may begin from a request's sequences."""
-        return self.prefix_cache is not None and request.cache_prompt
+        return self.shares and request.cache_prompt
 
     def _enter(self, request: Request, tokens: Tokens, key: int) -> None:
         """Enter a sequence into the prefix cache, and offer it to host memory and disk."""
-        assert self.prefix_cache is not None
         self.prefix_cache.add(request.namespace, tokens, key)
         self.tiers.offer(Candidate(key, request.namespace, tokens))
 
@@ -245,7 +232,6 @@ class Room:
     def _transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
         """Take in the answers to a plan that saves or loads; return the plans that follow."""
         tiers = self.tiers
-        assert self.prefix_cache is not None
         if plan.op is Op.SAVE:
             return tiers.saved(answers)
         loading = tiers.loading

@@ -35,8 +35,7 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    What a step computes says `Batch`. Room in the caches is `Admission`'s; ``share`` and
-    ``end_ids`` are its.
+    What a step computes says `Batch`. Room in the caches is `Admission`'s, and ``end_ids`` are its.
     """
 
     def __init__(
@@ -45,17 +44,11 @@ class Scheduler:
         world_size: int,
         prefill_policy: PrefillPolicy,
         *,
-        share: bool = False,
         end_ids: Iterable[int] = (),
     ) -> None:
         self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
         self.admission = Admission(
-            cache,
-            world_size,
-            prefill_policy,
-            share=share,
-            end_ids=end_ids,
-            beside=self._beside,
+            cache, world_size, prefill_policy, end_ids=end_ids, beside=self._beside
         )
         self.room = self.admission.room
         self.waiting: deque[Request] = deque()

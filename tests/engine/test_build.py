@@ -277,7 +277,7 @@ def test_answers_without_a_limit_fit_kv_tokens(ranks: int, answers: int, length:
     assert params.max_tokens == 8192 - length and params.fit_max_tokens
     request = Request("a", 0, tokens, params, params.max_tokens, 512)
     request.answers = [Answer(f"a{i}", i, request, params) for i in range(answers)]
-    need = CacheNeed(cache, CacheAccounts(cache, ranks), ranks)
+    need = CacheNeed(CacheAccounts(cache, ranks))
     need.check_or_fit(request, [])
     # A page of each answer and rank beyond kv_tokens, which sequences may need, is there too.
     assert (4096 - length) // answers - 64 * ranks <= request.max_tokens
@@ -293,7 +293,7 @@ def test_answers_without_a_limit_fit_beside_pinned_prefixes(kept: int, room: int
     layout = HeadLayout.from_decision([[True] * 2] * 2, CPU, [(None, None)] * 2)
     config = EngineConfig(attention="full", kv_tokens=2048, max_num_seqs=4, page_size=4)
     cache = RankSizes(config, shape, layout, 1, torch.float32).caches(8192)
-    need = CacheNeed(cache, CacheAccounts(cache, 1), 1)
+    need = CacheNeed(CacheAccounts(cache, 1))
     wanted = 1600 if kept % 10 else 7000  # that empty caches hold, too, and that they do not
     params = SamplingParams(max_tokens=wanted, fit_max_tokens=True)
     pinned = Request("p", 1, as_tokens([5] * kept, 100), params, 0, 512)

@@ -32,7 +32,9 @@ class Cost:
 def accounts() -> CacheAccounts:
     sizes = {"max_sequences": 8, "max_tokens": 10**4, "num_pages": 1000, "page_size": PAGE}
     dtypes = {"dtype": torch.float32, "streaming_dtype": torch.float32}
-    return CacheAccounts(CacheConfig(arenas=(), scratch_pages=0, **sizes, **dtypes), 1)
+    return CacheAccounts(
+        CacheConfig(arenas=(), scratch_pages=0, max_cached=60, **sizes, **dtypes), 1
+    )
 
 
 def host(room: float) -> Nodes:
@@ -100,9 +102,8 @@ def test_the_devices_clock_never_goes_back() -> None:
 
 def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again what goes: for a long prompt hundreds of sequences may have to."""
-    draw, room = random.Random(0), Room(accounts().cache, 1, Cost().work, share=True)
+    draw, room = random.Random(0), Room(accounts().cache, 1, Cost().work)
     of, cache = room.accounts, room.prefix_cache
-    assert cache is not None
     worths = {key: draw.random() for key in range(60)}
     for key, used in worths.items():
         of.open(key, None, 0, 8, 8)
@@ -123,9 +124,8 @@ def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatc
 
 def test_what_alone_is_left_of_shared_pages_goes_before_what_was_used_later() -> None:
     """A long prompt's copy frees little; once it has gone, the prompt holds its pages alone."""
-    room = Room(accounts().cache, 1, Cost().work, share=True)
+    room = Room(accounts().cache, 1, Cost().work)
     of, cache = room.accounts, room.prefix_cache
-    assert cache is not None
     long = np.arange(2400, dtype=np.int32) + 10
     texts = [long, long[:2250], *(np.full(40, key, np.int32) for key in range(10))]
     for key, text in enumerate(texts):
