@@ -21,7 +21,6 @@ from torch import Tensor
 
 from razor_dist.attention.step import Pass
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.commit import Kept
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.graph import CudaRecorder, Recorder
 from razor_dist.engine.runner import ModelRunner
@@ -117,10 +116,9 @@ def _prompts_taken_as_read(runner: ModelRunner) -> Iterator[None]:
     """Within this, a prompt's tokens are counted in its sequence, and nothing is computed."""
     run, vocabulary = runner._run, runner.shape.vocab_size
 
-    def counted(part: Pass, kept: list[Kept]) -> Tensor:
+    def counted(part: Pass) -> Tensor:
         if not (part.chunks or part.replicated):
-            return run(part, kept)
-        kept += [[{} for _ in chunk.windows] for chunk in part.chunks]
+            return run(part)
         return torch.zeros(sum(part.rows), vocabulary, device=runner.device)
 
     runner._run = counted  # type: ignore[method-assign]

@@ -39,11 +39,6 @@ class PrefillContext:
             for cache, part in zip(caches.streaming, tokens.windows, strict=True)
         ]
 
-    @property
-    def kept(self) -> list[dict[int, list[KVPiece]]]:
-        """By streaming cache and layer, what this rank holds of the next chunk's window."""
-        return [heads.kept for heads in self._streaming]
-
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads, exact = self.caches.layout.layers[layer], self._chunk.exact
         query = self.caches.placed(query, self._chunk.chunk.end)

@@ -2,7 +2,7 @@
 
 `razor_dist.engine.prepare` writes a `Step` from the sequences, the model and its attention read it,
 and `razor_dist.engine.commit` changes the sequences, after the pass. Only windows of earlier chunks
-are let go of in the pass itself (`WindowPart.earlier`), so that a step is run once.
+are replaced in the pass itself (`WindowPart.earlier`), so that a step is run once.
 
 A step is one `Pass` of the model, or two in tensor-parallel decode, where chunks need the weights
 whole. The tokens of a pass come in three kinds, in this order::
@@ -158,8 +158,8 @@ class WindowPart:
     slot: StreamingSlot
     plan: WindowPlan | None  # None: with exact prefill, before the last chunk
     shared: SharedWindow | None  # tensor-parallel decode: the window of all ranks' heads
-    # By layer: this rank's part of the window, since the last chunk. A layer that has run lets its
-    # own go (`razor_dist.attention.streaming_prefill`).
+    # By layer: this rank's part of the window, since the last chunk; of a layer that has run, for
+    # the next one (`razor_dist.attention.streaming_prefill`).
     earlier: dict[int, list[KVPiece]]
     replicated: Interval  # positions that are read from the slot
     new: Interval  # positions that go to the slot's ring

@@ -33,15 +33,12 @@ class StreamingChunk:
 
     They attend to sinks, window and compensation token. With exact prefill they see the whole
     context elsewhere, and only what they keep of it is worked out here, when the prompt ends.
-
-    `kept` is what this rank holds of the next chunk's window, by layer, once all layers have run.
     """
 
     def __init__(
         self, comm: Communicator, cache: StreamingCache, part: WindowPart, chunk: Chunk
     ) -> None:
         self._comm, self._cache, self._part, self._chunk = comm, cache, part, chunk
-        self.kept: dict[int, list[KVPiece]] = {}
 
     @property
     def _fixed(self) -> SinksAndSums:
@@ -117,14 +114,15 @@ class StreamingChunk:
                 self._cache.load(group.kept, slot, fixed.heads(of_group))
                 rows = group.kept
             self._store(rows, pieces, plan.keep)
+            self._part.earlier.pop(layer, None)
         else:
             kept = Interval(plan.keep - slot.tail_capacity, self._chunk.end)
             parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
-            # Clones: a view would keep the whole chunk's keys and values alive.
-            self.kept[layer] = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
-        # Here alone attention changes a sequence: it lets go of this layer's window of the last
-        # chunk. At a million tokens on one rank, those of all layers take gigabytes.
-        self._part.earlier.pop(layer, None)
+            # Here alone attention changes a sequence: this layer's window of the last chunk goes.
+            # At a million tokens on one rank, those of all layers take gigabytes. Clones: a view
+            # would keep the whole chunk's keys and values alive.
+            own = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
+            self._part.earlier[layer] = own
         return out
 
     def _store(self, rows: slice, pieces: list[KVPiece], keep: int) -> None:

@@ -1,4 +1,4 @@
-"""Apply a step to its sequences after the pass; the pass itself frees `WindowPart.earlier`."""
+"""Apply a step to its sequences after the pass; the pass itself replaces `WindowPart.earlier`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ from collections.abc import Sequence as Seq
 from razor_dist.attention.step import ChunkTokens, ReplicatedTokens, Step, WindowPart
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence
-from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import shard_sizes
 
-# By streaming cache and layer: what a rank holds of the next chunk's window.
-Kept = Seq[dict[int, list[KVPiece]]]
 
-
-def commit(
-    rank: int,
-    caches: Caches,
-    step: Step,
-    sequences: Mapping[int, Sequence],
-    kept: Seq[Kept],
-) -> None:
-    """Count a step's tokens in this rank's sequences; ``kept`` is of its chunks, in order.
+def commit(rank: int, caches: Caches, step: Step, sequences: Mapping[int, Sequence]) -> None:
+    """Count a step's tokens in this rank's sequences.
 
     Runs of several tokens wait for `commit_run`: what stays of them is not known yet.
     """
@@ -34,9 +24,9 @@ def commit(
     for part in step.passes:
         for tokens in part.replicated:
             _commit_replicated(caches, tokens)
-    chunks = [chunk for part in step.passes for chunk in part.chunks]
-    for chunk, windows in zip(chunks, kept, strict=True):
-        _commit_chunk(rank, caches, sequences[chunk.sequence], chunk, windows)
+    for part in step.passes:
+        for chunk in part.chunks:
+            _commit_chunk(rank, caches, sequences[chunk.sequence], chunk)
 
 
 def commit_run(rank: int, caches: Caches, sequence: Sequence, tokens: int) -> None:
@@ -64,9 +54,7 @@ def _commit_replicated(caches: Caches, tokens: ReplicatedTokens) -> None:
     _commit_windows(tokens.windows)
 
 
-def _commit_chunk(
-    rank: int, caches: Caches, sequence: Sequence, tokens: ChunkTokens, kept: Kept
-) -> None:
+def _commit_chunk(rank: int, caches: Caches, sequence: Sequence, tokens: ChunkTokens) -> None:
     prefill, chunk = sequence.prefill, tokens.chunk
     assert prefill is not None
     if caches.pages.positions is not None:
@@ -77,7 +65,6 @@ def _commit_chunk(
         prefill.scratch.tokens += chunk.tokens(rank)
     _commit_windows(tokens.windows)
     if not tokens.last:
-        prefill.windows = list(kept)
         return
     if prefill.scratch is not None:
         assert caches.scratch is not None

@@ -26,7 +26,7 @@ from razor_dist.attention.sources import (
 from razor_dist.attention.step import BlockTables, Pass, Step, StepInputs
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
-from razor_dist.engine.commit import Kept, commit, commit_run
+from razor_dist.engine.commit import commit, commit_run
 from razor_dist.engine.decode_mode import DecodeMode, postpones_rotations
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
@@ -186,14 +186,13 @@ class ModelRunner:
                 self.sequences.begin_chunks(entry.sequence)
         step = self.prepare(entries)
         self.prompt_logprobs, self.sources, self.likeliest = {}, {}, None
-        kept: list[Kept] = []
-        found = [self._run(part, kept) for part in step.passes]
+        found = [self._run(part) for part in step.passes]
         if len(found) > 1:
             self.likeliest = None  # only the first pass's
         logits = found[0] if len(found) == 1 else torch.cat(found)
         if any(entry.prompt_logprobs >= 0 for entry in entries):
             self.prompt_logprobs, logits = split_logprobs(self.comm, entries, step, logits)
-        commit(self.comm.rank, self.caches, step, self.sequences, kept)
+        commit(self.comm.rank, self.caches, step, self.sequences)
         self._runs = [key for key, tokens in step.runs if tokens > 1]
         self.sequences.note_peak()
         return logits if self.comm.rank == 0 else None
@@ -216,8 +215,8 @@ class ModelRunner:
             logits = self._forward(inputs.token, inputs.model_position, context, keep, shares)
         return logits, likeliest(logits)
 
-    def _run(self, part: Pass, kept: list[Kept]) -> Tensor:
-        """float32 logits ``[n, V]`` of one pass; take what it leaves of its chunks to ``kept``."""
+    def _run(self, part: Pass) -> Tensor:
+        """float32 logits ``[n, V]`` of one pass."""
         beyond = part.decode is not None and self.caches.beyond_chunk(part.decode.end)
         if part.recordable:
             assert part.decode is not None
@@ -254,7 +253,6 @@ class ModelRunner:
             # Rank 0 alone has any.
             for token, sources in zip(part.sources, tracer.gather(), strict=False):
                 self.sources.setdefault(token.sequence, []).append(sources)
-        kept += [chunk.kept for chunk in chunks]
         return logits
 
     def _forward(
