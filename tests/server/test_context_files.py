@@ -18,10 +18,14 @@ from razor_dist.prefix.store import PrefixStore
 from razor_dist.server.context_files import ContextFiles, Head
 from tests.server.marked import DOCUMENT
 from tests.server.process import fake_server
-from tests.server.used_contexts import begun, ids, kept, played, server, stored_in, used
+from tests.server.used_contexts import begun, ids, kept, server, stored_in, used
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("watched")]
 
 
-def test_files_are_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_read_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = set[threading.Thread]()
 
     def noting(what: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,16 +35,13 @@ def test_files_are_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.Monk
 
         return run
 
-    async def play() -> None:
-        context = await used(server(tmp_path), kept())
-        for name in ("look", "read", "all"):
-            monkeypatch.setattr(ContextFiles, name, noting(getattr(ContextFiles, name)))
-        other = server(tmp_path)
-        await used(other, base=await other.find(context.id, "a"))
-        assert await ids(other) == [context.id]
-        assert threads and threading.main_thread() not in threads
-
-    played(play)
+    context = await used(server(tmp_path), kept())
+    for name in ("look", "read", "all"):
+        monkeypatch.setattr(ContextFiles, name, noting(getattr(ContextFiles, name)))
+    other = server(tmp_path)
+    await used(other, base=await other.find(context.id, "a"))
+    assert await ids(other) == [context.id]
+    assert threads and threading.main_thread() not in threads
 
 
 def test_a_new_context_is_no_reason_to_look_for_prefixes(tmp_path: Path) -> None:
@@ -55,19 +56,16 @@ def test_a_new_context_is_no_reason_to_look_for_prefixes(tmp_path: Path) -> None
     assert not store.changed()
 
 
-def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
-    async def play() -> None:
-        context = await used(server(tmp_path), kept())
-        [path] = stored_in(tmp_path)
-        past = time.time() - 3610
-        os.utime(path, (past, past))
-        with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
-            await server(tmp_path).find(context.id, "a")
-        with pytest.raises(RequestError) as error:
-            await server(tmp_path).find(context.id, "b")
-        assert "expired" not in str(error.value)
-
-    played(play)
+async def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
+    context = await used(server(tmp_path), kept())
+    [path] = stored_in(tmp_path)
+    past = time.time() - 3610
+    os.utime(path, (past, past))
+    with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
+        await server(tmp_path).find(context.id, "a")
+    with pytest.raises(RequestError) as error:
+        await server(tmp_path).find(context.id, "b")
+    assert "expired" not in str(error.value)
 
 
 def contexts_of_other_models(store: Path) -> list[Path]:
@@ -125,16 +123,13 @@ def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
     assert files.all() == [] and not path.exists()
 
 
-def test_a_disk_that_fails_at_the_end_of_a_request_leaves_no_user(
+async def test_a_disk_that_fails_at_the_end_of_a_request_leaves_no_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def play() -> None:
-        contexts = server(tmp_path)
-        both = [kept("One."), kept("One. " + DOCUMENT)]
-        pinned, found = await begun(contexts, *both)
-        monkeypatch.setattr(contexts, "_write", mock.Mock(side_effect=OSError("it is gone")))
-        with pytest.raises(OSError, match="it is gone"):
-            pinned.close()
-        assert len(found) == 2 and [context.users for context in found] == [0, 0]
-
-    played(play)
+    contexts = server(tmp_path)
+    both = [kept("One."), kept("One. " + DOCUMENT)]
+    pinned, found = await begun(contexts, *both)
+    monkeypatch.setattr(contexts, "_write", mock.Mock(side_effect=OSError("it is gone")))
+    with pytest.raises(OSError, match="it is gone"):
+        pinned.close()
+    assert len(found) == 2 and [context.users for context in found] == [0, 0]

@@ -96,37 +96,36 @@ def test_a_reader_that_is_killed_is_not_the_files_fault() -> None:
     assert "its reader was ended by SIGKILL; try again" in answer.json()["error"]["message"]
 
 
-def test_large_files_of_one_key_hold_up_nobody_else() -> None:
-    async def main() -> None:
-        begun: list[bytes] = []
-        end = asyncio.Event()
+@pytest.mark.anyio
+async def test_large_files_of_one_key_hold_up_nobody_else() -> None:
+    begun: list[bytes] = []
+    end = asyncio.Event()
 
-        async def read(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> Document:
-            begun.append(bytes(data[:1]))
-            await end.wait()
-            return Document("")
+    async def read(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> Document:
+        begun.append(bytes(data[:1]))
+        await end.wait()
+        return Document("")
 
-        reader = DocumentReader(100, read)
-        large, small = 2**20, 1
-        asked = [(b"a" * large, "A"), (b"b" * large, "A"), (b"c" * large, "B"), (b"d" * large, "C")]
-        asked += [(b"e" * small, "A"), (b"f" * small, "B")]
-        tasks = []
-        for data, key in asked:
-            tasks.append(asyncio.create_task(reader.read(data + b".", "a.txt", key)))
-            await asyncio.sleep(0)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        # One of each key, of two at once, and a small one beside them.
-        assert begun == [b"a", b"c", b"e"]
-        end.set()
-        await asyncio.gather(*tasks)
-        assert sorted(begun) == [b"a", b"b", b"c", b"d", b"e", b"f"]
-
-    asyncio.run(main())
+    reader = DocumentReader(100, read)
+    large, small = 2**20, 1
+    asked = [(b"a" * large, "A"), (b"b" * large, "A"), (b"c" * large, "B"), (b"d" * large, "C")]
+    asked += [(b"e" * small, "A"), (b"f" * small, "B")]
+    tasks = []
+    for data, key in asked:
+        tasks.append(asyncio.create_task(reader.read(data + b".", "a.txt", key)))
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    # One of each key, of two at once, and a small one beside them.
+    assert begun == [b"a", b"c", b"e"]
+    end.set()
+    await asyncio.gather(*tasks)
+    assert sorted(begun) == [b"a", b"b", b"c", b"d", b"e", b"f"]
 
 
 @pytest.mark.parametrize("keys", [(), ("k" * 32, "l" * 32)])
-def test_files_take_turns_by_key_or_by_address(keys: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_files_take_turns_by_key_or_by_address(keys: Sequence[str], tmp_path: Path) -> None:
     turns: list[str | None] = []
 
     class Reader:
@@ -134,19 +133,16 @@ def test_files_take_turns_by_key_or_by_address(keys: Sequence[str], tmp_path: Pa
             turns.append(key)
             return Document("text")
 
-    async def main() -> None:
-        config = ServerConfig(api_key=list(keys))
-        service = Service(config, EngineClient(tmp_path / "engine"))
-        service.documents = cast(DocumentReader, Reader())
-        app = build_app(service, load_keys(config))
-        for number in (0, 1, 0):
-            transport = httpx.ASGITransport(app, client=(f"10.0.0.{number}", 1))
-            headers = {**OCTETS, "Authorization": f"Bearer {keys[number] if keys else 0}"}
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                sent = await http.post("/documents/text", content=b"a", headers=headers)
-                assert sent.status_code == 200
-
-    asyncio.run(main())
+    config = ServerConfig(api_key=list(keys))
+    service = Service(config, EngineClient(tmp_path / "engine"))
+    service.documents = cast(DocumentReader, Reader())
+    app = build_app(service, load_keys(config))
+    for number in (0, 1, 0):
+        transport = httpx.ASGITransport(app, client=(f"10.0.0.{number}", 1))
+        headers = {**OCTETS, "Authorization": f"Bearer {keys[number] if keys else 0}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            sent = await http.post("/documents/text", content=b"a", headers=headers)
+            assert sent.status_code == 200
     assert turns[0] == turns[2] != turns[1] and None not in turns
     assert keys or turns == ["10.0.0.0", "10.0.0.1", "10.0.0.0"]
 

@@ -28,6 +28,7 @@ from tests.server.process import ServerProcess, health
 from tests.server.raw_connections import HEAD, TEXT, connections
 from tests.tokenizer import smollm2_tokenizer
 
+pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": " a" * 100_000}]
 JSON = {"Content-Type": "application/json"}
 
@@ -103,40 +104,34 @@ async def upload(reader: BodyReader, chunks: list[int], *, ends: bool = False) -
         return error.code
 
 
-def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "PATIENCE", 60.0)
     mb = 2**20
-
-    async def main() -> None:
-        reader = BodyReader(ServerConfig(max_body_mb=2, max_total_body_mb=3))
-        stopped = [
-            asyncio.create_task(upload(reader, [mb, mb - 1])),
-            asyncio.create_task(upload(reader, [mb, 1])),
-        ]
-        while reader.used < 3 * mb:
-            await asyncio.sleep(0)
-        small = [mb // 8, mb // 8]  # has room of its own
-        assert await upload(reader, small, ends=True) == mb // 4
-        assert await upload(reader, [mb // 4, 1], ends=True) == "bodies_full"
-        monkeypatch.setattr(bodies, "PATIENCE", 0.0)
-        assert await upload(reader, [mb, mb - 1], ends=True) == 2 * mb - 1
-        assert await stopped[0] == "body_timeout"  # and the other may go on
-        assert not stopped[1].done() and reader.used == mb + 1
-        stopped[1].cancel()
-
-    asyncio.run(main())
+    reader = BodyReader(ServerConfig(max_body_mb=2, max_total_body_mb=3))
+    stopped = [
+        asyncio.create_task(upload(reader, [mb, mb - 1])),
+        asyncio.create_task(upload(reader, [mb, 1])),
+    ]
+    while reader.used < 3 * mb:
+        await asyncio.sleep(0)
+    small = [mb // 8, mb // 8]  # has room of its own
+    assert await upload(reader, small, ends=True) == mb // 4
+    assert await upload(reader, [mb // 4, 1], ends=True) == "bodies_full"
+    monkeypatch.setattr(bodies, "PATIENCE", 0.0)
+    assert await upload(reader, [mb, mb - 1], ends=True) == 2 * mb - 1
+    assert await stopped[0] == "body_timeout"  # and the other may go on
+    assert not stopped[1].done() and reader.used == mb + 1
+    stopped[1].cancel()
 
 
-def test_an_upload_that_stops_is_given_up_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_that_stops_is_given_up_however_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bodies, "STALL_TIMEOUT", 0.1)
-
-    async def main() -> None:
-        reader = BodyReader(ServerConfig())
-        async with asyncio.timeout(10):  # it would have 16 minutes more for its size
-            assert await upload(reader, [2**26 - 1]) == "body_timeout"
-        assert reader.used == 0
-
-    asyncio.run(main())
+    reader = BodyReader(ServerConfig())
+    async with asyncio.timeout(10):  # it would have 16 minutes more for its size
+        assert await upload(reader, [2**26 - 1]) == "body_timeout"
+    assert reader.used == 0
 
 
 def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
@@ -249,35 +244,32 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     assert len(text) < encoder.tokenised < 1.5 * len(text)
 
 
-def test_an_answer_takes_the_room_of_a_body_until_it_is_sent() -> None:
-    async def main() -> None:
-        reader = BodyReader(ServerConfig(max_body_mb=1, max_total_body_mb=2))
-        size = 9 * 2**20  # with the reserve of small bodies it would fit
-        with pytest.raises(RequestError) as full:
-            reader.response(b"x" * size)
-        # Larger than all of the room: to try again would be in vain.
-        assert full.value.code == "answer_too_large" and Failure.of(full.value).status == 413
-        assert f"{size} bytes" in str(full.value) and "--max-total-body-mb" in str(full.value)
-        first = reader.response(b"x" * 2**20)
-        second = reader.response(b"y" * 2**20)
-        assert reader.used == 2**21
-        with pytest.raises(RequestError) as full:
-            reader.response(b"z" * 2**19)
-        assert full.value.code == "bodies_full" and Failure.of(full.value).status == 429
-        sent: list[dict[str, Any]] = []
+async def test_an_answer_takes_the_room_of_a_body_until_it_is_sent() -> None:
+    reader = BodyReader(ServerConfig(max_body_mb=1, max_total_body_mb=2))
+    size = 9 * 2**20  # with the reserve of small bodies it would fit
+    with pytest.raises(RequestError) as full:
+        reader.response(b"x" * size)
+    # Larger than all of the room: to try again would be in vain.
+    assert full.value.code == "answer_too_large" and Failure.of(full.value).status == 413
+    assert f"{size} bytes" in str(full.value) and "--max-total-body-mb" in str(full.value)
+    first = reader.response(b"x" * 2**20)
+    second = reader.response(b"y" * 2**20)
+    assert reader.used == 2**21
+    with pytest.raises(RequestError) as full:
+        reader.response(b"z" * 2**19)
+    assert full.value.code == "bodies_full" and Failure.of(full.value).status == 429
+    sent: list[dict[str, Any]] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def receive() -> Any:
-            await asyncio.Event().wait()
+    async def receive() -> Any:
+        await asyncio.Event().wait()
 
-        await second({"type": "http"}, receive, send)
-        del second
-        assert reader.used == 2**20
-        pieces = [message["body"] for message in sent if message["type"] == "http.response.body"]
-        assert b"".join(pieces) == b"y" * 2**20 and max(map(len, pieces)) == 2**16
-        del first
-        assert reader.used == 0
-
-    asyncio.run(main())
+    await second({"type": "http"}, receive, send)
+    del second
+    assert reader.used == 2**20
+    pieces = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    assert b"".join(pieces) == b"y" * 2**20 and max(map(len, pieces)) == 2**16
+    del first
+    assert reader.used == 0

@@ -198,7 +198,8 @@ def test_many_that_come_at_once_make_way_one_by_one() -> None:
     assert asyncio.run(main()) == [True, True, True, False, False]
 
 
-def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "SEND_TIMEOUT", 0.2)
     sent = 0
 
@@ -215,19 +216,16 @@ def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) 
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async def main() -> None:
-        protocol = bounded_protocol(10.0, 8)
-        config = uvicorn.Config(endless, http=protocol, lifespan="off", log_config=None)
-        server = uvicorn.Server(config)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            serving = asyncio.create_task(server.serve([listener]))
-            _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
-            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            async with asyncio.timeout(10):
-                while not (sent and not server.server_state.tasks):
-                    await asyncio.sleep(0.02)
-            server.should_exit = True
-            writer.close()
-            await serving
-
-    asyncio.run(main())
+    protocol = bounded_protocol(10.0, 8)
+    config = uvicorn.Config(endless, http=protocol, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
+        _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(10):
+            while not (sent and not server.server_state.tasks):
+                await asyncio.sleep(0.02)
+        server.should_exit = True
+        writer.close()
+        await serving

@@ -32,6 +32,7 @@ from tests import fake_engine
 from tests.server.long_bodies import ENCODER, MILLION, body, ids, words
 from tests.server.process import fake_server
 
+pytestmark = pytest.mark.anyio
 fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
 JSON = {"Content-Type": "application/json"}
 
@@ -60,7 +61,9 @@ async def frontend(
         await engine.close()
 
 
-def test_long_prompts_are_never_parsed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_prompts_are_never_parsed_in_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read_here: list[int] = []
 
     def parse(endpoint: Endpoint, raw: bytes, *rest: Any) -> ParsedRequest:
@@ -69,22 +72,19 @@ def test_long_prompts_are_never_parsed_in_this_process(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(server_reading, "parse_request", parse)
 
-    async def main() -> None:
-        async with frontend() as (_, http):
-            long: Any = words(60_000)
-            for prompt, tokens in ((long, ENCODER.text(long)), (ids(20_000),) * 2, ([5, 6],) * 2):
-                answer = await http.post("/v1/completions", content=body(prompt=prompt))
-                assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
-            bad = await http.post("/v1/completions", content=body(promt=ids(20_000)))
-            assert bad.status_code == 400
-            assert bad.json()["error"]["param"] == "promt"
-            assert "did you mean 'prompt'" in bad.json()["error"]["message"]
-
-    asyncio.run(main())
+    async with frontend() as (_, http):
+        long: Any = words(60_000)
+        for prompt, tokens in ((long, ENCODER.text(long)), (ids(20_000),) * 2, ([5, 6],) * 2):
+            answer = await http.post("/v1/completions", content=body(prompt=prompt))
+            assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+        bad = await http.post("/v1/completions", content=body(promt=ids(20_000)))
+        assert bad.status_code == 400
+        assert bad.json()["error"]["param"] == "promt"
+        assert "did you mean 'prompt'" in bad.json()["error"]["message"]
     assert read_here == [len(body(prompt=[5, 6]))]
 
 
-def test_a_whole_answer_is_shaped_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_whole_answer_is_shaped_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     shaped_by: list[threading.Thread] = []
     whole = CompletionFormat.whole
 
@@ -94,62 +94,53 @@ def test_a_whole_answer_is_shaped_beside_the_loop(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(CompletionFormat, "whole", noted)
 
-    async def main() -> None:
-        async with frontend() as (_, http):
-            assert (await http.post("/v1/completions", content=body(prompt=[5]))).is_success
-
-    asyncio.run(main())
+    async with frontend() as (_, http):
+        assert (await http.post("/v1/completions", content=body(prompt=[5]))).is_success
     assert shaped_by and threading.main_thread() not in shaped_by
 
 
-def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
+async def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
     """A body that is read and one that waits take a place each; a hang-up frees one."""
 
-    async def main() -> None:
-        async with frontend(max_queue=2) as (service, http):
+    async with frontend(max_queue=2) as (service, http):
 
-            def post(raw: bytes) -> asyncio.Task[httpx.Response]:
-                return asyncio.create_task(http.post("/v1/completions", content=raw))
+        def post(raw: bytes) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(http.post("/v1/completions", content=raw))
 
-            long = body(prompt=words(60_000))
-            assert len(long) > 2**18
-            read, waiting = post(long), post(long)
-            while service.client.unfinished < 2:
-                await asyncio.sleep(0.001)
-            for raw in (long, body(prompt="Hello")):
-                refused = await post(raw)
-                assert refused.status_code == 429
-                assert refused.json()["error"]["code"] == "queue_full"
-                assert "2 requests are unfinished" in refused.json()["error"]["message"]
-            waiting.cancel()
-            while service.client.unfinished > 1:
-                await asyncio.sleep(0.001)
-            assert (await post(body(prompt="Hello"))).status_code == 200
-            assert (await read).status_code == 200
+        long = body(prompt=words(60_000))
+        assert len(long) > 2**18
+        read, waiting = post(long), post(long)
+        while service.client.unfinished < 2:
+            await asyncio.sleep(0.001)
+        for raw in (long, body(prompt="Hello")):
+            refused = await post(raw)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert "2 requests are unfinished" in refused.json()["error"]["message"]
+        waiting.cancel()
+        while service.client.unfinished > 1:
+            await asyncio.sleep(0.001)
+        assert (await post(body(prompt="Hello"))).status_code == 200
+        assert (await read).status_code == 200
+        assert service.client.unfinished == 0
+
+
+async def test_the_servers_time_out_counts_while_a_body_is_read_too() -> None:
+    async with frontend(request_timeout=0.5) as (service, http):
+        assert service.reader is not None
+        end = asyncio.Event()
+        other = asyncio.create_task(service.reader.process.in_turn(end.wait))
+        await asyncio.sleep(0)  # until it is that one's turn
+        for prompt in (words(60_000), [fake_engine.HANG]):
+            late = await http.post("/v1/completions", content=body(prompt=prompt, timeout=60))
+            assert late.status_code == 408
+            assert "not answered within 0.5 s" in late.json()["error"]["message"]
             assert service.client.unfinished == 0
-
-    asyncio.run(main())
-
-
-def test_the_servers_time_out_counts_while_a_body_is_read_too() -> None:
-    async def main() -> None:
-        async with frontend(request_timeout=0.5) as (service, http):
-            assert service.reader is not None
-            end = asyncio.Event()
-            other = asyncio.create_task(service.reader.process.in_turn(end.wait))
-            await asyncio.sleep(0)  # until it is that one's turn
-            for prompt in (words(60_000), [fake_engine.HANG]):
-                late = await http.post("/v1/completions", content=body(prompt=prompt, timeout=60))
-                assert late.status_code == 408
-                assert "not answered within 0.5 s" in late.json()["error"]["message"]
-                assert service.client.unfinished == 0
-            end.set()
-            await other
-            service.config = service.config.model_copy(update={"request_timeout": None})
-            quick = await http.post("/v1/completions", content=body(prompt="Hello"))
-            assert quick.status_code == 200
-
-    asyncio.run(main())
+        end.set()
+        await other
+        service.config = service.config.model_copy(update={"request_timeout": None})
+        quick = await http.post("/v1/completions", content=body(prompt="Hello"))
+        assert quick.status_code == 200
 
 
 @pytest.mark.long

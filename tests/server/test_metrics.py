@@ -139,20 +139,17 @@ def test_a_stop_string_is_no_abort(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("finish", [None, "length"])
-def test_what_a_draft_brings_behind_a_stop_string_is_not_counted(finish: str | None) -> None:
+@pytest.mark.anyio
+async def test_what_a_draft_brings_behind_a_stop_string_is_not_counted(finish: str | None) -> None:
     metrics, record = Metrics("m"), RequestRecord("a")
-
-    async def answer() -> None:
-        with mock.patch("razor_dist.server.metrics.current_record", return_value=record):
-            metrics.submitted(["a"], 3, SamplingParams())
-        stream = RequestStream("a", mock.Mock(), metrics)
-        for n in range(4):  # of one step
-            ends = finish if n == 3 else None
-            stream.put(Token("a", n, finish=ends), last=ends is not None)
-        assert [await anext(stream), await anext(stream)] == [Token("a", 0), Token("a", 1)]
-        stream.close("stop")
-
-    asyncio.run(answer())
+    with mock.patch("razor_dist.server.metrics.current_record", return_value=record):
+        metrics.submitted(["a"], 3, SamplingParams())
+    stream = RequestStream("a", mock.Mock(), metrics)
+    for n in range(4):  # of one step
+        ends = finish if n == 3 else None
+        stream.put(Token("a", n, finish=ends), last=ends is not None)
+    assert [await anext(stream), await anext(stream)] == [Token("a", 0), Token("a", 1)]
+    stream.close("stop")
     lines = metrics.render(True, None).decode().splitlines()
     assert 'razor:generation_tokens_total{model_name="m"} 2.0' in lines
     assert 'razor:request_success_total{finished_reason="stop",model_name="m"} 1.0' in lines
@@ -287,7 +284,8 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: ServerProcess) -> Non
             assert plain in shown, plain
 
 
-def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
     service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
     asked = 0
 
@@ -297,14 +295,11 @@ def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         return {"running": asked}
 
-    async def main() -> None:
-        service.client.stats = stats  # type: ignore[method-assign]
-        for round_ in (1, 2):
-            found = await asyncio.gather(*(service.counters() for _ in range(20)))
-            assert [answer["running"] for answer in found] == [round_] * 20
-        assert asked == 2
-
-    asyncio.run(main())
+    service.client.stats = stats  # type: ignore[method-assign]
+    for round_ in (1, 2):
+        found = await asyncio.gather(*(service.counters() for _ in range(20)))
+        assert [answer["running"] for answer in found] == [round_] * 20
+    assert asked == 2
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])

@@ -28,6 +28,7 @@ from razor_dist.server.parsing_process import ParsingProcess
 from tests import fake_engine
 from tests.server.long_bodies import ENCODER, MILLION, body, ids, words
 
+pytestmark = pytest.mark.anyio
 LIMITS = Limits("smollm2", 4, PromptLimits(2 * MILLION, fake_engine.VOCAB_SIZE), {})
 
 
@@ -82,101 +83,89 @@ def tokens(parsed: ParsedRequest) -> list[int]:
 
 
 @pytest.mark.long
-def test_another_process_reads_bodies_as_this_one_does() -> None:
-    async def main() -> None:
-        async with reading() as process:
-            for endpoint, fields in GOOD:
-                raw = body(**fields)
-                parsed = await process.parse_request(endpoint, raw, LIMITS)
-                assert told(parsed) == told(parse_request(endpoint, raw, ENCODER, LIMITS))
-                assert all(prompt.tokens.dtype == np.int32 for prompt in parsed.prompts)
-            for endpoint, raw in BAD:
-                with pytest.raises(RequestError) as here:
-                    parse_request(endpoint, raw, ENCODER, LIMITS)
-                with pytest.raises(RequestError) as there:
-                    await process.parse_request(endpoint, raw, LIMITS)
-                assert refusal(there.value) == refusal(here.value)
-
-    asyncio.run(main())
+async def test_another_process_reads_bodies_as_this_one_does() -> None:
+    async with reading() as process:
+        for endpoint, fields in GOOD:
+            raw = body(**fields)
+            parsed = await process.parse_request(endpoint, raw, LIMITS)
+            assert told(parsed) == told(parse_request(endpoint, raw, ENCODER, LIMITS))
+            assert all(prompt.tokens.dtype == np.int32 for prompt in parsed.prompts)
+        for endpoint, raw in BAD:
+            with pytest.raises(RequestError) as here:
+                parse_request(endpoint, raw, ENCODER, LIMITS)
+            with pytest.raises(RequestError) as there:
+                await process.parse_request(endpoint, raw, LIMITS)
+            assert refusal(there.value) == refusal(here.value)
 
 
 @pytest.mark.long
-def test_clients_that_hang_up_leave_the_others_their_answers() -> None:
+async def test_clients_that_hang_up_leave_the_others_their_answers() -> None:
     """One while its body is read, and one that waits; the process lives."""
 
-    async def main() -> None:
-        async with reading() as process:
-            await ask(process, [1])
-            child = process.pid
-            assert Path(f"/proc/{child}/oom_score_adj").read_text() == "1000\n"
-            prompts: list[Any] = [words(20_000), [8, 9], [7], [6, 5]]
-            tasks = [ask(process, prompt) for prompt in prompts]
-            while not process.is_busy:
-                await asyncio.sleep(0)
-            ended: list[int] = []
-            for index, task in enumerate(tasks):
-                task.add_done_callback(lambda _, index=index: ended.append(index))
-            for gone in (0, 2):
-                tasks[gone].cancel()
-            answers = await asyncio.gather(*tasks, return_exceptions=True)
-            for index, answer in enumerate(answers):
-                if index in (0, 2):
-                    assert isinstance(answer, asyncio.CancelledError)
-                else:
-                    assert isinstance(answer, ParsedRequest) and tokens(answer) == prompts[index]
-            assert sorted(ended[:2]) == [0, 2] and ended[2:] == [1, 3]
-            assert child is not None and process.pid == child
-
-    asyncio.run(main())
+    async with reading() as process:
+        await ask(process, [1])
+        child = process.pid
+        assert Path(f"/proc/{child}/oom_score_adj").read_text() == "1000\n"
+        prompts: list[Any] = [words(20_000), [8, 9], [7], [6, 5]]
+        tasks = [ask(process, prompt) for prompt in prompts]
+        while not process.is_busy:
+            await asyncio.sleep(0)
+        ended: list[int] = []
+        for index, task in enumerate(tasks):
+            task.add_done_callback(lambda _, index=index: ended.append(index))
+        for gone in (0, 2):
+            tasks[gone].cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        for index, answer in enumerate(answers):
+            if index in (0, 2):
+                assert isinstance(answer, asyncio.CancelledError)
+            else:
+                assert isinstance(answer, ParsedRequest) and tokens(answer) == prompts[index]
+        assert sorted(ended[:2]) == [0, 2] and ended[2:] == [1, 3]
+        assert child is not None and process.pid == child
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_or_stuck_is_replaced() -> None:
-    async def main() -> None:
-        async with reading() as process:
-            await ask(process, [1])
-            killed = ask(process, ids(3))
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-            with pytest.raises(ProcessKilledError, match="has died; send the request again"):
-                await killed
-            assert tokens(await ask(process, [8, 9])) == [8, 9]
-            # One that is stuck is given up, and does not hold up those that wait for it.
-            stuck = psutil.Process(process.pid)
-            stuck.suspend()
-            process.patience = 1.0
-            given_up, waiting = ask(process, [5]), ask(process, [4])
-            await asyncio.sleep(0.1)
-            process.patience = 120.0  # the first has begun; the second waits for a new process
-            with pytest.raises(EngineError, match="was not read within 1 s and is given up"):
-                await given_up
-            while stuck.is_running() and stuck.status() != psutil.STATUS_ZOMBIE:
-                await asyncio.sleep(0.01)
-            assert tokens(await waiting) == [4]
-
-    asyncio.run(main())
+async def test_a_process_that_is_killed_or_stuck_is_replaced() -> None:
+    async with reading() as process:
+        await ask(process, [1])
+        killed = ask(process, ids(3))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ProcessKilledError, match="has died; send the request again"):
+            await killed
+        assert tokens(await ask(process, [8, 9])) == [8, 9]
+        # One that is stuck is given up, and does not hold up those that wait for it.
+        stuck = psutil.Process(process.pid)
+        stuck.suspend()
+        process.patience = 1.0
+        given_up, waiting = ask(process, [5]), ask(process, [4])
+        await asyncio.sleep(0.1)
+        process.patience = 120.0  # the first has begun; the second waits for a new process
+        with pytest.raises(EngineError, match="was not read within 1 s and is given up"):
+            await given_up
+        while stuck.is_running() and stuck.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
+        assert tokens(await waiting) == [4]
 
 
-def test_what_waits_when_the_server_ends_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_waits_when_the_server_ends_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """It starts no other process, and nothing is heard of a client that has gone."""
 
-    async def main() -> None:
-        async with reading() as process:
-            await ask(process, [1])
-            tasks = [ask(process, prompt) for prompt in (words(20_000), [5], [4])]
-            while not process.is_busy:
-                await asyncio.sleep(0)
-            tasks[0].cancel()
-            await process.aclose()
-            gone, *refused = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(gone, asyncio.CancelledError)
-            assert [str(error) for error in refused] == [CLOSED] * 2
-            assert all(Failure.of(e).status == 503 for e in refused if isinstance(e, Exception))
-            assert process.pid is None
-            gc.collect()
-            assert not caplog.records
-
-    asyncio.run(main())
+    async with reading() as process:
+        await ask(process, [1])
+        tasks = [ask(process, prompt) for prompt in (words(20_000), [5], [4])]
+        while not process.is_busy:
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        await process.aclose()
+        gone, *refused = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(gone, asyncio.CancelledError)
+        assert [str(error) for error in refused] == [CLOSED] * 2
+        assert all(Failure.of(e).status == 503 for e in refused if isinstance(e, Exception))
+        assert process.pid is None
+        gc.collect()
+        assert not caplog.records
 
 
 def test_a_request_that_no_message_holds_leaves_the_process_alive(

@@ -235,7 +235,8 @@ def test_answers_are_written_a_token_at_a_time(kind: Any, encode: Any) -> None:
     assert 100 * longest < len(found)
 
 
-def test_what_is_being_read_when_the_server_ends_is_answered(
+@pytest.mark.anyio
+async def test_what_is_being_read_when_the_server_ends_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, reader = service(), BodyReader(ServerConfig())
@@ -253,19 +254,16 @@ def test_what_is_being_read_when_the_server_ends_is_answered(
     monkeypatch.setattr(made.documents, "read", read)
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}
 
-    async def play() -> None:
-        counted = await respond(made, "count_tokens", asking(1), reader)
-        assert counted.status_code == 200
-        refused = await respond(made, "count_tokens", asking(1), reader)
-        assert (refused.status, refused.code) == (503, "engine_draining")
-        made.draining = False
-        monkeypatch.setattr(reading, "parse_request", parse)
-        asked = asyncio.create_task(respond(made, "chat", json.dumps(chat).encode(), reader))
-        while not client.adds and not asked.done():
-            await asyncio.sleep(0.001)
-        assert client.adds and made.draining
-        asked.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asked
-
-    asyncio.run(play())
+    counted = await respond(made, "count_tokens", asking(1), reader)
+    assert counted.status_code == 200
+    refused = await respond(made, "count_tokens", asking(1), reader)
+    assert (refused.status, refused.code) == (503, "engine_draining")
+    made.draining = False
+    monkeypatch.setattr(reading, "parse_request", parse)
+    asked = asyncio.create_task(respond(made, "chat", json.dumps(chat).encode(), reader))
+    while not client.adds and not asked.done():
+        await asyncio.sleep(0.001)
+    assert client.adds and made.draining
+    asked.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asked

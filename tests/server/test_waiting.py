@@ -124,7 +124,8 @@ def test_clients_of_all_kinds_read_through_heartbeats(reader: Any, joined: int) 
 
 
 @pytest.mark.parametrize("shows_nothing", [False, True])
-def test_heartbeats_of_a_long_silence_are_rare(shows_nothing: bool) -> None:
+@pytest.mark.anyio
+async def test_heartbeats_of_a_long_silence_are_rare(shows_nothing: bool) -> None:
     """go-openai ends a stream after 300 lines without data: not in 45 minutes."""
     choice = Choice(np.array([1]), 0, [TextPiece(5, "Hi"), TextPiece(5, "", None, "stop")])
     form = FORMATS["completions"](ParsedRequest([]), "m", [choice], TOKENIZER)
@@ -140,13 +141,10 @@ def test_heartbeats_of_a_long_silence_are_rare(shows_nothing: bool) -> None:
         yield None
         yield ChoiceEvent(0, choice.pieces[1])
 
-    async def main() -> None:
-        with mock.patch.object(asyncio.get_running_loop(), "time", lambda: now):
-            async for line in sse.stream(events(), form, include_usage=False, heartbeat=3):
-                if line == form.heartbeat:
-                    times.append(now)
-
-    asyncio.run(main())
+    with mock.patch.object(asyncio.get_running_loop(), "time", lambda: now):
+        async for line in sse.stream(events(), form, include_usage=False, heartbeat=3):
+            if line == form.heartbeat:
+                times.append(now)
     assert times == [*range(3, 63, 3), *range(84, 2701, 24), 2703]
     assert len(times) * form.heartbeat.count("\n") < 300
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 
@@ -27,11 +26,6 @@ def kept(text: str = "", ttl: int = 3600) -> KeptContext:
 
 def server(folder: Path) -> Contexts:
     return Contexts(FakeClient(folder, reads=True), 1e9)
-
-
-def played(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with mock.patch("razor_dist.server.contexts._WATCH_SECONDS", 0.01):
-        asyncio.run(play())
 
 
 async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
