@@ -8,18 +8,18 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.all_ranks import AllRanks
 from razor_dist.engine.device import drafts_config
 from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.draws import Draws, Run
 from razor_dist.engine.intake import Intake
 from razor_dist.engine.prefill_policy import PrefillPolicy
-from razor_dist.engine.rank_stats import RankStats, counters_of
+from razor_dist.engine.rank_stats import RankStats, counters_of, read_stats
 from razor_dist.engine.request import Answer, Prefill, Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.scheduler import Scheduler
@@ -62,7 +62,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
-        self.runner, self._ranks, self._clock = runner, AllRanks(runner), clock
+        self.runner, self._clock = runner, clock
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
         self.max_step, self._last_step = config.max_step_ms / 1000, 0.0
         prefill_policy = PrefillPolicy(
@@ -80,6 +80,7 @@ class EngineCore:
             self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
             self.scheduler.batch.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
+        self._kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
         self._draws = Draws(runner, eos_token_ids)
         self.grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
         self._intake = Intake(
@@ -145,7 +146,7 @@ class EngineCore:
             return
         if request.pinned:
             del self._requests[request_id]
-            self._ranks.run_all(self.scheduler.release(request))
+            self._run(*self.scheduler.release(request))
         else:
             self._end(next(answer for answer in request.answers if answer.id == request_id))
 
@@ -157,7 +158,16 @@ class EngineCore:
         grammar = answer.request.grammar
         if grammar is not None and not answer.request.answers:
             grammar.cancel()
-        self._ranks.run_all(plans)
+        self._run(*plans)
+
+    def _run(self, *plans: StepPlan) -> Tensor | None:
+        """Have all ranks carry out plans; return what comes of the last one on this rank."""
+        found = None
+        for plan in plans:
+            plan, self._kept = replace(plan, kept=self._kept), ()
+            plan.send(self.runner.comm)
+            found = self.runner.execute(plan)
+        return found
 
     def step(self) -> list[AboutRequest]:
         """Admit what fits; else schedule, run and postprocess one step. Report what came of it."""
@@ -171,7 +181,7 @@ class EngineCore:
                 self._wait(compiling)
             return []
         began = self._clock()
-        logits = self._ranks.run(plan)
+        logits = self._run(plan)
         self.runner.synchronize()
         return self._postprocess(plan, logits, began)
 
@@ -184,7 +194,7 @@ class EngineCore:
                     self._end(answer)
                     admitted.append(Failed.of(answer.id, refusal))
         opened, plans = self.scheduler.admit()
-        self._ranks.run_all(plans)
+        self._run(*plans)
         prefills = [self.scheduler.prefills[request.key] for request in opened if request.reported]
         return admitted + [prefill.progress(self._clock()) for prefill in prefills]
 
@@ -229,16 +239,16 @@ class EngineCore:
             assert logits is not None
             messages += self._draws.draw(runs, logits)
         drafted = [run for run in runs if run.draft]
-        self._ranks.kept = tuple(run.drawn for run in drafted)
+        self._kept = tuple(run.drawn for run in drafted)
         if self._drafts is not None:
             for run in drafted:
                 self._drafts.verified(len(run.draft), run.accepted)
         # Only now are answers as long as their sequences are on the ranks.
-        self._ranks.run_all(plans)
+        self._run(*plans)
         for run in runs:
             if run.ends:
                 self._end(run.answer, keep=run.sound)
-        self._ranks.run_all(self.scheduler.copies(step))
+        self._run(*self.scheduler.copies(step))
         return messages
 
     def _transfer(self) -> bool:
@@ -250,7 +260,7 @@ class EngineCore:
         if self.scheduler.running:
             saving = min(saving, self._last_step / 8)
         seconds = {Op.LOAD: loading, Op.SAVE: saving}
-        return self.scheduler.room.move(self._ranks.run, self._clock, seconds)
+        return self.scheduler.room.move(self._run, self._clock, seconds)
 
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
@@ -258,13 +268,16 @@ class EngineCore:
         return seconds_left(requests, self.scheduler, self._draws)
 
     def idle(self) -> list[RankStats]:
-        """Hear from every rank; see `AllRanks.stats`."""
-        return self._ranks.stats(self.scheduler.free_on_ranks)
+        """Hear from every rank, so that none waits for a plan too long; raises as `read_stats`."""
+        # All answer, so a stuck one is found: a broadcast alone succeeds while one is stopped.
+        table = self._run(StepPlan(Op.STATS))
+        assert table is not None
+        return read_stats(table, self.runner.caches, self.scheduler.free_on_ranks)
 
     def stop(self) -> None:
         """End the ranks; what is being saved gets a moment to be whole."""
         self.scheduler.room.drain(self._transfer, _LAST_SECONDS)
-        self._ranks.run(StepPlan(Op.STOP))
+        self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
         """Counters of all ranks: `razor_dist.protocol.messages.Stats`."""

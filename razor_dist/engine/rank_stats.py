@@ -6,7 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import Caches
+from razor_dist.config.errors import EngineError
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.sequences import Sequences
 from razor_dist.parallel.comm import PURPOSES, Communicator
@@ -50,6 +54,23 @@ class RankStats(NamedTuple):
         first = len(cls._fields) - 2
         end = first + len(PURPOSES)
         return cls._make([*row[:first], tuple(row[first:end]), tuple(row[end:])])
+
+
+def read_stats(table: Tensor, caches: Caches, free: Ints) -> list[RankStats]:
+    """Read every rank's `RankStats.row`, int64 ``[P, n]``; ``caches`` are rank 0's.
+
+    Raises `EngineError` unless each rank has ``free`` what rank 0 counts for it.
+    """
+    found = [RankStats.of(row) for row in table.tolist()]
+    for rank, (stats, ours) in enumerate(zip(found, free.T.tolist(), strict=True)):
+        if caches.scratch is None:
+            ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
+        if list(stats.free) != ours:
+            raise EngineError(
+                f"rank {rank} has {list(stats.free)} pages and places free and rank 0 counts "
+                f"{ours}: a defect of razor_dist; please report it"
+            )
+    return found
 
 
 def counters_of(ranks: Sequence[RankStats]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def run(core: EngineCore) -> dict[str, list[Any]]:
 
 def evict_all(core: EngineCore) -> None:
     """Evict all that is cached and not in use; host memory and disk keep theirs."""
-    core._ranks.run_all(core.scheduler.room.shrink_to(0))
+    core._run(*core.scheduler.room.shrink_to(0))
 
 
 def tokens(messages: list[Any]) -> list[int]:
