@@ -32,7 +32,8 @@ from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 
 KIND = "grid"  # of task, in a folder's settings
-PRESET = PRESETS["number"]
+_NUMBER = "number"
+PRESET = PRESETS[_NUMBER]
 
 _LEAST_TOKENS = 2500
 # Of the context, for the chat template, the question and the answer.
@@ -73,7 +74,7 @@ class GridTask:
     grid: GridConfig
     methods: tuple[Method, ...]
     haystack: Corpus | None  # None where the preset makes the text
-    preset: Preset = PRESET
+    preset: str = _NUMBER  # its name: a preset has functions, which do not travel
 
     @classmethod
     def plan(
@@ -81,14 +82,14 @@ class GridTask:
         grid: GridConfig,
         methods: Sequence[Method],
         head_maps: Sequence[HeadMap] = (),
-        preset: Preset = PRESET,
+        preset: str = _NUMBER,
     ) -> GridTask:
         """Settle the haystack by what is installed; refuse what does not fit the model."""
         shape = shape_of(grid, *head_maps)
         check_lengths(grid, shape, max(grid.lengths), ROOM)
-        if preset is PRESETS["words"]:
+        if preset == "words":
             check_needle_model("preset words", grid.model, shape.vocab_size)
-        haystack = Corpus.of(grid.haystack) if preset.haystack else None
+        haystack = Corpus.of(grid.haystack) if PRESETS[preset].haystack else None
         own = grid.model_dump(include=set(EngineConfig.model_fields))
         # What heads see is the methods', and so are the blocks that are chosen.
         names = ("prefill", *STREAMING_SETTINGS, "retrieval_share")
@@ -105,7 +106,7 @@ class GridTask:
             "haystack": name,
             "haystack_fingerprint": text,
             "seed": self.grid.seed,
-            **self.preset.versions,
+            **PRESETS[self.preset].versions,
         }
 
     @property
@@ -131,7 +132,7 @@ class GridTask:
         """Read a document by a method's settings, and ask a `ReplayModel` for its needle."""
         model: ReplayModel = llm
         method, place = self.methods[item.data["method"]], item.data["place"]
-        prompter, preset = model.prompter, self.preset
+        prompter, preset = model.prompter, PRESETS[self.preset]
         haystack = None
         if self.haystack is not None:
             haystack = same_haystack(*self.haystack, prompter.tokenizer)

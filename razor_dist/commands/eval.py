@@ -196,10 +196,7 @@ def report(
 @with_config_flags(NeedleGridConfig, leave_out=_NOT_METHODS - {"weight_dtype"})
 def grid(config: NeedleGridConfig, out: Out) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    from razor_dist.evals.needle.presets import PRESETS
-
-    preset = PRESETS[config.preset]
-    _run_grid(config, config.method_settings, out / "report.md", preset=preset)
+    _run_grid(config, config.method_settings, out / "report.md", preset=config.preset)
 
 
 @eval.command("sources")

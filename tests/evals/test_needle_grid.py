@@ -17,7 +17,7 @@ from razor_dist.config.sources import load_config
 from razor_dist.evals.grid import GridTask, place_seed
 from razor_dist.evals.methods import FULL_METHOD, methods_of
 from razor_dist.evals.needle.config import GridConfig, NeedleConfig, NeedleGridConfig, Place
-from razor_dist.evals.needle.presets import PRESETS, Fact, exact_number, number_facts
+from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.settings import shipped_methods
@@ -161,7 +161,7 @@ def test_a_plan_wants_prose(plan: Callable[[str], Any], tmp_path: Path) -> None:
             "lengths: 9000 is beyond smollm2",
         ),
         (
-            lambda: GridTask.plan(GridConfig(), [FULL_METHOD], preset=PRESETS["words"]),
+            lambda: GridTask.plan(GridConfig(), [FULL_METHOD], preset="words"),
             "preset words is for the needle model",
         ),
     ],

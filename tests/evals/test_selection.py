@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from razor_dist.evals.grid import GridTask
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of, selection_of
 from razor_dist.evals.needle.config import NeedleGridConfig
 from razor_dist.evals.needle.model import build_needle_model
-from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.one_rank import ReplayConfig, ReplayModel
 from razor_dist.evals.selection import (
     BLOCK,
@@ -342,7 +342,8 @@ def test_the_needle_model_finds_its_needle_by_chosen_blocks(tmp_path: Path) -> N
     lost = Method(
         "none", found.settings, selection=selection_of("1/2", "none", found.selection.heads)
     )
-    task = GridTask.plan(config, [found, lost], preset=PRESETS["words"])
+    task = GridTask.plan(config, [found, lost], preset="words")
+    task = pickle.loads(pickle.dumps(task))
     model = ReplayModel(ReplayConfig(**task.config.model_dump()))
     scores = [task.run(model, item)["cells"][0]["score"] for item in task.items()]
     assert scores == [1.0, 0.0]
