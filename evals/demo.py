@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.corpus import reference_paragraphs
+from razor_dist.documents.corpus import reference_prose
 from razor_dist.evals.serving import Answer, ServingError, ask, connect, serve
 
 MODEL = "smollm2"
@@ -66,9 +66,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     console.print(f"[bold]1.[/] {MODEL}, the embedded model")
     folder = resolve_model(MODEL)  # the first time this converts it, and says so
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    document = build_document(
-        reference_paragraphs(), lambda text: len(tokenizer.encode(text, add_special_tokens=False))
-    )
+    document = build_document(lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
     settings = {"model": MODEL, "world-size": str(world_size), **SETTINGS}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     began = time.monotonic()
@@ -106,18 +104,10 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     return 0 if right else 1
 
 
-def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]) -> str:
-    """Join paragraphs of about `DOCUMENT_TOKENS` tokens, with `SENTENCE` among them."""
-    chosen: list[str] = []
-    tokens = count_tokens(SENTENCE)
-    for paragraph in paragraphs:
-        text = " ".join(paragraph.split())
-        tokens += count_tokens(text + "\n\n")
-        if tokens > DOCUMENT_TOKENS:
-            break
-        chosen.append(text)
-    else:
-        raise ValueError(f"the prose has {tokens} tokens, the document wants {DOCUMENT_TOKENS}")
+def build_document(count_tokens: Callable[[str], int]) -> str:
+    """Join paragraphs of at most `DOCUMENT_TOKENS` tokens, with `SENTENCE` among them."""
+    room = DOCUMENT_TOKENS - count_tokens(SENTENCE)
+    *chosen, _ = reference_prose(room + 1, lambda text: count_tokens(text + "\n\n"))
     # The paragraph in which the depth lies ends with the sentence.
     before = DEPTH / 100 * sum(map(len, chosen))
     ends = itertools.accumulate(map(len, chosen))

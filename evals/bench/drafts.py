@@ -12,6 +12,7 @@ not copied is drawn at random, with a seed, for the same reason.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 from collections import Counter
@@ -22,7 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.documents.corpus import reference_paragraphs, sentences_of
+from razor_dist.documents.corpus import reference_prose, sentences_of
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import DraftsBenchSettings
 from razor_dist.llm.llm import LLM
@@ -94,13 +95,12 @@ class Timed:
 
 def prompts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each task's name and prompt: a document of about ``tokens`` tokens, and the task."""
-    paragraphs, starts, count = [], [], 0
-    for paragraph in reference_paragraphs():
-        if count >= tokens:
-            break
-        paragraphs.append(paragraph)
-        starts.append(count)
-        count += len(tokenizer.encode(f"{paragraph}\n\n", add_special_tokens=False))
+
+    def size(paragraph: str) -> int:
+        return len(tokenizer.encode(f"{paragraph}\n\n", add_special_tokens=False))
+
+    paragraphs = reference_prose(tokens, size)
+    *starts, count = itertools.accumulate(map(size, paragraphs), initial=0)
     document, fields = "\n\n".join(paragraphs), _fields(paragraphs, starts, count)
     for name, task in TASKS.items():
         content = f"{document}\n\n{task.question.format(**fields)}"

@@ -17,11 +17,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import httpx
 
+from razor_dist.documents.corpus import reference_prose
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import PrefixBenchSettings
 from razor_dist.evals.needle.documents import hide_words
@@ -38,7 +38,7 @@ QUESTIONS = (
     "How does the text begin?",
 )
 TURNS = ("What is this text about?", "Say it in fewer words.", "Now in one word.")
-_WORDS_PER_TOKEN = 0.68  # of `prose`, with the embedded model's tokenizer
+_WORDS_PER_TOKEN = 0.74  # of `prose`, with the embedded model's tokenizer
 # Of the Zipf load: requests, documents and their tokens, and documents that the pool holds.
 _REQUESTS, _DOCUMENTS, _LENGTH, _ROOM = 200, 10, 240, 2
 
@@ -102,17 +102,22 @@ def run(settings: PrefixBenchSettings) -> BenchRecord:
     return load.get(settings.load, after_a_kill)(settings)
 
 
-def prose(tokens: int) -> tuple[list[str], str]:
-    """Return the words of Python's reference, and its beginning of about ``tokens`` tokens."""
-    words = " ".join(topics[name] for name in sorted(topics)).split()
-    return words, " ".join(words[: round(tokens * _WORDS_PER_TOKEN)])
+def words_of(tokens: int) -> int:
+    """Return the number of words that have about ``tokens`` tokens."""
+    return round(tokens * _WORDS_PER_TOKEN)
+
+
+def prose(words: int, begin: int = 0) -> str:
+    """Return so many words of prose, behind its first ``begin`` words."""
+    paragraphs = reference_prose(begin + words, lambda text: len(text.split()))
+    return " ".join(" ".join(paragraphs).split()[begin : begin + words])
 
 
 def questions(settings: PrefixBenchSettings) -> BenchRecord:
     """Time questions and turns, and compare answers with those of a server without the cache."""
-    words, document = prose(settings.prompt_tokens)
-    halves = [" ".join(reversed(words[a : a + 1500])) for a in (0, 5000, 9000)]
-    shared = " ".join(words[20000 : 20000 + 1500])
+    document = prose(words_of(settings.prompt_tokens))
+    halves = [" ".join(reversed(prose(1500, begin).split())) for begin in (0, 5000, 9000)]
+    shared = prose(1500, 12000)
     flags = ("--max-num-seqs=8",)
     rows: Rows = []
     with asker(settings, *flags) as server:
@@ -198,7 +203,6 @@ def _part(text: str) -> Part:
 
 def pins(settings: PrefixBenchSettings) -> BenchRecord:
     """Keep short contexts and end them, round after round; the last ones expire."""
-    words, _ = prose(settings.prompt_tokens)
     rounds: list[dict[str, Any]] = []
     mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
     # Small caches: after two rounds every page and slot has been written, and is resident.
@@ -208,7 +212,7 @@ def pins(settings: PrefixBenchSettings) -> BenchRecord:
         for number in range(_ROUNDS):
             for request in range(0, _PINS, _MARKS):
                 begin = 100 * (number * _PINS + request)
-                texts = [" ".join(words[at : at + 100]) for at in range(begin, begin + 400, 100)]
+                texts = [prose(100, at) for at in range(begin, begin + 400, 100)]
                 parts = [_part(f"{text} ") | mark for text in texts]
                 server.ask([*parts, _part("Why?")], new_tokens=1)
             kept, during = server.contexts(), server.memory()
@@ -230,7 +234,7 @@ def _asked(
 ) -> tuple[list[str], str, list[tuple[str, str]]]:
     """Return a server's flags, a document, and questions to follow it with what is hidden."""
     if "needle" not in settings.load:
-        _, document = prose(settings.prompt_tokens)
+        document = prose(words_of(settings.prompt_tokens))
         return ["--max-num-seqs=8"], document, [(f"\n\n{one}", "") for one in QUESTIONS[:3]]
     model = build_needle_model(folder / "needle")
     text, facts = hide_words(settings.prompt_tokens - 64, [10, 50, 90])

@@ -10,7 +10,7 @@ import itertools
 import time
 from statistics import median
 
-from razor_dist.documents.corpus import reference_paragraphs
+from razor_dist.documents.corpus import reference_prose
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import SourcesBenchSettings
 from razor_dist.llm.llm import LLM
@@ -42,10 +42,11 @@ def run(settings: SourcesBenchSettings) -> BenchRecord:
 
 
 def _prompt(llm: LLM, tokens: int) -> str:
-    """Return Python's language reference, cut to ``tokens``, and a question."""
+    """Return prose, cut to ``tokens``, and a question."""
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
-    ids = tokenizer("\n\n".join(reference_paragraphs()))["input_ids"]
+    prose = reference_prose(tokens, lambda text: len(tokenizer(text)["input_ids"]))
+    ids = tokenizer("\n\n".join(prose))["input_ids"]
     return str(tokenizer.decode(ids[:tokens])) + QUESTION
 
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from razor_dist.evals.bench.measure import BenchRecord, Table
-from razor_dist.evals.bench.prefix import prose
+from razor_dist.evals.bench.prefix import prose, words_of
 from razor_dist.evals.bench.settings import RanksBenchSettings
 from razor_dist.evals.serving import ask, connect, serve
 
@@ -39,8 +39,6 @@ def run(settings: RanksBenchSettings) -> BenchRecord:
 
 def _start(settings: RanksBenchSettings, size: int, kernels: str) -> dict[str, Any]:
     """Time one server: its start, the first tokens of prompts, and the answers to long ones."""
-    words, document = prose(settings.prompt_tokens)
-    long = len(document.split())
     begun = time.perf_counter()
     with (
         serve(f"--world-size={size}", env=os.environ | {"XDG_CACHE_HOME": kernels}) as process,
@@ -51,8 +49,7 @@ def _start(settings: RanksBenchSettings, size: int, kernels: str) -> dict[str, A
         cpu = sum(sum(one.cpu_times()[:4]) for one in process.family())
         model = client.get("/v1/models").json()["data"][0]["id"]
         answers = []
-        for number, length in enumerate([_SHORT_WORDS] * _PROMPTS + [long] * _PROMPTS):
-            text = " ".join(words[number * long :][:length])  # no two begin alike
+        for text in prompts(settings.prompt_tokens):
             message = {"role": "user", "content": text}
             answers.append(ask(client, model, [message], settings.new_tokens))
     seconds = [answer.first_token_seconds for answer in answers]
@@ -65,3 +62,11 @@ def _start(settings: RanksBenchSettings, size: int, kernels: str) -> dict[str, A
         "prompt_tokens": [answer.prompt_tokens for answer in answers],
         "tokens_per_second": [answer.tokens_per_second for answer in answers[_PROMPTS:]],
     }
+
+
+def prompts(tokens: int) -> list[str]:
+    """Return short prompts and those of about ``tokens`` tokens; no two begin alike."""
+    long = words_of(tokens)
+    lengths = [_SHORT_WORDS] * _PROMPTS + [long] * _PROMPTS
+    texts = (prose(length, number * long) for number, length in enumerate(lengths))
+    return [f"Text {number}: {text}" for number, text in enumerate(texts, 1)]

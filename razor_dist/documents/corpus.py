@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pydoc_data.topics
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def reference_paragraphs() -> list[str]:
     """Return the prose of Python's language reference, which differs a little by its version."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return _prose(text for _, text in sorted(topics.items()))
+
+
+def reference_prose(least: int, size: Callable[[str], int]) -> list[str]:
+    """Return paragraphs of the reference, over and over, whose ``size`` is ``least`` or more."""
+    found: list[str] = []
+    for paragraph in itertools.cycle(reference_paragraphs()):
+        if least <= 0:
+            break
+        found.append(paragraph)
+        least -= size(paragraph)
+    return found
 
 
 def folder_paragraphs(folder: Path) -> list[str]:

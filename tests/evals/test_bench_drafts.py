@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from razor_dist.documents.corpus import reference_paragraphs
-from razor_dist.evals.bench import drafts
+from razor_dist.documents.corpus import reference_paragraphs, reference_prose
+from razor_dist.evals.bench import drafts, prefix, start
 from razor_dist.evals.bench.drafts import TASKS, Timed, compared, copied, prompts, run
 from razor_dist.evals.bench.settings import DraftsBenchSettings
 from tests.tokenizer import smollm2_tokenizer
@@ -43,6 +43,20 @@ def test_prompts_have_the_document_and_its_passage() -> None:
     assert "MODULE" in corrected and corrected.replace("MODULE", "module") in passage
     listed = tokenizer.decode(found["extract a list"]).split("assistant\n")[1]
     assert listed.startswith("- ") and listed[2:].split("\n")[0] in passage
+
+
+def test_prose_begins_anew_where_it_ends() -> None:
+    once = reference_paragraphs()
+    words = [word for paragraph in once for word in paragraph.split()]
+    assert reference_prose(len(words) + 1, lambda text: len(text.split())) == [*once, once[0]]
+    assert prefix.prose(40, len(words) - 20).split() == words[-20:] + words[:20]
+    # Twice as long as all of it; prompts of one length, no two of which begin alike.
+    length = 2 * prefix.words_of(10_000)
+    texts = start.prompts(20_000)
+    assert [len(text.split()) for text in texts] == [14] * 3 + [length + 2] * 3
+    assert len({text[:60] for text in texts}) == 6
+    tokenizer = smollm2_tokenizer()
+    assert all(len(ids) > 40_000 for _, ids in prompts(tokenizer, 40_000))
 
 
 def test_a_document_of_one_paragraph_is_its_passage() -> None:
