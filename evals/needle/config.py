@@ -219,11 +219,21 @@ class NeedleGridConfig(PlacesConfig):
     preset: Literal["number", "words"] = Field(
         default="number", description="What is hidden; words: the needle model's, in its own text."
     )
+    percents: Annotated[tuple[float, ...] | None, LISTED] = Field(
+        default=None,
+        description="Percents of KV heads that each head map among the methods keeps, by its "
+        "scores; none: its own.",
+    )
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         refuse_of_methods(self)
         methods = self.method_settings
+        if self.percents and not any(name.endswith(".json") for name in self.methods):
+            raise ConfigError(
+                f"percents is for methods that are paths of head maps, but methods are "
+                f"{list(methods)}"
+            )
         if self.head_map is not None and all(
             "head_map" in own
             or own.get("attention") == "streaming"
@@ -241,14 +251,13 @@ class NeedleGridConfig(PlacesConfig):
             return self.methods
         named = (shipped if name == "all" else (name,) for name in self.methods)
         names = tuple(dict.fromkeys(itertools.chain.from_iterable(named)))
-        return settings_by_name(names, {**BUILT_IN, **shipped})
-
-
-class HeadsConfig(GridConfig):
-    percents: Annotated[tuple[float, ...], LISTED] = Field(
-        default=(10, 15, 25, 50),
-        description="Budgets: percents of KV heads that keep the whole context.",
-    )
+        found: dict[str, Mapping[str, Any]] = {}
+        for name, own in settings_by_name(names, {**BUILT_IN, **shipped}).items():
+            at = () if name in names else self.percents or ()  # a head map's name is its stem
+            found |= {f"{name} {percent:g} %": {**own, "percent": percent} for percent in at}
+            if not at:
+                found[name] = own
+        return found
 
 
 class MapsConfig(GridConfig):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -14,21 +14,8 @@ from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.evals.fidelity.config import FidelityConfig
-from razor_dist.evals.needle.config import (
-    GridConfig,
-    HeadsConfig,
-    MapsConfig,
-    NeedleConfig,
-    NeedleGridConfig,
-)
-from razor_dist.evals.settings import (
-    BUILT_IN,
-    FULL,
-    METHOD_SETTINGS,
-    WINDOW,
-    shipped_methods,
-    streaming_settings,
-)
+from razor_dist.evals.needle.config import MapsConfig, NeedleConfig, NeedleGridConfig
+from razor_dist.evals.settings import METHOD_SETTINGS, WINDOW
 from razor_dist.evals.sources.config import CitationsConfig, SourcesConfig
 from razor_dist.evals.suites.config import CONFIGS, SUITES, SuiteConfig
 
@@ -41,23 +28,17 @@ _ATTENTION = frozenset({"attention"})
 _MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threads"}
 # A grid runs on one rank, and its methods decide the rest by themselves.
 _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code", "seed"}
-_NOT_ABLATIONS = _NOT_GRID - set(WINDOW) - {"head_map"}
 _NOT_SOURCES = _NOT_GRID - set(WINDOW) - {"attention", "head_map", "source_heads", "prefill"}
 # Those of a server with several ranks.
 _NOT_CITATIONS = _NOT_SOURCES - {"world_size", "weights"}
-_NOT_HEADS = _NOT_GRID - set(WINDOW) - {"compensation"}
-_NOT_MAPS = _NOT_HEADS - {"prefill"} | {"kv_dtype"}  # maps are compared by what heads keep
+# Maps are compared by what heads keep.
+_NOT_MAPS = _NOT_GRID - set(WINDOW) - {"compensation", "prefill"} | {"kv_dtype"}
 _NOT_METHODS = _NOT_GRID - set(METHOD_SETTINGS) | _ATTENTION
 # One process compares, without a server's caches; job settings stay.
 _NOT_FIDELITY = _NOT_METHODS | {"seed"}
 
-Settings: TypeAlias = Mapping[str, Mapping[str, Any]]  # of methods, by name
 Out: TypeAlias = Annotated[
     Path, typer.Option(help="Folder for results and report; what is there is not run again.")
-]
-Prefill: TypeAlias = Annotated[
-    Literal["exact", "local", "both"],
-    typer.Option(help="Streaming heads at prefill: in full (exact), windowed (local)."),
 ]
 
 
@@ -196,7 +177,14 @@ def report(
 @with_config_flags(NeedleGridConfig, leave_out=_NOT_METHODS - {"weight_dtype"})
 def grid(config: NeedleGridConfig, out: Out) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    _run_grid(config, config.method_settings, out / "report.md", preset=config.preset)
+    from razor_dist.evals.grid import GridTask
+    from razor_dist.evals.methods import methods_of
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    own = methods_of(config, config.method_settings, as_written=True)
+    results = GridTask.plan(config, own, preset=config.preset).run_in(out)
+    kept = {method.name: [method.kept] for method in own}
+    _write_page(out / "report.md", results.table(kept, ["KV heads kept"]))
 
 
 @eval.command("sources")
@@ -229,28 +217,6 @@ def citations(config: CitationsConfig, out: Out) -> None:
     _write_page(out / "report.md", page(figures(results)))
 
 
-@eval.command("heads")
-@with_config_flags(HeadsConfig, leave_out=_NOT_HEADS)
-def heads(
-    config: HeadsConfig,
-    head_maps: Annotated[list[Path], typer.Argument(metavar="MAP...", help="Head maps (JSON).")],
-    out: Out,
-    prefill: Prefill = "both",
-) -> None:
-    """Compare head maps at equal numbers of KV heads, by needles found."""
-    from razor_dist.heads.head_map import HeadMap, head_map_file
-
-    kinds = [HeadMap.load(head_map_file(str(path))).method for path in head_maps]
-    methods: dict[str, Mapping[str, Any]] = {"streaming": BUILT_IN["streaming"]}
-    for path, kind in zip(head_maps, kinds, strict=True):
-        name = kind if kinds.count(kind) == 1 else path.stem
-        for percent in sorted(config.percents):
-            methods[f"{name} {percent:g} %"] = {"head_map": str(path), "percent": percent}
-    if len(methods) <= len(head_maps) * len(config.percents):
-        raise ConfigError("two head maps have the same file name; rename one")
-    _run_grid(config, _by_prefill(config, prefill, methods), out / "heads.md")
-
-
 @eval.command("maps")
 @with_config_flags(MapsConfig, leave_out=_NOT_MAPS)
 def maps(
@@ -271,36 +237,6 @@ def maps(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     typer.echo(run(config, criteria, out))
     typer.echo(f"wrote {out}")
-
-
-@eval.command("ablations")
-@with_config_flags(GridConfig, leave_out=_NOT_ABLATIONS)
-def ablations(config: GridConfig, out: Out, prefill: Prefill = "both") -> None:
-    """Repeat RazorAttention's ablations: random heads, fewer heads, no echo, no compensation."""
-    methods = _by_prefill(config, prefill, shipped_methods("ablations"))
-    _run_grid(config, methods, out / "ablations.md")
-
-
-def _by_prefill(config: GridConfig, prefill: str, methods: Settings) -> Settings:
-    """Return full attention, and the other methods with each prefill and the settings' windows."""
-    found = {FULL: BUILT_IN[FULL]}
-    for one in ("exact", "local") if prefill == "both" else (prefill,):
-        shared = streaming_settings(config, one)
-        for name, own in methods.items():
-            if name != FULL:
-                found[f"{name}, {one}"] = {**shared, **own}
-    return found
-
-
-def _run_grid(config: GridConfig, methods: Settings, page: Path, **about: Any) -> None:
-    from razor_dist.evals.grid import GridTask
-    from razor_dist.evals.methods import methods_of
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    own = methods_of(config, methods, as_written=True)
-    results = GridTask.plan(config, own, **about).run_in(page.parent)
-    kept = {method.name: [method.kept] for method in own}
-    _write_page(page, results.table(kept, ["KV heads kept"]))
 
 
 def _write_page(path: Path, page: str) -> None:

@@ -108,22 +108,23 @@ def test_the_commands_write_results_and_tables(
 ) -> None:
     maps = [str(tiny.parent / f"{name}.json") for name in ("razor", "onthefly")]
     shared = ["--model", str(tiny), "--window-min", "32", "--block", "16", "--threads", "1"]
-    command = ["eval", "heads", *maps, "--out", str(tmp_path), "--percents", "25,50"]
+    command = ["eval", "grid", "--out", str(tmp_path), "--percents", "25,50"]
+    command += ["--methods", ",".join(["full", "streaming", *maps])]
     assert cli.main([*command, *shared, *GRID]) == 0
     out = capfd.readouterr().out
-    assert "| onthefly 25 %, exact | 2 | 0/1 | " in out and "| full | all | 0/1 |" in out
-    assert (tmp_path / "heads.md").read_text().strip() in out
-    assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4)
+    assert "| onthefly 25 % | 2 | 0/1 | " in out and "| full | all | 0/1 |" in out
+    assert (tmp_path / "report.md").read_text().strip() in out
+    assert len(read_job(tmp_path).records) == 2 + 4
     stored = (tmp_path / "results.jsonl").read_bytes()
     assert cli.main([*command, *shared, *GRID]) == 0
     assert (tmp_path / "results.jsonl").read_bytes() == stored
 
-    # In the same folder, whose full attention and streaming need not be asked again.
-    command = ["eval", "ablations", "--head-map", maps[0], "--out", str(tmp_path)]
-    command += ["--prefill", "exact"]
+    # In the same folder, whose full attention need not be asked again.
+    command = ["eval", "grid", "--config", "configs/ablations.yaml", "--head-map", maps[0]]
+    command += ["--out", str(tmp_path)]
     assert cli.main([*command, *shared, *GRID]) == 0
     assert capfd.readouterr().out.count("| random heads, draw ") == 3
-    assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4) + 9
+    assert len(read_job(tmp_path).records) == 2 + 4 + 10
     assert cli.main([*command, *shared, *GRID, "--seed", "1"]) == 2
     assert "task.seed is 0 there and 1 here" in capfd.readouterr().err
 
@@ -131,9 +132,10 @@ def test_the_commands_write_results_and_tables(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["MAP"], "two head maps have the same file name"),
+        (["--methods", "MAP,other/razor.json"], "two have the same name; rename a head map"),
+        (["--methods", "full,razor"], "percents is for methods that are paths of head maps, but"),
         (["--percents", "0,10"], "a budget must be a percentage above 0"),
-        (["--percents", "a"], "percents must be a list of numbers, got 'a'"),
+        (["--percents", "a"], "percents must be a list of numbers or none, got 'a'"),
         (["--percents", "10,10"], "percents must be a list without repeats"),
         (["--depths", "101"], "depths must be a percentage from 0"),
         (["--needles", "0"], "needles must be at least 1"),
@@ -144,7 +146,9 @@ def test_mistakes_are_named(
     option: list[str], message: str, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     own = str(tiny.parent / "razor.json")
-    option = [own if word == "MAP" else word for word in option]
-    command = ["eval", "heads", own, "--out", str(tmp_path), "--model", str(tiny)]
+    option = [word.replace("MAP", own) for word in option]
+    command = ["eval", "grid", "--percents", "50", "--out", str(tmp_path)]
+    command += [] if "--methods" in option else ["--methods", own]
+    command += ["--model", str(tiny), "--lengths", "400", "--haystack", "reference"]
     assert cli.main([*command, *option]) == 2
     assert message in capfd.readouterr().err
