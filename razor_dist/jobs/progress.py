@@ -38,7 +38,7 @@ class JobProgress(ExitStack):
         self._finished, self._failed = before, 0
         self._left = {item.id: item.size for item in items}
         self._all_left = sum(self._left.values())
-        self._parts: dict[str, list[int]] = {}  # done, all
+        self._parts: dict[str, tuple[int, int | None]] = {}  # done, and all, once they are known
         self._live: set[str] = set()  # items of which `TokensDone` came
         self._done = self._read = self._written = 0
         self._clock = clock
@@ -59,7 +59,7 @@ class JobProgress(ExitStack):
         match update:
             case ItemSize():
                 self._set_left(item.id, update.tokens)
-                self._parts[item.id] = [update.stored, update.parts]
+                self._parts[item.id] = update.stored, update.parts
                 if update.stored:
                     log.info("%s: %d of %d parts are there already", item.id, *self._parts[item.id])
             case TokensDone():
@@ -67,9 +67,10 @@ class JobProgress(ExitStack):
             case PartResult(whole=True):
                 if item.id not in self._live:
                     self._count(item.id, update.tokens)
-                done = self._parts.setdefault(item.id, [0, 1])
-                done[0] += 1
-                log.info("%s: part %d of %d done | %s", item.id, *done, self.rate())
+                done, parts = self._parts.get(item.id, (0, None))
+                self._parts[item.id] = done + 1, parts
+                of = "" if parts is None else f" of {parts}"
+                log.info("%s: part %d%s done | %s", item.id, done + 1, of, self.rate())
 
     def finished(self, outcome: Outcome) -> None:
         id = outcome.item.id

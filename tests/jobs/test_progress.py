@@ -24,7 +24,6 @@ def test_the_progress_counts_what_was_read() -> None:
         expected = "4/6 (1 failed) | a done in 10.0 s | 100.0 tokens/s, 00:30 left"
         assert progress.line(outcome) == expected
         progress.updated(ItemUpdate(items[1], ItemSize(1000, 3, 1)))  # less than was estimated
-        progress.updated(ItemUpdate(items[3], PartResult("k", {}, 0)))  # a part before the size
         progress.updated(ItemUpdate(items[3], ItemSize(500)))
         progress.updated(ItemUpdate(items[1], PartResult("k", {}, 500)))
         assert progress.rate() == "150.0 tokens/s, 00:06 left"
@@ -61,3 +60,16 @@ def test_prompts_and_answers_in_work_count_as_they_grow(caplog: pytest.LogCaptur
     told = [record.getMessage() for record in caplog.records]
     assert "a: 600 tokens of a prompt and 7 of its answer are there from an earlier run" in told
     assert "1,400 tokens of prompts read, 30 of answers written (100 %) | 70.0 tokens/s" in told[-2]
+
+
+def test_parts_that_are_done_before_their_number_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    item = Item("a", size=200)
+    with JobProgress([item]) as progress, caplog.at_level("INFO"):
+        progress.updated(ItemUpdate(item, PartResult("k", {}, 100)))
+        progress.updated(ItemUpdate(item, ItemSize(200, 3, 1)))
+        progress.updated(ItemUpdate(item, PartResult("l", {}, 100)))
+    assert [record.getMessage().partition(" |")[0] for record in caplog.records] == [
+        "a: part 1 done",
+        "a: 1 of 3 parts are there already",
+        "a: part 2 of 3 done",
+    ]
