@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
-
-import msgspec
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.frontend.client import EngineClient
@@ -24,6 +20,8 @@ _MOVES_SECONDS = 3600
 _BEGINS = 120
 # Bytes of a context that this server has not pinned.
 _UNKNOWN: Fields = {"device": 0, "host": None, "disk": None}
+# An owner, a salt and a digest, equal for two requests that keep the same context.
+Name = tuple[str | None, str | None, bytes]
 
 
 @dataclass(eq=False)
@@ -46,9 +44,9 @@ class Context:
     def is_pinned(self) -> bool:
         return self.pin is not None and self.pin.is_kept
 
-    @cached_property
-    def name(self) -> bytes:
-        return context_name(self.head.owner, self.head.salt, self.kept)
+    @property
+    def name(self) -> Name:
+        return self.head.owner, self.head.salt, self.kept.digest
 
     @property
     def expires(self) -> float:
@@ -116,12 +114,6 @@ def new_context(kept: KeptContext, owner: str | None, salt: str | None, tag: str
     id_ = f"ctx_{tag}{secrets.token_hex(16)[len(tag) :]}"
     head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
     return Context(head, kept.ttl, now, kept)
-
-
-def context_name(owner: str | None, salt: str | None, kept: KeptContext) -> bytes:
-    """A hash of all that makes a context, equal for two requests that keep the same one."""
-    about = [owner, salt, kept.digest]
-    return hashlib.sha256(msgspec.msgpack.encode(about)).digest()
 
 
 def _beginning(kept: KeptContext) -> str:

@@ -16,14 +16,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
 from razor_dist.protocol.messages import Fields
-from razor_dist.server.context import (
-    Context,
-    context_name,
-    described,
-    entry,
-    new_context,
-    passed,
-)
+from razor_dist.server.context import Context, Name, described, entry, new_context, passed
 from razor_dist.server.context_files import GRACE_SECONDS, ContextFiles
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
@@ -46,7 +39,7 @@ class Contexts:
         self._client, self.most, self._tag = client, int(most), tag
         self._has_store = has_store
         self._contexts: dict[str, Context] = {}
-        self._by_name: dict[bytes, Context] = {}
+        self._by_name: dict[Name, Context] = {}
         self._stored_in: ContextFiles | None = None
         self._writing: dict[Context, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -198,7 +191,7 @@ class Contexts:
         `EngineClient.submit`, and as `find` if ``base`` has ended.
         """
         salt = salt if base is None else base.head.salt
-        known = [self._by_name.get(context_name(owner, salt, one)) for one in kept]
+        known = [self._by_name.get((owner, salt, one.digest)) for one in kept]
         await self._look([context for context in (base, *known) if context is not None])
         used, new = list[Context](), list[Pin]()
         try:
