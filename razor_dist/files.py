@@ -126,10 +126,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
 
 
 def _digest_of_line(data: bytes) -> str:
-    """Name a line by its text: a last line is the same when another is appended, and CRLF is LF.
-
-    Lines that end in LF have the names that folders of earlier versions know.
-    """
+    """Name a line by its text: a last line is the same when another is appended, and CRLF is LF."""
     return digest_of(data.rstrip(b"\r\n") + b"\n")
 
 

@@ -135,10 +135,6 @@ def sweep(directory: Path, unused_since: float = 0.0) -> int:
     """
     removed = 0
     for folder in folders(directory):
-        for old in folder.glob("ctx_*.context"):  # where they were before version 0.2
-            with contextlib.suppress(OSError):
-                (folder / CONTEXTS).mkdir(mode=0o700, exist_ok=True)
-                old.rename(folder / CONTEXTS / old.name)
         removed += _sweep(folder / CONTEXTS, unused_since)[1]
     return removed
 

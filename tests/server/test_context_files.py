@@ -69,10 +69,7 @@ async def test_expired_ones_say_so_after_a_restart(tmp_path: Path) -> None:
 
 
 def contexts_of_other_models(store: Path) -> list[Path]:
-    """Contexts of three models, in this order: expired, not used for two days, just used.
-
-    The last lies where contexts were before they had a folder of their own.
-    """
+    """Contexts of three models, in this order: expired, not used for two days, just used."""
     found, day = [], 86400.0
     for number, (age, ttl) in enumerate([(3700.0, 3600), (2 * day, 604800), (0.0, 3600)]):
         folder = PrefixStore(store, {"model": number}).folder
@@ -80,7 +77,6 @@ def contexts_of_other_models(store: Path) -> list[Path]:
         assert ContextFiles(folder).write(Head(id_, "a", None, 0.0, 99, "The door"), ttl, one)
         found.append(folder / f"contexts.d/{id_}.context")
         os.utime(found[-1], (time.time() - age,) * 2)
-    found[-1].rename(folder / found[-1].name)
     return found
 
 
