@@ -117,19 +117,6 @@ async def test_a_stream_that_is_closed_early_is_aborted() -> None:
         assert (await client.stats())["aborted"] == 2
 
 
-async def test_the_queue_is_bounded() -> None:
-    async with running(max_queue=2) as engine:
-        client = engine.client
-        await client.ready()
-        first = submit(client, "a", [fake_engine.HANG])
-        submit(client, "b", [fake_engine.HANG])
-        with pytest.raises(RequestError, match="2 requests are unfinished") as raised:
-            submit(client, "c", [5])
-        assert raised.value.code == "queue_full"
-        first.close()
-        assert await tokens(client, "c", [5]) == [5, fake_engine.EOS]
-
-
 async def test_a_request_does_not_wait_while_its_context_is_read() -> None:
     async with running() as engine:
         client = engine.client
@@ -183,28 +170,6 @@ async def test_a_refusal_names_its_field() -> None:
         assert raised.value.param == "messages"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 2])
-async def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) -> None:
-    async with running(world_size=3) as engine:
-        client = engine.client
-        await client.ready()
-        before = engine.pids
-        work = [asyncio.create_task(tokens(client, str(n), [49002])) for n in range(3)]
-        await asyncio.sleep(0.05)
-        os.kill(before[rank], signal.SIGKILL)
-        async with asyncio.timeout(20):  # the heartbeat would tell after 30
-            done = await asyncio.gather(*work, return_exceptions=True)
-        assert all(isinstance(error, EngineError) for error in done)
-        assert client.status.state == "restarting"
-        with pytest.raises(EngineError, match="restarting"):
-            submit(client, "x", [5])
-        async with asyncio.timeout(60):
-            await client.ready()
-        assert not set(before) & set(engine.pids)
-        assert await tokens(client, "x", [5]) == [5, fake_engine.EOS]
-
-
 async def test_a_stopped_rank_is_killed_with_the_others() -> None:
     async with running(world_size=3) as engine:
         await engine.client.ready()
@@ -254,22 +219,6 @@ async def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
         async with asyncio.timeout(60):
             await engine.client.ready()
         assert not exists(stopped)
-
-
-async def test_what_rank_0_refuses_is_the_reason_and_not_tried_again() -> None:
-    async with running("bad-head-map", world_size=3) as engine:
-        with pytest.raises(EngineError, match="failed: the head map belongs to another model"):
-            await engine.client.ready()
-        pids = engine.pids
-        await asyncio.sleep(1.0)
-        assert engine.pids == pids
-        assert engine.client.status.state == "failed"
-
-
-async def test_failing_starts_are_bounded() -> None:
-    async with running("crash-at-start") as engine:
-        with pytest.raises(EngineError, match="3 starts failed in a row"):
-            await engine.client.ready()
 
 
 async def test_ranks_whose_node_is_gone_are_not_started_again() -> None:
