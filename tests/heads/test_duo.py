@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,7 @@ from razor_dist.identify.duo.train import (
 from razor_dist.identify.settings import DuoSettings
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.zero import import_deepspeed
 from tests.heads.planted import HEADS, RETRIEVAL, make_planted, passkeys
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
@@ -246,29 +247,25 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         TrainingState.load(file, mine)
 
 
-@pytest.mark.long
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What importing DeepSpeed sets is as before after the test."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return monkeypatch
+
+
 @pytest.mark.parametrize(("device", "told"), [("cuda:0", "0"), ("cuda:5", "5"), ("cpu", "3")])
-def test_deepspeed_is_told_the_gpu_of_this_process(device: str, told: str) -> None:
+def test_deepspeed_is_told_the_gpu_of_this_process(
+    device: str, told: str, environment: pytest.MonkeyPatch
+) -> None:
     """An actor of Ray sees one GPU, whatever its place on the node."""
-    code = (
-        "import os, sys, torch, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed');"
-        "from razor_dist.parallel.zero import import_deepspeed as load;"
-        f"load(torch.device('{device}')); print(os.environ['LOCAL_RANK'])"
-    )
-    environment = {**os.environ, "LOCAL_RANK": "3"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert run.stdout.strip() == told, run.stderr
+    environment.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    import_deepspeed(torch.device(device))
+    assert os.environ["LOCAL_RANK"] == told
 
 
-@pytest.mark.long
-def test_without_deepspeed_the_extra_is_named() -> None:
-    code = (
-        "import sys; sys.modules['deepspeed'] = None;"
-        "from razor_dist.parallel.zero import import_deepspeed as load;"
-        "from razor_dist.config.errors import ConfigError\n"
-        "try: load()\nexcept ConfigError as error: print(error)"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    assert "pip install " in said and "[train]'" in said
+def test_without_deepspeed_the_extra_is_named(environment: pytest.MonkeyPatch) -> None:
+    environment.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"pip install .*\[train\]'"):
+        import_deepspeed()
