@@ -211,26 +211,6 @@ def test_contexts_of_other_engines(world: int, more: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_two_servers_on_one_store_know_each_others_contexts(tmp_path: Path) -> None:
-    store = "--prefix-store", str(tmp_path)
-    with serving(1, *store) as one, serving(2, *store) as other:
-        first = chat(one, messages=[user(part(REPORT, cache_control=MARK), ASK)])
-        [context] = first["contexts"]
-        assert wait_until(lambda: call(other, "/v1/contexts").json()["data"], 20)
-        saving = lambda: call(one, "/stats").json()["prefix_cache"]["saving"]  # noqa: E731
-        assert wait_until(lambda: not saving(), 20)
-        by_handle = {"messages": [user(ASK)], "context": context["id"]}
-        assert said(chat(other, **by_handle)) == said(first) == said(chat(one, **by_handle))
-        [listed] = call(other, "/v1/contexts").json()["data"]
-        assert listed["bytes"]["disk"] > 0 < listed["bytes"]["device"]
-        assert call(other, f"/v1/contexts/{context['id']}", method="DELETE").json()["deleted"]
-        assert call(one, "/v1/contexts").json()["data"] == []
-        assert chat(one, **by_handle).status_code == 404
-        for server in (one, other):
-            assert not sum(call(server, "/stats").json()["kv_bytes_per_rank"])
-
-
-@pytest.mark.slow
 def test_contexts_outlive_an_engine_that_dies() -> None:
     with serving(2, "--pinned-gb=0.2") as server:
         first = chat(server, messages=[user(part(REPORT, cache_control=MARK), ASK)])

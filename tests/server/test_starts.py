@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -200,17 +201,23 @@ def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
 
 
 @pytest.mark.long
-def test_torchrun_restarts_a_rank_0_that_was_stopped() -> None:
+def test_torchrun_restarts_a_rank_0_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAZOR_API_KEY", "sk-1")
+
+    def stats() -> Any:
+        return httpx.get(f"{url}/stats", headers={"Authorization": "Bearer sk-1"}).json()
+
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
     with ServerProcess(*TORCHRUN, *options, RANKS, "--heartbeat-timeout", "2") as server:
         url = server.url()
-        stats = httpx.get(f"{url}/stats").json()
-        assert stats["world_size"] == 2  # torchrun's, for want of --world-size
-        first = stats["pid"]
+        before = stats()
+        assert before["world_size"] == 2  # torchrun's, for want of --world-size
+        assert "RAZOR_API_KEY" not in before["env"]
+        first = before["pid"]
         os.kill(first, signal.SIGSTOP)
         assert wait_until(lambda: health(url)[0] == 503, 10)
         assert wait_until(lambda: health(url) == (200, "ready"), 60), server.log
-        assert httpx.get(f"{url}/stats").json()["pid"] != first
+        assert stats()["pid"] != first
 
 
 def test_a_world_size_that_contradicts_torchruns_is_told_once() -> None:
