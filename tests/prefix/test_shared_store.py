@@ -308,7 +308,8 @@ def turns(draw: st.DrawFn) -> Turn:
     events = ["nothing"] * 6 + ["rewrite"] * 4
     events += ["evict", "unlock", "begin", "kill", "stop", "", ""]
     given = {
-        "prefix_tail_tokens": draw(st.sampled_from([60, 200, 24])),
+        "prefix_tail_tokens": draw(st.sampled_from([60, 200, 24] * 2 + [0])),
+        "part_bytes": draw(st.sampled_from([2000, 2000, 1 << 20])),
         "prefix_store_gb": draw(st.sampled_from([None, 1.2e-4])),
         "prefix_host_gb": draw(st.sampled_from([0.0, 1.2e-4])),
     }
@@ -366,7 +367,7 @@ def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.slow)])
 def test_any_history_of_engines_at_once_is_answered_as_if_nothing_were_kept(
     count: int, ranks: Ranks, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

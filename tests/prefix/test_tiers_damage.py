@@ -1,22 +1,19 @@
-"""Prefixes on disk that are damaged are read anew, in any history of engines."""
+"""Prefixes on disk that are damaged are read anew."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix.parts import BadPartError
 from razor_dist.prefix.store import PrefixStore, check_node, folders, node_folders, read_node
-from tests.prefix.engines import GREEDY, Ask, alone, assert_alike, ids
+from tests.prefix.engines import Ask, alone, assert_alike, ids
 from tests.prefix.stores import DAMAGE, edit, lives, q, spoil
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny
@@ -32,21 +29,20 @@ def test_a_damaged_secret_is_refused_at_the_start(tmp_path: Path, size: int) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("world", [1, 2])
 def test_what_is_damaged_is_read_anew_and_healed(
-    how: str, world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+    how: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
     path, store = tiny("llama"), {"prefix_store": str(tmp_path)}
     want = alone(ranks, path, (q(0), q(1)))
-    ranks(world).run(lives, str(path), store, (q(0),))
+    ranks(2).run(lives, str(path), store, (q(0),))
     for seed in range(3):
         spoil(tmp_path, how, seed)
-        [(answers, cached, _)] = ranks(world).run(lives, str(path), store, (q(0), q(1)))[0]
+        [(answers, cached, _)] = ranks(2).run(lives, str(path), store, (q(0), q(1)))[0]
         assert_alike(answers, want)
         assert cached["q0"] in ((0, 161) if how == "leave" else (0, 161, 150))
         assert cached["q1"] == 150
     new = Ask("new", ids((6, 100)))
-    [(answers, cached, _)] = ranks(world).run(lives, str(path), store, (q(0), new))[0]
+    [(answers, cached, _)] = ranks(2).run(lives, str(path), store, (q(0), new))[0]
     assert cached == {"q0": 161, "new": 0}
     assert_alike({"q0": answers["q0"]}, {"q0": want["q0"]})
     [folder] = folders(tmp_path)
@@ -114,58 +110,3 @@ def test_a_store_of_another_format_is_a_miss_and_one_line(
     assert len(node_folders(folder)) == 1
     [(_, cached, _)] = lives(Communicator(None), path, store, asks)
     assert cached == {"d0": 149, "d1": 0, "d2": 0}
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
-    """Engines of some ranks, what happens to the store before each, and its requests."""
-    found, number = [], 0
-    for _ in range(draw(st.integers(2, 4))):
-        asks = []
-        for _ in range(draw(st.integers(1, 4))):
-            seeds = st.integers(0, 1)
-            parts = [(draw(seeds), draw(st.sampled_from([30, 70])))]
-            parts += [(draw(seeds) + 2, draw(st.integers(1, 60)))]
-            parts += [(number + 9, draw(st.integers(0, 9)))]
-            params = dataclasses.replace(GREEDY, max_tokens=draw(st.sampled_from([1, 6, 30])))
-            ask = Ask(f"r{number}", ids(*parts), params, wait=draw(st.booleans()))
-            asks.append(ask)
-            number += 1
-        damage = draw(st.sampled_from(["nothing", "nothing", *DAMAGE]))
-        found.append((draw(st.sampled_from([1, 2, 4])), damage, tuple(asks)))
-    return found
-
-
-@pytest.mark.long
-@settings(
-    max_examples=5,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    found=runs(),
-    host=st.sampled_from([0.0, 2e-4]),
-    bound=st.sampled_from([None, 2e-4]),
-    part=st.sampled_from([2000, 1 << 20]),
-    tail=st.sampled_from([0, 24]),
-    seed=st.integers(0, 99),
-)
-def test_any_history_of_engines_is_answered_as_if_nothing_were_kept(
-    found: list[tuple[int, str, tuple[Ask, ...]]],
-    host: float,
-    bound: float | None,
-    part: int,
-    tail: int,
-    seed: int,
-    ranks: Ranks,
-    tiny: Tiny,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    path, store = tiny("llama"), tmp_path_factory.mktemp("store")
-    both = {"prefix_tail_tokens": tail, "kv_tokens": 600}
-    changed = {"prefix_store": str(store), "prefix_host_gb": host, "prefix_store_gb": bound}
-    changed |= {"part_bytes": part, **both}
-    for world, damage, asks in found:
-        spoil(store, damage, seed)
-        [(answers, _, _)] = ranks(world).run(lives, str(path), changed, asks)[0]
-        assert_alike(answers, alone(ranks, path, asks, **both))
