@@ -23,11 +23,11 @@ from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import PRESETS, Preset
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here
-from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel, dropped_tokens
+from razor_dist.evals.one_rank import MethodEngine, ReplayModel, dropped_tokens
 from razor_dist.evals.settings import STREAMING_SETTINGS, streaming_settings
 from razor_dist.evals.texts import Corpus, Haystack, Prompter, same_haystack
 from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
-from razor_dist.jobs.task import Item
+from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 
@@ -70,7 +70,7 @@ class GridTask:
     there name the method's fingerprint.
     """
 
-    config: ReplayConfig  # shared by all methods; one rank
+    config: ExternalEngineConfig  # shared by all methods; one rank
     grid: GridConfig
     methods: tuple[Method, ...]
     haystack: Corpus | None  # None where the preset makes the text
@@ -94,7 +94,8 @@ class GridTask:
         # What heads see is the methods', and so are the blocks that are chosen.
         names = ("prefill", *STREAMING_SETTINGS, "retrieval_share")
         own |= {name: EngineConfig.model_fields[name].default for name in names}
-        shared = ReplayConfig(**own | {"attention": "full", "head_map": None, "seed": None})
+        own |= {"attention": "full", "head_map": None, "seed": None}
+        shared = ExternalEngineConfig(opens="razor_dist.evals.one_rank:ReplayModel", **own)
         return cls(shared, grid, tuple(methods), haystack, preset)
 
     @property

@@ -44,7 +44,6 @@ from razor_dist.evals.watch import Watch
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import head_map_of
-from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
@@ -165,13 +164,9 @@ class InProcess:
         model.register_forward_pre_hook(look)
 
 
-class TracedConfig(ExternalEngineConfig):
-    """Settings of a one-rank engine in this process of which every step's trace is seen."""
-
-    opens = "razor_dist.evals.one_rank:TracedModel"
-
-
 class TracedModel(InProcess):
+    """A one-rank engine in this process of which every step's trace is seen."""
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine = one_rank_engine(config)
@@ -190,12 +185,6 @@ class TracedModel(InProcess):
                 # A step may have given several tokens, each with its own.
                 traced += [of.pop(0) for of in self._engine.runner.sources.values() if of]
         return tokens, traced
-
-
-class ReplayConfig(ExternalEngineConfig):
-    """Settings that all methods of a grid share, of one rank in this process; frozen."""
-
-    opens = "razor_dist.evals.one_rank:ReplayModel"
 
 
 class ReplayModel(InProcess):

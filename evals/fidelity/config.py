@@ -21,12 +21,6 @@ from razor_dist.evals.settings import (
 from razor_dist.jobs.task import ExternalEngineConfig
 
 
-class FidelityEngineConfig(ExternalEngineConfig):
-    """Settings that full attention and all methods share, of one rank in a process; frozen."""
-
-    opens = "razor_dist.evals.fidelity.model:FidelityModel"
-
-
 class FidelityConfig(JobConfig):
     """Settings of the texts and the methods, the job's and the engines'; frozen."""
 
@@ -82,10 +76,11 @@ class FidelityConfig(JobConfig):
         _ = self.method_settings
 
     @property
-    def engine(self) -> FidelityEngineConfig:
+    def engine(self) -> ExternalEngineConfig:
         """The engine that full attention and all methods run in."""
         own = self.model_dump(include=set(EngineConfig.model_fields) - set(METHOD_SETTINGS))
-        return FidelityEngineConfig(**own | {"attention": "full", "seed": None})
+        own |= {"attention": "full", "seed": None}
+        return ExternalEngineConfig(opens="razor_dist.evals.fidelity.model:FidelityModel", **own)
 
     @property
     def method_settings(self) -> Mapping[str, Mapping[str, Any]]:

@@ -119,12 +119,6 @@ def sent(kind: str, place: Place, text: str) -> list[Sent]:
     return [first, _text(_EMOJI + text.replace("\n\n", f"\r\n\r\n{_EMOJI}"))]
 
 
-class CitingEngineConfig(ExternalEngineConfig):
-    """Settings of a server, asked by Anthropic's client; frozen."""
-
-    opens = "razor_dist.evals.sources.citations:CitingServer"
-
-
 class CitingServer:
     """``razor-dist serve`` with these settings, and a client of it."""
 
@@ -193,7 +187,8 @@ class CitationsTask:
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
         own = self.config.model_dump(include=set(EngineConfig.model_fields), exclude_defaults=True)
-        return {"server": CitingEngineConfig(**own)}
+        opens = "razor_dist.evals.sources.citations:CitingServer"
+        return {"server": ExternalEngineConfig(opens=opens, **own)}
 
     def items(self) -> Sequence[Item]:
         """Return the requests of all kinds at each place, first with its needle."""

@@ -23,7 +23,7 @@ from razor_dist.evals.grid import PRESET, ROOM, place_seed
 from razor_dist.evals.methods import check_lengths, shape_of
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.presets import Fact
-from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
+from razor_dist.evals.one_rank import TOP, TracedModel
 from razor_dist.evals.sources.config import GRID, SUITE_OF, SourcesConfig
 from razor_dist.evals.suites.job import data_fingerprints, material_of
 from razor_dist.evals.suites.published import has_word
@@ -31,7 +31,7 @@ from razor_dist.evals.suites.sample import Sample, Span
 from razor_dist.evals.suites.tasks import Score
 from razor_dist.evals.texts import Corpus, Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
-from razor_dist.jobs.task import Item
+from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name
 
 
@@ -72,7 +72,7 @@ class SourcesTask:
     """A task of `razor_dist.jobs`; build it with `plan`."""
 
     config: SourcesConfig
-    traced: TracedConfig
+    traced: ExternalEngineConfig
     haystack: Corpus
     data: Mapping[str, str]  # fingerprint of each question task's file
 
@@ -82,7 +82,8 @@ class SourcesTask:
         check_lengths(config, shape_of(config), max(config.lengths), beside)
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
-        traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
+        own |= {"source_heads": 1 << 20, "prefix_cache": False}
+        traced = ExternalEngineConfig(opens="razor_dist.evals.one_rank:TracedModel", **own)
         haystack = Corpus.of(config.haystack)
         return cls(config, traced, haystack, data_fingerprints(config.files))
 

@@ -47,12 +47,6 @@ CHANCE = 1.0
 _OF_MODEL = ("device", "dtype", "weight_dtype", "rope_scaling")
 
 
-class WhyEngineConfig(ExternalEngineConfig):
-    """Settings that the method and its variants share, of one rank in this process; frozen."""
-
-    opens = "razor_dist.evals.suites.why:WhyModel"
-
-
 def variants(method: Method, others: Method | None, tokens: int) -> dict[str, Method]:
     """Return the method and what is tried in its place on a text of ``tokens``, by what differs."""
     own = method.settings
@@ -277,7 +271,7 @@ class WhyTask:
         # Full attention's, so that what answers again is what answered then.
         own = self.suite.config.engine(FULL).model_dump(include=set(EngineConfig.model_fields))
         own |= {"head_map": None, "world_size": 1, "prefix_cache": False}
-        return {KIND: WhyEngineConfig(**own)}
+        return {KIND: ExternalEngineConfig(opens="razor_dist.evals.suites.why:WhyModel", **own)}
 
     @property
     def _tried(self) -> Method:

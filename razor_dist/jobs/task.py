@@ -8,7 +8,9 @@ import pkgutil
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import Field
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -53,10 +55,11 @@ CONTENT = "model_content"  # among an engine's settings: what its model's folder
 class ExternalEngineConfig(EngineConfig):
     """Settings of a model that another library runs, in an engine's place in a task; frozen.
 
-    Its fields beside the engine's decide the results, too.
+    Its fields beside the engine's and `opens` decide the results, too.
     """
 
-    opens: ClassVar[str]  # the class to open, "module:class", which takes these settings
+    # The class to open, "module:class", which takes these settings. By itself it decides nothing.
+    opens: str = Field(exclude=True)
 
     def open(self) -> Any:
         """Return what items get as their ``llm``, ready for use, in a process of its own.

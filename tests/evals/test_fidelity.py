@@ -16,13 +16,15 @@ from transformers import CohereConfig, NanoChatConfig, PretrainedConfig
 from razor_dist import cli
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.fidelity import report
-from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
+from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask, Text
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import ExternalEngineConfig
 from tests.logits import literal_logits, stock_logits
 from tests.tiny_models import save_head_map, write_random
 from tests.tokenizer import write_letters
@@ -40,7 +42,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(letters: Path) -> FidelityModel:
     settings = {"attention": "full", "threads": 1, "chunked_prefill_size": 64}
-    return FidelityModel(FidelityEngineConfig(model=str(letters), **settings))
+    return FidelityModel(EngineConfig(model=str(letters), **settings))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def test_logits_that_are_changed_behind_the_output_layer(
 ) -> None:
     write_letters(write_random(config, tmp_path))
     settings = {"attention": "full", "threads": 1, "chunked_prefill_size": 64}
-    model = FidelityModel(FidelityEngineConfig(model=str(tmp_path), **settings))
+    model = FidelityModel(EngineConfig(model=str(tmp_path), **settings))
     figures, _ = model.measure(FULL_METHOD, text)
     assert figures.kl.max() < 1e-6
     logits = stock_logits(tmp_path, text.ids)[PROMPT:-1]
@@ -173,7 +175,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(FidelityEngineConfig, "open", lambda config: model)
+    monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
     monkeypatch.setattr(model, "close", lambda: None)
     read: list[int] = []
     hook = model.replay.model.register_forward_pre_hook(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,30 +17,34 @@ from transformers import PreTrainedModel
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
+from razor_dist.evals.baselines import presses
 from razor_dist.evals.baselines.client import PressLLM
-from razor_dist.evals.baselines.presses import BaselineConfig
-from razor_dist.evals.fidelity.config import FidelityEngineConfig
+from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.fidelity.model import FidelityModel
+from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.grid import PRESET, GridTask, grid_reading, place_seed
 from razor_dist.evals.methods import FULL_METHOD, Method
-from razor_dist.evals.needle.config import GridConfig
+from razor_dist.evals.needle.config import GridConfig, NeedleConfig
 from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.one_rank import (
     MethodEngine,
-    ReplayConfig,
     ReplayModel,
-    TracedConfig,
     TracedModel,
     kept_layers,
     prefill,
     run_core,
 )
-from razor_dist.evals.sources.citations import CitingEngineConfig, CitingServer
-from razor_dist.evals.suites.why import WhyEngineConfig, WhyModel
+from razor_dist.evals.sources.citations import CitationsTask, CitingServer
+from razor_dist.evals.sources.config import CitationsConfig, SourcesConfig
+from razor_dist.evals.sources.task import SourcesTask
+from razor_dist.evals.suites.config import SharedConfig
+from razor_dist.evals.suites.job import SuiteTask
+from razor_dist.evals.suites.why import WhyModel, WhyTask
 from razor_dist.evals.texts import Haystack, Prompter
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
-from razor_dist.jobs.task import ExternalEngineConfig
+from razor_dist.jobs.task import ExternalEngineConfig, Task, job_settings
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tiny_models import save_head_map
 from tests.tokenizer import smollm2_tokenizer
@@ -192,7 +197,7 @@ def test_a_model_that_is_closed_reads_no_further(
 def test_what_is_there_is_not_run_again(
     model: ReplayModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReplayConfig, "open", lambda config: model)
+    monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
     monkeypatch.setattr(model, "close", lambda: None)
     about = {"lengths": (300, 400), "depths": (50,), "needles": 1, "haystack": "reference"}
     grid = GridConfig(**model.config.model_dump(exclude={"seed"}) | about)
@@ -244,22 +249,28 @@ def test_prompts_with_and_without_a_chat_template(model: ReplayModel) -> None:
         Prompter(None)
 
 
+PROSE: dict[str, Any] = {"haystack": "reference"}
+
+
 @pytest.mark.parametrize(
-    ("config", "opened"),
+    ("plan", "opened"),
     [
-        (BaselineConfig, PressLLM),
-        (CitingEngineConfig, CitingServer),
-        (FidelityEngineConfig, FidelityModel),
-        (ReplayConfig, ReplayModel),
-        (TracedConfig, TracedModel),
-        (WhyEngineConfig, WhyModel),
+        (lambda: NeedleTask.plan(NeedleConfig(methods="h2o", kv_budget=0.5, **PROSE)), PressLLM),
+        (lambda: CitationsTask.plan(CitationsConfig(**PROSE)), CitingServer),
+        (lambda: FidelityTask.plan(FidelityConfig(), [Path(__file__)]), FidelityModel),
+        (lambda: GridTask.plan(GridConfig(**PROSE), [FULL_METHOD]), ReplayModel),
+        (lambda: SourcesTask.plan(SourcesConfig(**PROSE)), TracedModel),
+        (lambda: WhyTask(SuiteTask.plan(SharedConfig(**PROSE)), "razor", (), ""), WhyModel),
     ],
 )
 def test_what_stands_in_an_engines_place(
-    config: type[ExternalEngineConfig], opened: type, monkeypatch: pytest.MonkeyPatch
+    plan: Callable[[], Task], opened: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[object] = []
     monkeypatch.setattr(opened, "__init__", lambda _, own: given.append(own))
-    own = config.model_construct()
-    assert type(own.open()) is opened and given == [own]
-    assert "opens" not in config.model_fields, "it decides no result"
+    monkeypatch.setattr(presses, "check_installed", lambda methods: None)
+    task = plan()
+    [config] = task.engines.values()
+    assert isinstance(config, ExternalEngineConfig)
+    assert type(config.open()) is opened and given == [config]
+    assert "opens" not in str(job_settings(task)), "it decides no result"

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
+from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.fidelity.report import write_report
 from razor_dist.evals.fidelity.task import FidelityTask
@@ -25,7 +26,7 @@ from razor_dist.evals.grid import GridTask
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of, selection_of
 from razor_dist.evals.needle.config import NeedleGridConfig
 from razor_dist.evals.needle.model import build_needle_model
-from razor_dist.evals.one_rank import ReplayConfig, ReplayModel
+from razor_dist.evals.one_rank import ReplayModel
 from razor_dist.evals.selection import (
     BLOCK,
     RECENT,
@@ -36,6 +37,7 @@ from razor_dist.evals.selection import (
 from razor_dist.evals.settings import settings_by_name
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.job import run_job
+from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.query import Query
 from razor_dist.models.slower_half import slower_half
 from tests.literal import causal, literal_attention
@@ -158,7 +160,7 @@ def test_the_slower_half(tmp_path: Path, family: str, wanted: list[int]) -> None
 @pytest.fixture(scope="module")
 def model(letters: Path) -> FidelityModel:
     config = {"attention": "full", "threads": 1, "chunked_prefill_size": 256}
-    return FidelityModel(FidelityEngineConfig(model=str(letters), **config))
+    return FidelityModel(EngineConfig(model=str(letters), **config))
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +280,7 @@ def test_tiles_read_what_any_of_their_queries_reads() -> None:
 def test_copies_beside_text(
     model: FidelityModel, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FidelityEngineConfig, "open", lambda config: model)
+    monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
     monkeypatch.setattr(model, "close", lambda: None)
     own = {"attention": "full", "head_map": None}
     config = FidelityConfig(
@@ -344,7 +346,7 @@ def test_the_needle_model_finds_its_needle_by_chosen_blocks(tmp_path: Path) -> N
     )
     task = GridTask.plan(config, [found, lost], preset="words")
     task = pickle.loads(pickle.dumps(task))
-    model = ReplayModel(ReplayConfig(**task.config.model_dump()))
+    model = ReplayModel(task.config)
     scores = [task.run(model, item)["cells"][0]["score"] for item in task.items()]
     assert scores == [1.0, 0.0]
     # The model's own rule finds one block beside the fixed ones, and most queries none.

@@ -14,12 +14,12 @@ import torch
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.fidelity.model import Scored
 from razor_dist.evals.methods import Method
 from razor_dist.evals.suites.config import NonliteralConfig
 from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.why import (
-    WhyEngineConfig,
     WhyModel,
     WhyTask,
     attention_figures,
@@ -38,7 +38,7 @@ STREAMING = Method("s", OWN)
 
 
 def test_mass_is_of_transformers_attention(letters: Path) -> None:
-    model = WhyModel(WhyEngineConfig(model=str(letters), attention="full", chunked_prefill_size=32))
+    model = WhyModel(EngineConfig(model=str(letters), attention="full", chunked_prefill_size=32))
     ids = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     places, begin = [range(10, 14), range(40, 41)], 70
     mass = model.watched(Scored(tuple(ids), 85), STREAMING, begin, places)
