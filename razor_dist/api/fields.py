@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -15,10 +16,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     Tag,
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import core_schema
 
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import CONTENT, for_template
@@ -58,16 +61,32 @@ class Returned(Strict):
         }
 
 
-def kinds(field: str, *values: str, default: str | None = None) -> Discriminator:
-    """Tell the kinds of an object apart; tags begin with a mark, as some are names of fields."""
+@dataclass(frozen=True)
+class Kinds:
+    """Tells the classes of a union apart by the literals of a ``field`` that each has."""
 
-    def tag(value: object) -> str | None:
-        kind = value.get(field) if isinstance(value, dict) else None
-        kind = default if kind is None else kind
-        return f"@{kind}" if kind in values else None
+    field: str
+    default: str | None = None
 
-    message = f"must be an object whose {field} is one of {', '.join(values)}"
-    return Discriminator(tag, custom_error_type="kind", custom_error_message=message)
+    def __get_pydantic_core_schema__(
+        self, union: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        choices = {
+            f"@{kind}": handler.generate_schema(one)  # some kinds are names of fields
+            for one in get_args(union)
+            for kind in get_args(one.model_fields[self.field].annotation)
+        }
+
+        def tag(value: object) -> str | None:
+            kind = value.get(self.field) if isinstance(value, dict) else None
+            kind = self.default if kind is None else kind
+            return f"@{kind}" if isinstance(kind, str) else None
+
+        known = ", ".join(choices).replace("@", "")
+        message = f"must be an object whose {self.field} is one of {known}"
+        return core_schema.tagged_union_schema(
+            choices, tag, custom_error_type="kind", custom_error_message=message
+        )
 
 
 class CacheControl(Returned):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from razor_dist.api.conversation import (
     APART,
@@ -18,7 +18,7 @@ from razor_dist.api.conversation import (
     Turn,
 )
 from razor_dist.api.field_types import Json
-from razor_dist.api.fields import CacheControl, Returned, Strict, kinds
+from razor_dist.api.fields import CacheControl, Kinds, Returned, Strict
 from razor_dist.config.errors import RequestError
 
 # What begins a line that Claude Code writes in front of its system prompt. It differs in each
@@ -114,12 +114,7 @@ class Citations(Strict):
 
 class DocumentBlock(Block):
     type: Literal["document"]
-    source: Annotated[
-        Annotated[TextSource, Tag("@text")]
-        | Annotated[ContentSource, Tag("@content")]
-        | Annotated[PdfSource, Tag("@base64")],
-        kinds("type", "text", "content", "base64"),
-    ]
+    source: Annotated[TextSource | ContentSource | PdfSource, Kinds("type")]
     title: str | None = None
     context: str | None = None  # about the document; it is not cited
     citations: Citations | None = None
@@ -165,10 +160,7 @@ class ToolReference(TextBlock):
     text: Annotated[str, Field(alias="tool_name"), AfterValidator(lambda name: f"{name}\n")]
 
 
-Result = Annotated[
-    Annotated[TextBlock, Tag("@text")] | Annotated[ToolReference, Tag("@tool_reference")],
-    kinds("type", "text", "tool_reference"),
-]
+Result = Annotated[TextBlock | ToolReference, Kinds("type")]
 
 
 class ToolResultBlock(Block):
@@ -190,19 +182,8 @@ class ToolResultBlock(Block):
         chat.say("tool", failed + "".join(block.text for block in self.texts))
 
 
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("@text")]
-    | Annotated[DocumentBlock, Tag("@document")]
-    | Annotated[ToolResultBlock, Tag("@tool_result")],
-    kinds("type", "text", "document", "tool_result"),
-]
-AssistantBlock = Annotated[
-    Annotated[TextBlock, Tag("@text")]
-    | Annotated[ToolUseBlock, Tag("@tool_use")]
-    | Annotated[ThinkingBlock, Tag("@thinking")]
-    | Annotated[ThinkingBlock, Tag("@redacted_thinking")],
-    kinds("type", "text", "tool_use", "thinking", "redacted_thinking"),
-]
+UserBlock = Annotated[TextBlock | DocumentBlock | ToolResultBlock, Kinds("type")]
+AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Kinds("type")]
 
 
 class UserMessage(Strict):
@@ -231,9 +212,4 @@ class SystemMessage(Strict):
     content: Texts
 
 
-Message = Annotated[
-    Annotated[UserMessage, Tag("@user")]
-    | Annotated[AssistantMessage, Tag("@assistant")]
-    | Annotated[SystemMessage, Tag("@system")],
-    kinds("role", "user", "assistant", "system"),
-]
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Kinds("role")]

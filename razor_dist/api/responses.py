@@ -6,17 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from razor_dist.api.errors import shortened
 from razor_dist.api.field_types import Int, Json, TemplateArguments, ToolChoice, in_range
 from razor_dist.api.fields import (
+    Kinds,
     ReasoningEffort,
     Returned,
     Strict,
     ToolFunction,
     Verbosity,
-    kinds,
 )
 from razor_dist.api.schema import ChatBody, SharedFields
 from razor_dist.api.validate import validated
@@ -105,14 +105,8 @@ class ReasoningItem(_Item):
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag("@message")]
-    | Annotated[FunctionCall, Tag("@function_call")]
-    | Annotated[FunctionCallOutput, Tag("@function_call_output")]
-    | Annotated[ReasoningItem, Tag("@reasoning")],
-    kinds(
-        *("type", "message", "function_call", "function_call_output", "reasoning"),
-        default="message",
-    ),
+    InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem,
+    Kinds("type", default="message"),
 ]
 
 

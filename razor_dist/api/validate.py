@@ -121,7 +121,7 @@ def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[st
 
 
 def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:
-    # Parts with a mark are kinds of an object (`razor_dist.api.fields.kinds`).
+    # Parts with a mark are kinds of an object (`razor_dist.api.fields.Kinds`).
     field, *rest = (part for part in place if not str(part).startswith("@"))
     index = "[{}]" if numbers else "[]"
     return f"{field}" + "".join(index.format(p) if isinstance(p, int) else f".{p}" for p in rest)
