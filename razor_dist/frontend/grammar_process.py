@@ -23,7 +23,7 @@ import time
 from asyncio.subprocess import Process
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -223,7 +223,7 @@ class GrammarProcess(ChildProcess):
 
 def _question(structured: StructuredOutputsParams) -> bytes:
     structured.check()
-    return encode(structured.to_wire())
+    return encode(asdict(structured))
 
 
 def _failure(problem: str, code: str | None = None) -> Fields:
@@ -250,7 +250,7 @@ def _serve(pipes: Pipes, memory: int) -> None:
 
 def _compiled(fields: Fields, tokenizer: LLTokenizer, memory: int) -> Fields:
     try:
-        return StructuredOutputsParams(**fields).compiled(tokenizer).to_wire()
+        return asdict(StructuredOutputsParams(**fields).compiled(tokenizer))
     except RequestError as error:
         return failure(error)
     except MemoryError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -48,9 +47,6 @@ class RepetitionDetectionParams:
     def of(cls, value: object) -> RepetitionDetectionParams | None:
         """Make them of a request's field; `RequestError` if it is wrong."""
         return made(cls, value, FIELD, RequestError)
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
 
     def first_loop(self, tokens: Sequence[int]) -> int | None:
         """Tokens after which an answer ends in a loop; None if it does not."""

@@ -159,19 +159,14 @@ class SamplingParams:
         return replace(self, n=1, seed=seed + (self.seed < -1 <= seed))  # -1 would be none
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields by name, for a message."""
-        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
-        if self.structured_outputs is not None:
-            fields["structured_outputs"] = self.structured_outputs.to_wire()
-        if self.repetition_detection is not None:
-            fields["repetition_detection"] = self.repetition_detection.to_wire()
-        return fields
+        """Return the fields by name, for a message: msgpack has dataclasses as mappings."""
+        return {field.name: getattr(self, field.name) for field in fields_of(self)}
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of which ``fields`` is `to_wire`."""
         structured = fields["structured_outputs"]
-        if structured is not None and "text" in structured:
+        if isinstance(structured, Mapping) and "text" in structured:
             fields = {**fields, "structured_outputs": GrammarText(**structured)}
         return cls(**fields)
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,7 +74,7 @@ _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 class StructuredOutputsParams:
     """A constraint on an answer, with vLLM's names; exactly one of the first five is set.
 
-    ``json``                    a JSON schema, as a mapping or as text
+    ``json``                    a JSON schema: a mapping or text, which it is afterwards
     ``json_object``             True: any JSON object
     ``regex``                   a regular expression that the whole answer matches
     ``choice``                  the answer is one of these strings
@@ -110,6 +109,8 @@ class StructuredOutputsParams:
                 raise refusal(f"{name} must be true or false")
         if not isinstance(self.json, str | Mapping | bool | None):
             raise refusal("json must be a JSON schema: an object, or a string that holds one")
+        if isinstance(self.json, Mapping | bool):
+            object.__setattr__(self, "json", _text_of(self.json))
         if self.choice is not None:
             strings = not isinstance(self.choice, str) and isinstance(self.choice, Sequence)
             if not (strings and self.choice and all(isinstance(c, str) for c in self.choice)):
@@ -146,20 +147,12 @@ class StructuredOutputsParams:
         if problem:
             raise refusal(f"{kind} {problem}")
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the fields by name, for a message; made of the fields it is as good."""
-        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
-        if isinstance(self.json, Mapping):
-            # As text: msgpack has no integers beyond 64 bits, and a schema may.
-            fields["json"] = self._schema()
-        return fields
-
     def _given(self) -> str:
         match self._kind:
             case "choice":
                 return "|".join(self.choice or ())
-            case "json" | "json_object":
-                return self._schema()
+            case "json_object":
+                return '{"type": "object"}'
         return str(getattr(self, self._kind))
 
     @property
@@ -177,7 +170,7 @@ class StructuredOutputsParams:
                     return matcher.grammar_from_regex(self.regex)
                 case "grammar":
                     return grammar_from("grammar", self.grammar) + _UNFORCED
-            description = matcher.grammar_from_json_schema(self._schema(), overrides=self._blanks)
+            description = matcher.grammar_from_json_schema(self._given(), overrides=self._blanks)
         except ValueError as error:
             raise refusal(f"{self._kind} cannot be used: {one_line(str(error))}") from None
         schema = json.loads(description)["grammars"][0]["json_schema"]
@@ -209,23 +202,21 @@ class StructuredOutputsParams:
             matcher.consume_token(int(allowed[0]))
         return GrammarText(text=text)
 
-    def _schema(self) -> str:
-        if self.json_object:
-            return '{"type": "object"}'
-        if isinstance(self.json, str):
-            return self.json
-        try:
-            return json.dumps(self.json, ensure_ascii=False)
-        except RecursionError:
-            raise refusal("json is nested too deeply") from None
-        except (TypeError, ValueError) as error:
-            raise refusal(f"json must be a JSON schema: {error}") from None
-
     @property
     def _blanks(self) -> dict[str, Any]:
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace_pattern or _WHITESPACE}
+
+
+def _text_of(schema: Mapping[str, Any] | bool) -> str:
+    """Return JSON: messages cannot hold integers beyond 64 bits, and a schema may."""
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise refusal("json is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise refusal(f"json must be a JSON schema: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -238,9 +229,6 @@ class GrammarText:
         """Raise `RequestError` if no frontend can have compiled it."""
         if len(self.text) > LONGEST_TEXT:
             raise refusal(f"it is longer than {LONGEST_TEXT} characters")
-
-    def to_wire(self) -> dict[str, Any]:
-        return {"text": self.text}
 
     def llguidance(self) -> str:
         return self.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ from razor_dist.protocol.messages import (
     unpack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 VOCABULARY = 151_552
 
@@ -58,9 +58,8 @@ def test_a_schema_reaches_the_ranks_whatever_numbers_it_holds() -> None:
     message = decode_to_engine(frame[HEADER_SIZE:])
     assert isinstance(message, Add)
     found = SamplingParams(**message.params)
-    assert found.structured_outputs is not None and isinstance(found.structured_outputs.json, str)
-    assert json.loads(found.structured_outputs.json) == schema
-    assert replace(found, structured_outputs=None) == replace(params, structured_outputs=None)
+    assert found == params and isinstance(found.structured_outputs, StructuredOutputsParams)
+    assert json.loads(str(found.structured_outputs.json)) == schema
 
 
 def test_messages_survive_the_way_between_processes() -> None:

@@ -37,6 +37,10 @@ def parse_chat(template: str | dict[str, str] | None, **fields: Any) -> ParsedRe
     return parse_request("chat", body | fields, encoder(template), LIMITS)
 
 
+def schema_of(structured: Any) -> Any:
+    return json.loads(structured.json)
+
+
 def test_tokenize_leaves_out_the_tools_that_a_chat_leaves_out() -> None:
     said, searching = [{"role": "user", "content": "Paris?"}], [{"type": "web_search"}]
     body: dict[str, Any] = {"messages": said, "tools": searching}
@@ -175,7 +179,7 @@ def test_an_answer_has_one_call_where_the_template_takes_no_more() -> None:
     """Llama 3.1's refuses two in a message, and so all that follows on such an answer."""
     assert parse_chat(LLAMA).tools == ToolUse("llama", NAMES, parallel=False)
     [prompt] = parse_chat(LLAMA, tool_choice="required").prompts
-    assert prompt.params.structured_outputs.json["maxItems"] == 1
+    assert schema_of(prompt.params.structured_outputs)["maxItems"] == 1
     assert "rain 0" in prompt_of(parse_chat(LLAMA, messages=_history(NAMES[0])))
     with pytest.raises(RequestError, match="only supports single tool-calls"):
         parse_chat(LLAMA, messages=_history(*NAMES))
@@ -185,12 +189,12 @@ def test_a_forced_choice_is_a_grammar() -> None:
     named = {"type": "function", "function": {"name": "get_time"}}
     request = parse_chat(HERMES, tool_choice=named)
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
-    assert structured is not None and structured.json == PARAMETERS
+    assert schema_of(structured) == PARAMETERS
     assert request.tools == ToolUse("named", ["get_time"])
     assert request.names["structured_outputs"] == "tools"  # which errors name
     bare = TOOLS[1] | {"function": {"name": "get_time", "parameters": {"properties": {}}}}
     [prompt] = parse_chat(HERMES, tools=[bare], tool_choice=named).prompts
-    assert prompt.params.structured_outputs.json == {"type": "object", "properties": {}}
+    assert schema_of(prompt.params.structured_outputs) == {"type": "object", "properties": {}}
     request = parse_chat(HERMES, tool_choice="required")
     assert request.names["structured_outputs"] == "tools"
     schema: dict[str, Any] = {}
@@ -200,8 +204,7 @@ def test_a_forced_choice_is_a_grammar() -> None:
     with pytest.raises(RequestError, match="nested too deeply"):
         parse_chat(HERMES, tools=[deep], tool_choice="required")
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
-    assert structured is not None and isinstance(structured.json, dict)
-    kinds = structured.json["items"]["anyOf"]
+    kinds = schema_of(structured)["items"]["anyOf"]
     assert [kind["properties"]["name"]["const"] for kind in kinds] == NAMES
 
 
@@ -215,10 +218,10 @@ def test_each_tools_references_begin_at_its_own_schema() -> None:
     structured.check()
     structured.compiled(load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2])))
     call = {"name": "a", "parameters": {"inner": {"place": "here"}}}
-    jsonschema.validate([call], structured.json)
+    jsonschema.validate([call], schema_of(structured))
     call["parameters"] = {"inner": {"place": "there"}}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate([call], structured.json)
+        jsonschema.validate([call], schema_of(structured))
 
 
 @pytest.mark.parametrize("choice", ["a", "required"])
@@ -245,8 +248,8 @@ def test_a_schema_that_holds_itself_can_be_forced(choice: str) -> None:
         matcher = LLMatcher(tokenizer, structured.llguidance())
         assert (matcher.validate_tokens(written) == len(written)) is accepted
     if choice == "required":
-        assert isinstance(structured.json, dict) and structured.json["maxItems"] == 1
-        assert structured.json["$defs"]["a"]["default"] == {"$ref": "#"}
+        assert schema_of(structured)["maxItems"] == 1
+        assert schema_of(structured)["$defs"]["a"]["default"] == {"$ref": "#"}
 
 
 def test_one_call_at_most_unless_parallel() -> None:
