@@ -33,11 +33,9 @@ from razor_dist.frontend.client import Status
 from razor_dist.ray_serve.engine import BodyPart, Forwarded, Head, Part, Unanswered
 from razor_dist.ray_serve.merged import HEALTH, MERGED, merged
 from razor_dist.ray_serve.routing import Route, engine_tag, route_of, tag_of
-from razor_dist.ray_serve.routing_process import RoutingProcess
 from razor_dist.server.access import load_keys
 from razor_dist.server.app import new_app
 from razor_dist.server.bodies import Body, BodyReader
-from razor_dist.server.reading import is_long
 from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ class Ingress:
         set_up_logging(config.log_level, config.log_format, discreet=True)
         self._config = config
         self._engines = engines.options(stream=True, method_name="answer")
-        self._bodies, self._routing = BodyReader(config), RoutingProcess()
+        self._bodies = BodyReader(config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         holders = load_keys(self._config)
@@ -106,10 +104,7 @@ class Ingress:
         body, route = await self._bodies.read(request), Route()
         owner = "" if self._config.share_prefixes else current_record().key or ""
         if request.method == "POST":
-            if is_long(body):
-                route = await self._routing.route_of(body, owner, current_record().turn)
-            else:
-                route = await asyncio.to_thread(route_of, body, owner)
+            route = await asyncio.to_thread(route_of, body, owner)
         elif path.startswith(_CONTEXTS):
             route = Route(holder=tag_of(path.removeprefix(_CONTEXTS)))
         return await _Answer(self._engines, _forwarded(request.scope), body).response(route)

@@ -15,13 +15,10 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from razor_dist.config.schema import ServerConfig
-from razor_dist.ray_serve import ingress as ingress_module
-from razor_dist.ray_serve import routing_process
 from razor_dist.ray_serve.engine import BodyPart, Forwarded, Head, Part, Unanswered
 from razor_dist.ray_serve.ingress import Ingress, _Answer
 from razor_dist.ray_serve.merged import merged
-from razor_dist.ray_serve.routing import Route, engine_tag, route_of
-from razor_dist.ray_serve.routing_process import RoutingProcess
+from razor_dist.ray_serve.routing import Route, engine_tag
 from razor_dist.server.bodies import Body, BodyReader
 
 JSON = [(b"content-type", b"application/json")]
@@ -100,7 +97,6 @@ def endpoint(engines: Engines, **settings: Any) -> TestClient:
     ingress: Any = object.__new__(Ingress)
     ingress._config = ServerConfig(**settings)
     ingress._engines, ingress._bodies = engines, BodyReader(ingress._config)
-    ingress._routing = RoutingProcess()
     return TestClient(ingress.__serve_build_asgi_app__(), base_url="http://localhost")
 
 
@@ -132,16 +128,6 @@ def test_an_endpoint_without_keys_is_told(
 ) -> None:
     endpoint(Engines(), **settings)
     assert any("anybody who reaches" in message for message in caplog.messages) == warned
-
-
-def test_a_long_body_is_routed_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress_module, "route_of", lambda *_: pytest.fail("in this process"))
-    body = json.dumps({"prompt": "word " * 60_000, "context": f"ctx_{'1' * 32}"}).encode()
-    engines = Engines(whole(b"{1}"), whole(b"{2}"))
-    assert endpoint(engines).post("/v1/completions", content=body).status_code == 200
-    monkeypatch.setattr(routing_process, "_PATIENCE", 0.0)  # the process fails
-    assert endpoint(engines).post("/v1/completions", content=body).status_code == 200
-    assert [asked.route for asked in engines.asked] == [route_of(body, ""), Route(holder="1" * 8)]
 
 
 def test_an_answer_is_passed_on_as_it_is() -> None:
