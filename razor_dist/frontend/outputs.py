@@ -30,13 +30,6 @@ class RequestMetrics:
     time_to_first_token: float | None = None
     total_seconds: float | None = None
 
-    def tokens_per_second(self, tokens: int) -> float | None:
-        """Return the decode speed over ``tokens`` tokens; the first one belongs to prefill."""
-        if self.total_seconds is None or self.time_to_first_token is None or tokens < 2:
-            return None
-        seconds = self.total_seconds - self.time_to_first_token
-        return (tokens - 1) / seconds if seconds > 0 else None
-
 
 @dataclass(frozen=True)
 class Source:
