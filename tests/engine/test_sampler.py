@@ -301,6 +301,7 @@ def test_what_is_no_distribution_has_no_token(logits: list[float], temperature: 
         ("repetition_penalty", 0.0, "repetition_penalty must be at least 0.01, got 0.0"),
         ("logit_bias", [5], "logit_bias must be a mapping of token ids to numbers"),
         ("logit_bias", {"5": 1}, "logit_bias must be a mapping of token ids to numbers, got '5'"),
+        ("logit_bias", {5: float("nan")}, r"logit_bias\[5\] must be a finite number, got nan"),
         ("logit_bias", {5: 101}, r"logit_bias\[5\] must be at most 100, got 101"),
         ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
         ("stop", 5, "stop must be a string or a list of strings, got 5"),
