@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
@@ -191,7 +192,7 @@ def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[A
         right = -(-length // 2)
         tokens = [*case.forced[at : at + right], *[5] * (length - right)]
         plan = StepPlan.step([BatchEntry(1, tokens, run=length > 1)])
-        logits = runner.execute(replace(plan, kept=kept))
+        logits = runner.execute(structs.replace(plan, kept=kept))
         kept = (right,) if length > 1 else ()
         found.append(None if logits is None else logits[:right])
         at += right

@@ -44,11 +44,6 @@ FULL = EngineConfig(attention="full", world_size=2)
 STREAMING = EngineConfig(attention="streaming")
 
 
-class Other(ExternalEngineConfig):
-    def open(self) -> None:
-        raise AssertionError
-
-
 class Answers:
     """An engine without a model: the result is the prompt's length."""
 
@@ -308,7 +303,9 @@ def test_each_engine_of_a_host_has_gpus_of_its_own(
 def test_engines_that_would_all_take_the_first_gpu_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task = Completions({"full": FULL, "other": Other(attention="full")})
+    task = Completions(
+        {"full": FULL, "other": ExternalEngineConfig(opens="none", attention="full")}
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     refused = pytest.raises(ConfigError, match="engines is 2, but each engine 'other'")
     with refused, host_pool(task, 2):
