@@ -82,12 +82,15 @@ def shape_of(config: EngineConfig, *head_maps: HeadMap) -> ModelShape:
 
 
 def check_lengths(config: EngineConfig, shape: ModelShape, longest: int, beside: int) -> None:
-    """Raise `ConfigError` if a document leaves no room for ``beside`` tokens, of its question."""
+    """Raise `ConfigError` if a document and ``beside`` tokens are longer than the context.
+
+    ``beside`` is room for the question and its answer; 0 if ``longest`` counts them.
+    """
     most = min(config.max_model_len or shape.max_positions, shape.max_positions)
     if longest + beside > most:
+        room = f", {beside} of them for the question and the answer" if beside else ""
         raise ConfigError(
-            f"lengths: {longest} is beyond {config.model}, which holds {most} tokens, "
-            f"{beside} of them for the question and the answer"
+            f"lengths: {longest} is beyond {config.model}, which holds {most} tokens{room}"
         )
 
 

@@ -108,7 +108,7 @@ def words_of(tokens: int) -> int:
 
 
 def prose(words: int, begin: int = 0) -> str:
-    """Return so many words of prose, behind its first ``begin`` words."""
+    """Return ``words`` words of the reference's prose, from word ``begin`` on."""
     paragraphs = reference_prose(begin + words, lambda text: len(text.split()))
     return " ".join(" ".join(paragraphs).split()[begin : begin + words])
 

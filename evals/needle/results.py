@@ -104,9 +104,9 @@ class NeedleResults:
         )
 
     def by_document(self, method: str) -> dict[object, float]:
-        """Return a method's mean score of each document, by what all methods share of it.
+        """Return a method's mean score of each document, by its length, repeat and needles.
 
-        Needles of one document are no samples of their own: what misreads it loses several.
+        Needles of one document are not independent: a method that misreads it loses several.
         """
         return {
             (r["length"], r["repeat"], *((c["depth"], c["needle"]) for c in r["cells"])): (

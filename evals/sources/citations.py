@@ -197,7 +197,7 @@ class CitationsTask:
             Item("/".join(map(str, (kind, *at, what))), at[0], "server", {"at": (kind, at, what)})
             for at, kind in itertools.product(config.places, config.kinds)
             if kind != "mixed" or at[0] == min(config.lengths)
-            for what in ("needle", "absent")[: 1 + (at[0] in config.absent)]
+            for what in ("needle", "absent")[: 1 + (at[0] in (config.absent_lengths or ()))]
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:

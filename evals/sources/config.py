@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -31,24 +31,19 @@ class AbsentConfig(PlacesConfig):
     """Settings of a grid of which some documents are asked without their needle, too; frozen."""
 
     absent_lengths: Annotated[tuple[Size, ...] | None, LISTED] = Field(
-        default=None,
-        description="Of the grid's lengths, those that are asked without the needle too; none: the "
-        "two shortest.",
+        default=(1500, 2500),
+        description="Of the grid's lengths, those that are asked without the needle too; none: no "
+        "length.",
     )
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        if others := set(self.absent) - set(self.lengths):
+        others = set(self.absent_lengths or ()) - set(self.lengths)
+        if others and "absent_lengths" in self.model_fields_set:
             raise ConfigError(
                 f"absent_lengths: {min(others)} is none of lengths, "
                 f"{', '.join(map(str, self.lengths))}"
             )
-
-    @property
-    def absent(self) -> Sequence[int]:
-        """The lengths that are asked without the needle too."""
-        found = self.absent_lengths
-        return sorted(set(self.lengths))[:2] if found is None else found
 
 
 class CitationsConfig(AbsentConfig):

@@ -103,10 +103,11 @@ class SourcesTask:
 
     def items(self) -> Sequence[Item]:
         config, others = self.config, [name for name in self.config.task_names if name != GRID]
+        absent = config.absent_lengths or ()
         at: list[tuple[str, tuple[int, ...]]] = [
             (kind, place)
             for place, kind in itertools.product(config.places, ("needle", "absent"))
-            if GRID in config.task_names and (kind == "needle" or place[0] in config.absent)
+            if GRID in config.task_names and (kind == "needle" or place[0] in absent)
         ]
         samples = itertools.product(sorted(config.lengths), range(config.samples))
         at += itertools.product(others, samples)

@@ -108,11 +108,13 @@ def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[st
         )
     ignored += [f"tools[] of type {types[at]}" for at in others]
     fields["tools"] = [one for at, one in enumerate(tools) if at not in others] or None
-    if fields["tools"] is not None or "tool_choice" not in fields:
+    choice = fields.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if fields["tools"] is not None:
         return
-    if fields["tool_choice"] in ("auto", {"type": "auto"}):
+    if kind == "auto":
         del fields["tool_choice"]
-    elif fields["tool_choice"] not in (None, "none", {"type": "none"}):
+    elif kind in ("required", "any", "tool", "function", *types):
         raise RequestError(
             "tool_choice asks for a tool, but all tools are of types that this server does not "
             f"have and leaves out: {', '.join(sorted({types[at] for at in others}))}",

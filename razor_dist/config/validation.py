@@ -286,7 +286,7 @@ def explain(
         wanted = field.title or _type_in_words(field)
     # A number given as text (by a flag or a variable) reads better without its quotes.
     got = context.get("actual_length", value if "than" in kind else f"{value!r:.80}")
-    # A number that is out of range: its place in a list, or its key in a mapping.
+    # A number that is refused: its place in a list, or its key in a mapping.
     is_number = "than" in kind or kind == "finite_number"
     numbers = [part for part in problem["loc"] if isinstance(part, int) and is_number]
     where = path[0] + "".join(f"[{number}]" for number in numbers)

@@ -31,7 +31,7 @@ def detect_kind(data: bytes, named: str | None) -> str:
     Raises `DocumentError` if the content is of no known kind, or text under another kind's name.
     """
     head = data[:_HEAD]
-    # Readers of PDF allow for as much before it; a text may be about PDF.
+    # PDF readers accept 1,024 bytes before the header. By name alone: a text may mention it.
     if head.lstrip().startswith(PDF) or (named == "pdf" and PDF in data[:PDF_WITHIN]):
         return "pdf"
     if head.startswith(b"PK\x03\x04"):

@@ -132,6 +132,7 @@ def _rounded(length: int) -> int:
 
 
 def _packed(tokens: Any) -> bytes:
+    assert isinstance(tokens, Tensor), f"a plan holds {type(tokens)}"
     return bytes(tokens.to(torch.int32).numpy())
 
 

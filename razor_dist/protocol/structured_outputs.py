@@ -74,7 +74,7 @@ _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 class StructuredOutputsParams:
     """A constraint on an answer, with vLLM's names; exactly one of the first five is set.
 
-    ``json``                    a JSON schema: a mapping or text, which it is afterwards
+    ``json``                    a JSON schema: a mapping or text; kept as text
     ``json_object``             True: any JSON object
     ``regex``                   a regular expression that the whole answer matches
     ``choice``                  the answer is one of these strings

@@ -15,6 +15,7 @@ import pytest
 from razor_dist import cli
 from razor_dist.attention.sources import TOP
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.sources import load_config
 from razor_dist.evals.sources.config import SourcesConfig
 from razor_dist.evals.sources.report import SourcesReport, bm25, page
 from razor_dist.evals.sources.separation import auc_interval, roc_auc, separation
@@ -179,10 +180,10 @@ def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
         SourcesConfig(**settings)
 
 
-def test_the_two_shortest_lengths_are_asked_without_the_needle_too() -> None:
-    assert SourcesConfig().absent == [1500, 2500]
-    assert SourcesConfig(lengths="4000,3000,8000").absent == [3000, 4000]
-    assert SourcesConfig(lengths="4000,3000", absent_lengths="4000").absent == (4000,)
+def test_lengths_without_needles_are_of_the_grids() -> None:
+    assert SourcesConfig(lengths="2500,8000").absent_lengths == (1500, 2500)
+    assert SourcesConfig(lengths="4000,3000", absent_lengths="4000").absent_lengths == (4000,)
+    assert load_config(SourcesConfig, {"absent_lengths": "none"}).absent_lengths is None
 
 
 def test_tasks_are_in_the_papers_order() -> None:

@@ -55,7 +55,11 @@ def test_tokenize_leaves_out_the_tools_that_a_chat_leaves_out() -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "choice"),
-    [("chat", "required"), ("responses", {"type": "function", "name": "search"})],
+    [
+        ("chat", "required"),
+        ("responses", {"type": "function", "name": "search"}),
+        ("responses", {"type": "web_search"}),
+    ],
 )
 def test_a_tool_that_is_left_out_cannot_be_forced(endpoint: str, choice: object) -> None:
     said = [{"role": "user", "content": "Paris?"}]
@@ -65,6 +69,16 @@ def test_a_tool_that_is_left_out_cannot_be_forced(endpoint: str, choice: object)
     with pytest.raises(RequestError, match="does not have and leaves out: web_search") as refused:
         parse_request(endpoint, body, encoder(HERMES), limits)
     assert refused.value.param == "tool_choice"
+
+
+def test_a_choice_of_none_or_any_of_the_tools_that_are_left_out_is_left_out_too() -> None:
+    said = [{"role": "user", "content": "Paris?"}]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = {"model": "m", "max_tokens": 5, "messages": said, "tool_choice": choice}
+    body["tools"] = [{"type": "web_search_20250305", "name": "web_search"}]
+    limits = LIMITS._replace(unknown_fields="warn")
+    found = parse_request("messages", body, encoder(HERMES), limits)
+    assert found.tools is None and found.ignored == ["tools[] of type web_search_20250305"]
 
 
 def test_the_format_is_that_of_the_models_template() -> None:
