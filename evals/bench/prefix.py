@@ -203,7 +203,7 @@ def _part(text: str) -> Part:
 
 def pins(settings: PrefixBenchSettings) -> BenchRecord:
     """Keep short contexts and end them, round after round; the last ones expire."""
-    rounds: list[dict[str, Any]] = []
+    words, rounds = prose(100 * _ROUNDS * _PINS).split(), list[dict[str, Any]]()
     mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
     # Small caches: after two rounds every page and slot has been written, and is resident.
     room = ("--pinned-gb=1", "--max-num-seqs=32", "--kv-tokens=30K", "--max-model-len=1K")
@@ -212,7 +212,7 @@ def pins(settings: PrefixBenchSettings) -> BenchRecord:
         for number in range(_ROUNDS):
             for request in range(0, _PINS, _MARKS):
                 begin = 100 * (number * _PINS + request)
-                texts = [prose(100, at) for at in range(begin, begin + 400, 100)]
+                texts = [" ".join(words[at : at + 100]) for at in range(begin, begin + 400, 100)]
                 parts = [_part(f"{text} ") | mark for text in texts]
                 server.ask([*parts, _part("Why?")], new_tokens=1)
             kept, during = server.contexts(), server.memory()

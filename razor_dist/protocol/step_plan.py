@@ -69,7 +69,7 @@ class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
 
     @property
     def samples(self) -> int:
-        """How many of the tokens a step gives logits after: the last ones."""
+        """The number of last tokens after which a step gives logits."""
         return len(self.tokens) if self.run else int(self.last or not self.sharded)
 
 

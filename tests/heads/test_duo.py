@@ -249,7 +249,7 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What importing DeepSpeed sets is as before after the test."""
+    """Restore after the test what importing DeepSpeed sets."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     return monkeypatch
