@@ -13,8 +13,6 @@ local prefill every method has to read a document by itself.
 from __future__ import annotations
 
 import gc
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from razor_dist.attention.sources import TOP as TOP
 from razor_dist.attention.sources import Sources as Sources
 from razor_dist.cache.policy import StreamingPolicy as StreamingPolicy
-from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine as RankEngine
 from razor_dist.engine.build import build_engine, check_model, load, make_engine
@@ -141,27 +138,10 @@ class _Seen:
 class InProcess:
     """A model in this process, in an engine's place in a job."""
 
-    failed = False
-
     def __init__(self, config: EngineConfig) -> None:
-        self.config, self.pids = config, [os.getpid()]
+        self.config = config
         self.prompter = Prompter.of(config)
         torch.set_num_threads(config.threads_per_rank(1))
-        self._over = threading.Event()
-
-    def close(self) -> None:
-        """Free what was read; an item in work ends with an `EngineError` at its next pass."""
-        self._over.set()
-
-    def _ends_when_closed(self, model: PreTrainedModel) -> None:
-        """Look before each forward pass, so that Ctrl-C need not wait for hours of them."""
-        over = self._over
-
-        def look(*_: Any) -> None:
-            if over.is_set():
-                raise EngineError("the job is over")
-
-        model.register_forward_pre_hook(look)
 
 
 class TracedModel(InProcess):
@@ -170,7 +150,6 @@ class TracedModel(InProcess):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine = one_rank_engine(config)
-        self._ends_when_closed(self._engine.runner.model)
 
     def answer(self, ids: Sequence[int], most: int) -> tuple[list[int], list[Sources]]:
         """Return up to ``most`` tokens and, of each but the first, its sources head by head."""
@@ -196,17 +175,12 @@ class ReplayModel(InProcess):
         device = torch_device(config, 0)
         loaded = load(config.model_copy(update=whole), Communicator(None), device)
         check_model(loaded.model, config.model)
-        self._ends_when_closed(loaded.model)
         self.replay, self._eos = Replay(loaded.model), loaded.eos_token_ids
         self.shape = ModelShape.from_config(loaded.model.config)
         self.fingerprint = model_fingerprint(loaded.model.config)
         self.dtype = dtype_name(self.replay.dtype)
         # The document that was read last with full attention, and the engine with its caches.
         self._read: tuple[list[int], RankEngine] | None = None
-
-    def close(self) -> None:
-        super().close()
-        self._read = None
 
     def engine(self, method: Method, tokens: int) -> RankEngine:
         known = {*METHOD_SETTINGS, "retrieval_share"} - {"head_map"}

@@ -1,33 +1,34 @@
-"""transformers' own model with a press of kvpress: reads a text, keeps a part of it, answers.
-
-`serve` is the process that it lives in (`razor_dist.evals.process`), to which come calls: a
-method's name and its arguments. Each is answered, and so is the start, with ``("done", result)``
-or ``("failed", error)``.
-"""
+"""transformers' own model with a press of kvpress: reads a text, keeps a part of it, answers."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from razor_dist.config.errors import ConfigError, RazorError
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
 from razor_dist.evals.one_rank import torch_device, torch_dtype
+from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from razor_dist.heads.head_map import default_head_map
 from razor_dist.models.loader import eos_token_ids, quiet_transformers, read_config
 from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun
-
-log = logging.getLogger(__name__)
+from razor_dist.protocol.sampling_params import SamplingParams
 
 
 def load_stock(
@@ -96,29 +97,73 @@ def compression_ratio(read: int, kept: int) -> float:
 
 
 class PressedModel:
-    """One sequence of a model whose cache is compressed once, after what is read.
+    """One sequence whose cache is compressed once, with the methods of `LLM` that items call.
 
     Every head attends in full while a text is read; a layer's cache is compressed when that layer
-    is done. What follows is added to it in full.
+    is done. What follows is added to it in full. kvpress replaces transformers' attention
+    functions, in this process for good.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
         import kvpress
 
+        torch.set_num_threads(config.threads_per_rank(1))
         self._press = PRESSES[config.press]
         self._device = torch_device(config, 0)
         self._model: Any = load_stock(config, self._device, self._press.attention)
         self._budget = Budget(config, self._device.type)
-        self._eos = eos_token_ids(
-            resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-        )
+        trust = config.trust_remote_code
+        folder = resolve_model(config.model, trust_remote_code=trust)
+        self._tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+        self._eos = eos_token_ids(folder)
         self._make_press = getattr(kvpress, self._press.name)
+        self._ids = itertools.count()
         self._cache: Any = None
         self._read = 0
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._tokenizer
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return ``kv_bytes_per_rank``: what is kept of the text that was read, on one rank."""
+        layers = [] if self._cache is None else self._cache.layers
+        kept = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        return {"kv_bytes_per_rank": [sum(x.untyped_storage().nbytes() for x in kept)]}
+
+    @contextmanager
+    def prefill(self, ids: Sequence[int]) -> Iterator[int]:
+        """Read a text until the ``with`` block ends; yields its length, for `generate`."""
+        self.read(ids)
+        try:
+            yield len(ids)
+        finally:
+            self._cache = None
+
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParams, prefix: int | None = None
+    ) -> list[RequestOutput]:
+        """Answer prompts that continue what was read, ``{"prompt_token_ids": [...]}`` each.
+
+        Without the ``prefix`` that `prefill` yielded, answer prompts that are wholes, a list of ids
+        each, of which all but the last token is read and compressed. Their texts end before the
+        first of ``stop``; the tokens are those of the whole answers.
+        """
+        most, stop = sampling_params.max_tokens, sampling_params.stop
+        assert most is not None
+        served = SamplingParams(temperature=0, max_tokens=most, stop=stop)
+        assert sampling_params == served, sampling_params
+        if prefix is not None:
+            assert not stop
+            return [self._output(list(prompt["prompt_token_ids"]), most) for prompt in prompts]
+        outputs = [self._whole(ids, most) for ids in prompts]
+        for [answer], text in itertools.product((output.outputs for output in outputs), stop):
+            if text in answer.text:
+                answer.text, answer.finish_reason = answer.text.partition(text)[0], "stop"
+        return outputs
+
     @torch.inference_mode()
-    def read(self, ids: list[int]) -> int:
-        """Read a text in place of the one before, and compress; returns the cache's bytes."""
+    def read(self, ids: Sequence[int]) -> None:
+        """Read a text in place of the one before, and compress."""
         self._cache = None  # frees it
         kept = self._budget.tokens(len(ids))
         press = self._make_press(compression_ratio=compression_ratio(len(ids), kept))
@@ -132,11 +177,6 @@ class PressedModel:
                 cache_position=torch.arange(len(ids), device=self._device),
             )
         self._cache, self._read = cache, len(ids)
-        return sum(
-            tensor.untyped_storage().nbytes()
-            for layer in cache.layers
-            for tensor in (layer.keys, layer.values)
-        )
 
     @torch.inference_mode()
     def answer(self, ids: list[int], max_tokens: int) -> list[int]:
@@ -168,30 +208,27 @@ class PressedModel:
                 layer.keys, layer.values = keys, values
         return generated
 
-    def _tensor(self, ids: list[int]) -> Tensor:
-        return torch.tensor([ids], device=self._device)
+    def _whole(self, ids: Sequence[int], max_tokens: int) -> RequestOutput:
+        *text, last = ids
+        began = time.perf_counter()
+        with self.prefill(text):
+            output = self._output([last], max_tokens)
+        output.prompt_token_ids = [*text, last]
+        output.metrics.total_seconds = time.perf_counter() - began
+        return output
 
+    def _output(self, ids: list[int], max_tokens: int) -> RequestOutput:
+        began = time.perf_counter()
+        tokens = self.answer(ids, max_tokens)
+        ended = tokens[-1] in self._eos
+        said, text = tokens[:-1] if ended else tokens, ""
+        if self._tokenizer is not None:
+            text = str(self._tokenizer.decode(said, skip_special_tokens=True))
+        reason = "stop" if ended else "length"
+        answer = CompletionOutput(text=text, token_ids=tokens, finish_reason=reason)
+        metrics = RequestMetrics(total_seconds=time.perf_counter() - began)
+        name = str(next(self._ids))
+        return RequestOutput(name, None, ids, outputs=[answer], finished=True, metrics=metrics)
 
-def serve(connection: Connection, config: BaselineConfig) -> None:
-    """Answer until the other end is closed."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    torch.set_num_threads(config.threads_per_rank(1))
-    made: list[PressedModel] = []
-    _answer(connection, lambda: made.append(PressedModel(config)))
-    with suppress(EOFError):
-        while True:
-            name, arguments = connection.recv()
-            _answer(connection, getattr(made[0], name), *arguments)
-
-
-def _answer(connection: Connection, call: Callable[..., Any], *arguments: Any) -> None:
-    answer: tuple[str, Any]
-    try:
-        answer = "done", call(*arguments)
-    except RazorError as error:
-        answer = "failed", error
-    except Exception as error:
-        log.exception("%s failed", getattr(call, "__name__", "loading"))
-        # As text: an exception of another library may not survive the way.
-        answer = "failed", RuntimeError(f"{type(error).__name__}: {error}")
-    connection.send(answer)
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=self._device)

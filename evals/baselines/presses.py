@@ -56,7 +56,7 @@ PRESSES: Mapping[str, Press] = {
 class BaselineConfig(ExternalEngineConfig):
     """Settings of transformers' own model with a press; build it with `of`. Frozen."""
 
-    opens: str = Field("razor_dist.evals.baselines.client:PressLLM", exclude=True)
+    opens: str = Field("razor_dist.evals.baselines.model:PressedModel", exclude=True)
 
     press: str  # of `PRESSES`
     # Part of full attention's keys and values that it keeps; None: as many bytes as razor.

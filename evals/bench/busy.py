@@ -24,7 +24,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.engine import STOCK, rank_name, stock_engine, timed_generate
 from razor_dist.evals.bench.measure import BenchRecord, Generate, Table, random_tokens
 from razor_dist.evals.bench.settings import PLAIN, BusyBenchSettings, EngineBenchSettings
-from razor_dist.evals.process import call
+from razor_dist.jobs.process import call
 from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import resolve_model

@@ -27,8 +27,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import GpuBenchSettings
 from razor_dist.evals.one_rank import torch_device
-from razor_dist.evals.process import Child
 from razor_dist.files import make_folder
+from razor_dist.jobs.process import Child
 
 log = logging.getLogger(__name__)
 

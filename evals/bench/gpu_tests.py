@@ -18,7 +18,7 @@ from typing import Any
 import razor_dist
 from razor_dist.evals.bench.gpu import Bench, Skipped
 from razor_dist.evals.bench.measure import Table
-from razor_dist.evals.process import Child
+from razor_dist.jobs.process import Child
 
 _ROOT = Path(razor_dist.__file__).parents[1]
 _OPTIONS = "-vv --tb=short --no-summary -m gpu -p no:cacheprovider --continue-on-collection-errors"

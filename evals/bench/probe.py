@@ -26,11 +26,11 @@ from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.bench.measure import BenchRecord, Table, cost_on, random_tokens
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
-from razor_dist.evals.process import call
 from razor_dist.identify.criterion import Sample
 from razor_dist.identify.duo.train import train
 from razor_dist.identify.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
 from razor_dist.identify.settings import DuoSettings, RazorSettings
+from razor_dist.jobs.process import call
 from razor_dist.kernels.query import Query
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body

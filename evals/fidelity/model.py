@@ -144,10 +144,6 @@ class FidelityModel(ReplayModel):
         seconds = time.perf_counter() - began
         return figures, {"kv_bytes": kv_bytes, "kv_bytes_full": kv_bytes_full, "seconds": seconds}
 
-    def close(self) -> None:
-        super().close()
-        self._full = None
-
     def _reference(self, text: Scored) -> tuple[Tensor, int]:
         """Return full attention's hidden states at the positions, on the CPU, and its KV bytes."""
         if self._full is not None and self._full[0] == text:

@@ -140,14 +140,6 @@ class CitingServer:
             )
             self.close = stack.pop_all().close
 
-    @property
-    def failed(self) -> bool:
-        return self._server.process.poll() is not None
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._server.family()]
-
     def ask(self, documents: Sequence[Sent], question: str) -> tuple[Any, Any]:
         """Return an answer's content as a whole, and again as a stream."""
         blocks: list[Any] = [

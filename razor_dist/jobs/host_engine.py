@@ -2,46 +2,162 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import Connection
+from subprocess import TimeoutExpired
 from typing import Any, TypeVar
 
 import torch
 
-from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.errors import ConfigError, EngineError, RazorError
+from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
-from razor_dist.jobs.pool import EngineLostError, EnginePool
-from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Work, work_of
+from razor_dist.frontend.guard import child_environment
+from razor_dist.jobs.pool import EngineLostError, EnginePool, JobEngine
+from razor_dist.jobs.process import Child
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, work_of
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 
-# Between two looks at whether the job is over, while an engine is loading.
+log = logging.getLogger(__name__)
+
+# Between two looks at whether the job is over, while an engine is loading or at work.
 _POLL_SECONDS = 0.5
+# An idle process gets this long to end what it has started, such as a server.
+_CLOSE_SECONDS = 10.0
 
 
 class HostEngine:
-    """A `JobEngine` on an `LLM` of this process, which restarts dead ranks by itself.
-
-    ``llm`` may also be what an `ExternalEngineConfig` opens; it is closed with this engine.
-    """
+    """A `JobEngine` on an `LLM` of this process, which restarts dead ranks by itself."""
 
     def __init__(self, task: Task, llm: LLM) -> None:
         self._task, self._llm = task, llm
         self.close = llm.close
 
     def run(self, item: Item) -> Work:
-        if hasattr(self._llm, "use_tqdm"):  # what an `ExternalEngineConfig` opens has none
-            self._llm.use_tqdm = ReadingLog(item.id)
+        self._llm.use_tqdm = ReadingLog(item.id)
         try:
             return (yield from work_of(self._task.run(self._llm, item)))
         except EngineError as error:
             if self._llm.failed:
                 raise EngineLostError(str(error)) from error
             raise
+
+
+class OpenedEngine:
+    """A `JobEngine` on what an `ExternalEngineConfig` opens, in this process."""
+
+    def __init__(self, task: Task, config: ExternalEngineConfig) -> None:
+        self._task, self._model = task, config.open()
+
+    def run(self, item: Item) -> Work:
+        return work_of(self._task.run(self._model, item))
+
+    def close(self) -> None:
+        if hasattr(self._model, "close"):
+            self._model.close()
+
+
+class ExternalEngine:
+    """A `JobEngine` on an `OpenedEngine` in a process of its own, which gets ``env`` besides.
+
+    Other libraries replace functions of transformers, may need more memory than there is, and
+    look at nothing while they compute: the process can be killed. `EngineError` once ``over`` is
+    set while it loads or works.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: ExternalEngineConfig,
+        env: dict[str, str],
+        over: threading.Event,
+    ) -> None:
+        self._over, self._closing = over, threading.Lock()
+        self._child = Child(_serve, task, config, env=child_environment() | env)
+        self._busy = True
+        try:
+            self._received()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, item: Item) -> Work:
+        self._busy = True
+        with suppress(OSError):  # of a process that has ended, as `_received` says
+            self._child.connection.send(item)
+        while isinstance(news := self._received(), Update):
+            yield news
+        result: Mapping[str, Any] = news
+        return result
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._busy:
+                self._busy = True
+                with suppress(OSError, TimeoutExpired):
+                    self._child.connection.send(None)
+                    self._child.process.wait(_CLOSE_SECONDS)
+            self._child.end()
+
+    def _received(self) -> Any:
+        connection = self._child.connection
+        try:
+            while not connection.poll(_POLL_SECONDS):
+                if self._over.is_set():
+                    raise EngineError("the job is over")
+            found = connection.recv()
+        except (EOFError, OSError):
+            code = self._child.process.wait()
+            raise EngineLostError(
+                f"the engine's process ended (code {code}); it may need more memory than there is"
+            ) from None
+        self._busy = isinstance(found, Update)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _serve(connection: Connection, task: Task, config: ExternalEngineConfig) -> None:
+    """Open an engine and run the items that come, until None does.
+
+    Sent are None once the engine is open; updates and the result of each item; or an exception.
+    """
+    inherit_logging()
+    try:
+        engine = OpenedEngine(task, config)
+    except Exception as error:
+        connection.send(_as_sent(error))
+        return
+    connection.send(None)
+    while (item := connection.recv()) is not None:
+        work = engine.run(item)
+        try:
+            while True:
+                connection.send(next(work))
+        except StopIteration as end:
+            connection.send(end.value)
+        except Exception as error:
+            connection.send(_as_sent(error))
+    engine.close()
+
+
+def _as_sent(error: Exception) -> Exception:
+    """Return an error that survives pickle: another library's may not, and goes as its text."""
+    if not isinstance(error, RazorError):
+        log.exception("an error of the engine")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
@@ -100,20 +216,15 @@ def numbered(config: Config, number: int) -> Config:
 
 @contextmanager
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
-    """Open engines of this host; `ConfigError` for several external ones where there are GPUs."""
-    for name, config in task.engines.items():
-        external = isinstance(config, ExternalEngineConfig)
-        if external and "CUDA_VISIBLE_DEVICES" in share_of_host(config, 0, engines):
-            raise ConfigError(
-                f"engines is {engines}, but each engine {name!r} would take the host's first GPU; "
-                "use one engine, or Ray, which gives each a GPU of its own"
-            )
+    """Open engines of this host."""
 
-    def open_engine(name: str, number: int, engines: int, over: threading.Event) -> HostEngine:
+    def open_engine(name: str, number: int, engines: int, over: threading.Event) -> JobEngine:
         config = task.engines[name]
-        if isinstance(config, ExternalEngineConfig):
-            return HostEngine(task, config.open())
         env = share_of_host(config, number, engines)
+        if isinstance(config, ExternalEngineConfig):
+            threads = config.threads_per_rank(engines * config.world_size)
+            config = config.model_copy(update={"threads": threads})
+            return ExternalEngine(task, config, env, over)
         return HostEngine(task, HostLLM(numbered(config, number), env, over))
 
     yield EnginePool(open_engine, engines)

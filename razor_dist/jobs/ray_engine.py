@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from razor_dist.config.errors import EngineError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
-from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
+from razor_dist.jobs.host_engine import HostEngine, OpenedEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import MOVE_SECONDS, ActorRanks, brief, make_actor
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
@@ -60,9 +61,8 @@ class EngineActor:
         """
         inherit_logging()
         if isinstance(config, ExternalEngineConfig):
-            external = config.open()
-            self._engine = HostEngine(task, external)
-            return list(external.pids)
+            self._engine: HostEngine | OpenedEngine = OpenedEngine(task, config)
+            return [os.getpid()]
         try:
             llm = RayLLM(config, reservation)
         except EngineError as error:

@@ -62,10 +62,9 @@ class ExternalEngineConfig(EngineConfig):
     opens: str = Field(exclude=True)
 
     def open(self) -> Any:
-        """Return what items get as their ``llm``, ready for use, in a process of its own.
+        """Return what items get as their ``llm``, ready for use; called in a process of its own.
 
-        It has the methods of `razor_dist.LLM` that the task calls, ``failed``, ``close()`` and
-        ``pids``, its processes.
+        It has the methods of `razor_dist.LLM` that the task calls, and may have ``close()``.
         """
         return pkgutil.resolve_name(self.opens)(self)
 

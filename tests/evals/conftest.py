@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from razor_dist import cli
+from razor_dist.jobs import host_engine
+from razor_dist.jobs.task import ExternalEngineConfig
 
 
 @pytest.fixture
@@ -19,3 +21,15 @@ def evaluate(letters: Path, tmp_path: Path) -> Callable[..., int]:
         return cli.main(["eval", suite, *shared.split(), *flags.split()])
 
     return run
+
+
+@pytest.fixture
+def opens_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """Return a function that puts a model of this process in every external engine's place."""
+
+    def use(model: object) -> None:
+        monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
+        opened = host_engine.OpenedEngine
+        monkeypatch.setattr(host_engine, "ExternalEngine", lambda task, own, *_: opened(task, own))
+
+    return use

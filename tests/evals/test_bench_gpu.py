@@ -28,7 +28,7 @@ from razor_dist.evals.bench.measure import CeilingSizes, Rates
 from razor_dist.evals.bench.one_of_eight import RankAlone
 from razor_dist.evals.bench.settings import GpuBenchSettings
 from razor_dist.evals.bench.wheels import hide_kernels, unpack_missing
-from razor_dist.evals.process import call
+from razor_dist.jobs.process import call
 from razor_dist.plan.compute import collectives, traffic
 from tests.tiny_models import make_tiny
 

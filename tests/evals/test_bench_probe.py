@@ -10,11 +10,11 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals import process
 from razor_dist.evals.bench import probe
 from razor_dist.evals.bench.probe import measure, run
 from razor_dist.evals.bench.settings import ProbeBenchSettings
-from razor_dist.evals.process import call
+from razor_dist.jobs import process
+from razor_dist.jobs.process import call
 from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from razor_dist.evals.fidelity.task import FidelityTask, Text
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
-from razor_dist.jobs.task import ExternalEngineConfig
 from tests.logits import literal_logits, stock_logits
 from tests.tiny_models import save_head_map, write_random
 from tests.tokenizer import write_letters
@@ -174,9 +174,9 @@ def test_a_run_goes_on_with_other_methods_and_texts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    opens_here: Callable[[object], None],
 ) -> None:
-    monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
-    monkeypatch.setattr(model, "close", lambda: None)
+    opens_here(model)
     read: list[int] = []
     hook = model.replay.model.register_forward_pre_hook(
         lambda _, __, inputs: read.append(inputs["input_ids"].shape[1]), with_kwargs=True

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.evals.baselines import presses
-from razor_dist.evals.baselines.client import PressLLM
+from razor_dist.evals.baselines.model import PressedModel
 from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.fidelity.model import FidelityModel
 from razor_dist.evals.fidelity.task import FidelityTask
@@ -167,38 +167,11 @@ def test_an_answer_that_fails_is_an_error_and_no_wrong_answer(
         traced.answer(document, 4)
 
 
-@pytest.mark.parametrize("kind", [ReplayModel, TracedModel])
-def test_a_model_that_is_closed_reads_no_further(
-    kind: type[ReplayModel | TracedModel], letters: Path, tmp_path: Path
-) -> None:
-    """As after Ctrl-C, which would wait for the end of a long document."""
-    own = {"model": str(letters), "threads": 1, "chunked_prefill_size": 128}
-    head_map = save_head_map(letters, HEADS, tmp_path / "map.json")
-    model, passes = kind(EngineConfig(**own, head_map=str(head_map))), []
-
-    def close(*_: object) -> None:
-        passes.append(None)
-        if len(passes) == 2:
-            model.close()
-
-    document = [5] * 1000
-    if isinstance(model, ReplayModel):
-        model.replay.model.register_forward_pre_hook(close)
-        read = partial(model.read, FULL_METHOD, 1100, document)
-    else:
-        model._engine.runner.model.register_forward_pre_hook(close)
-        read = partial(model.answer, document, 4)
-    with pytest.raises(EngineError, match="the job is over"):
-        read()
-    assert len(passes) == 2
-
-
 @pytest.mark.long
 def test_what_is_there_is_not_run_again(
-    model: ReplayModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ReplayModel, tmp_path: Path, opens_here: Callable[[object], None]
 ) -> None:
-    monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
-    monkeypatch.setattr(model, "close", lambda: None)
+    opens_here(model)
     about = {"lengths": (300, 400), "depths": (50,), "needles": 1, "haystack": "reference"}
     grid = GridConfig(**model.config.model_dump(exclude={"seed"}) | about)
     local = Method("local", {"prefill": "local", **WINDOW}, HEADS)
@@ -255,7 +228,10 @@ PROSE: dict[str, Any] = {"haystack": "reference"}
 @pytest.mark.parametrize(
     ("plan", "opened"),
     [
-        (lambda: NeedleTask.plan(NeedleConfig(methods="h2o", kv_budget=0.5, **PROSE)), PressLLM),
+        (
+            lambda: NeedleTask.plan(NeedleConfig(methods="h2o", kv_budget=0.5, **PROSE)),
+            PressedModel,
+        ),
         (lambda: CitationsTask.plan(CitationsConfig(**PROSE)), CitingServer),
         (lambda: FidelityTask.plan(FidelityConfig(), [Path(__file__)]), FidelityModel),
         (lambda: GridTask.plan(GridConfig(**PROSE), [FULL_METHOD]), ReplayModel),
@@ -274,3 +250,4 @@ def test_what_stands_in_an_engines_place(
     assert isinstance(config, ExternalEngineConfig)
     assert type(config.open()) is opened and given == [config]
     assert "opens" not in str(job_settings(task)), "it decides no result"
+    assert pickle.loads(pickle.dumps(task)) == task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from razor_dist.evals.selection import (
 from razor_dist.evals.settings import settings_by_name
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.job import run_job
-from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.query import Query
 from razor_dist.models.slower_half import slower_half
 from tests.literal import causal, literal_attention
@@ -278,10 +278,9 @@ def test_tiles_read_what_any_of_their_queries_reads() -> None:
 
 @pytest.mark.long
 def test_copies_beside_text(
-    model: FidelityModel, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: FidelityModel, letters: Path, tmp_path: Path, opens_here: Callable[[object], None]
 ) -> None:
-    monkeypatch.setattr(ExternalEngineConfig, "open", lambda config: model)
-    monkeypatch.setattr(model, "close", lambda: None)
+    opens_here(model)
     own = {"attention": "full", "head_map": None}
     config = FidelityConfig(
         model=str(letters), repeat_at="900,1400", repeat_tokens=100, methods=("full",), ray=False

@@ -33,7 +33,7 @@ from razor_dist.jobs.host_engine import HostEngine, host_pool, share_of_host
 from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.pool import EnginePool, JobEngine, run_items
 from razor_dist.jobs.results import RESULTS, ResultStore, read_job
-from razor_dist.jobs.task import ExternalEngineConfig, Item, job_settings, settings_hash
+from razor_dist.jobs.task import Item, job_settings, settings_hash
 from razor_dist.llm.progress import ReadingLog
 from tests.fake_engine import WAIT
 from tests.fake_llm import FakeHostLLM, FakeLLM
@@ -298,23 +298,6 @@ def test_each_engine_of_a_host_has_gpus_of_its_own(
     assert "CUDA_VISIBLE_DEVICES" not in share_of_host(on_cpu, 2, 3)
     with pytest.raises(ConfigError, match=r"engines is 3 and world_size 2, .* has 4 GPUs"):
         share_of_host(config, 0, 3)
-
-
-def test_engines_that_would_all_take_the_first_gpu_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    task = Completions(
-        {"full": FULL, "other": ExternalEngineConfig(opens="none", attention="full")}
-    )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    refused = pytest.raises(ConfigError, match="engines is 2, but each engine 'other'")
-    with refused, host_pool(task, 2):
-        pass
-    with host_pool(task, 1):
-        pass
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with host_pool(task, 2):
-        pass
 
 
 def ranks() -> list[psutil.Process]:

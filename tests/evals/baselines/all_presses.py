@@ -24,7 +24,8 @@ def main() -> None:
     for method, engine, kv_budget in json.loads(sys.argv[1]):
         config = BaselineConfig.of(method, engine, kv_budget)
         model = PressedModel(config)
-        nbytes = model.read(TEXT)
+        model.read(TEXT)
+        [nbytes] = model.stats()["kv_bytes_per_rank"]
         layers = [layer.keys.shape[2] for layer in model._cache.layers]
         answers = [model.answer(MORE, NEW_TOKENS) for _ in range(2)]
         budget = Budget(config, "cpu").nbytes(len(TEXT))

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from razor_dist import SamplingParams, cli
-from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, check_installed
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.results import NeedleRun
+from razor_dist.jobs.process import call
 from razor_dist.jobs.results import read_job
 from tests.evals.baselines.text import MORE, NEW_TOKENS, TEXT
 
@@ -76,9 +77,12 @@ def test_nothing_dropped_is_transformers_own_answer(method: str, found: dict[Any
     assert less[0] != found["stock"], "this text shows what was dropped"
 
 
-def test_a_process_that_ends_is_an_engine_that_failed(settings: dict[str, Any]) -> None:
+def test_a_pressed_model_is_asked_like_an_engine(settings: dict[str, Any]) -> None:
     config = NeedleConfig(methods="h2o", **settings).engine("h2o", 1000)
-    assert isinstance(config, BaselineConfig)
+    assert call(_ask_all, config, output=sys.stderr) == {}
+
+
+def _ask_all(config: BaselineConfig) -> dict[str, Any]:
     llm = config.open()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     [whole] = llm.generate([[*TEXT, MORE[0]]], params)
@@ -90,14 +94,11 @@ def test_a_process_that_ends_is_an_engine_that_failed(settings: dict[str, Any]) 
     with llm.prefill(TEXT) as prefix:
         [again] = llm.generate([{"prompt_token_ids": MORE[:1]}], params, prefix=prefix)
         assert again.outputs[0].token_ids == whole.outputs[0].token_ids
-        with pytest.raises(ConfigError, match="leaves nothing"):
-            llm._call("read", [])
-        assert not llm.failed
-        llm._child.process.kill()
-        with pytest.raises(EngineError, match=r"method h2o ended \(code -9\); the attention"):
-            llm.generate([{"prompt_token_ids": MORE}], params, prefix=prefix)
-    assert llm.failed
-    llm.close()
+        assert llm.stats()["kv_bytes_per_rank"][0] > 0
+    assert llm.stats()["kv_bytes_per_rank"] == [0]
+    with pytest.raises(ConfigError, match="leaves nothing"), llm.prefill([]):
+        pass
+    return {}
 
 
 @pytest.mark.long
