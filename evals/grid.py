@@ -107,7 +107,7 @@ class GridTask:
             "haystack": name,
             "haystack_fingerprint": text,
             "seed": self.grid.seed,
-            **PRESETS[self.preset].versions,
+            "version": PRESETS[self.preset].version,
         }
 
     @property

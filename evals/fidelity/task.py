@@ -114,7 +114,7 @@ class FidelityTask:
             "model": display_name(config.model),
             "ranges": config.ranges,
             "steps": config.steps,
-            **({} if config.repeat_at is None else {"repeat_at": list(config.repeat_at)}),
+            "repeat_at": config.repeat_at,
         }
 
     @property

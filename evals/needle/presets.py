@@ -65,11 +65,6 @@ class Preset:
     haystack: str = "auto"  # of `haystack_paragraphs`; empty where the preset makes its own text
     version: int = 1  # raised when the same settings would give other documents
 
-    @property
-    def versions(self) -> dict[str, int]:
-        """The documents' version, as a run's settings have it: only from the second on."""
-        return {"version": self.version} if self.version > 1 else {}
-
 
 def number_facts(depths: Sequence[float], seed: int) -> list[Fact]:
     """Draw six-digit numbers, each of another city, in RULER's wording.

@@ -73,7 +73,7 @@ class NeedleTask:
             "haystack": name,
             "haystack_fingerprint": text,
             **config.model_dump(mode="json", include=own),
-            **config.settings.versions,
+            "version": config.settings.version,
         }
 
     @property

@@ -174,7 +174,7 @@ class CitationsTask:
     def settings(self) -> Mapping[str, Any]:
         about = {**self.haystack._asdict(), "seed": self.config.seed}
         model = display_name(self.config.model)
-        return {"kind": "citations", "model": model, **about, **PRESET.versions}
+        return {"kind": "citations", "model": model, **about, "version": PRESET.version}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:

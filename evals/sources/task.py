@@ -90,12 +90,11 @@ class SourcesTask:
     @property
     def settings(self) -> Mapping[str, Any]:
         about = {**self.haystack._asdict(), "seed": self.config.seed}
-        data = {"data": self.data} if self.data else {}
         suites = [SUITE_OF[name] for name in self.config.task_names if name != GRID]
         # The report makes their documents again.
-        versions = {"versions": {suite.name: suite.version for suite in suites}} if suites else {}
+        versions = {GRID: PRESET.version} | {suite.name: suite.version for suite in suites}
         model = display_name(self.config.model)
-        return {"kind": "sources", "model": model, **about, **data, **versions, **PRESET.versions}
+        return {"kind": "sources", "model": model, **about, "data": self.data, "versions": versions}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:

@@ -33,7 +33,7 @@ from razor_dist.evals.suites.tasks import Task
 from razor_dist.evals.watch import Mass, Watch
 from razor_dist.heads.decision import flags
 from razor_dist.jobs.results import differences, read_job
-from razor_dist.jobs.task import ExternalEngineConfig, Item, as_begun, job_settings, settings_hash
+from razor_dist.jobs.task import ExternalEngineConfig, Item, job_settings, settings_hash
 from razor_dist.protocol.sampling_params import SamplingParams
 
 KIND = "why"  # of task, in a folder's settings
@@ -256,7 +256,7 @@ class WhyTask:
                 raise ConfigError(
                     f"--method: {method} has another {name} than {FULL}, but here one model answers"
                 )
-        own = as_begun(job_settings(suite), {"engines": run.engines})["engines"][method]
+        own = job_settings(suite)["engines"][method]
         if other := differences(run.engines[method], own):
             raise ConfigError(f"{folder} is of another {method}: {'; '.join(other)}")
         chosen = [(kind, *at) for kind, every in found.items() for at in _spread(every, most)]

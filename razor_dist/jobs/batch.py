@@ -121,11 +121,7 @@ class BatchTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        settings = {"task": "batch", "model": self.model}
-        # Left out by default: folders of jobs that were begun before it was a setting can go on.
-        if self.unknown_fields != "refuse":
-            settings["unknown_fields"] = self.unknown_fields
-        return settings
+        return {"task": "batch", "model": self.model, "unknown_fields": self.unknown_fields}
 
     @property
     def at_once(self) -> int:

@@ -41,7 +41,7 @@ from filelock import FileLock, Timeout
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.files import replacing, sync_folder
-from razor_dist.jobs.task import as_begun, settings_hash
+from razor_dist.jobs.task import settings_hash
 
 HEADER, RESULTS, PARTS, LOCK = "job.json", "results.jsonl", "parts.jsonl", "lock"
 _FORMAT = 1
@@ -141,9 +141,8 @@ class ResultStore(contextlib.ExitStack):
         for number in itertools.count(2):
             header = _read_header(candidate)
             there = settings if header is None else header["settings"]
-            own = as_begun(settings, there)
-            if not (found := differences(there, own)) or extends(there, own):
-                return cls._take(candidate, own, there)
+            if not (found := differences(there, settings)) or extends(there, settings):
+                return cls._take(candidate, settings, there)
             if not new_folder:
                 break
             place = Path(os.path.abspath(folder))  # "." has no name

@@ -26,30 +26,14 @@ if TYPE_CHECKING:
 # gets the draws, the temperature, ... that it does not bring, and a task may leave these out.
 _INDIFFERENT = """
     world_size max_num_seqs kv_tokens page_size chunked_prefill_size max_step_ms scheduling_policy
-    cuda_graphs shared_memory threads collective_timeout heartbeat_timeout
+    cuda_graphs shared_memory threads collective_timeout heartbeat_timeout decode
+    prefix_cache prefix_tail_tokens prefix_host_gb prefix_store prefix_store_gb
 """
 # Codes of refusals by such settings, which the next run may have changed, and of a refusal that the
 # same request may escape when the machine is less busy.
 RETRYABLE = frozenset({"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"})
 RETRYABLE |= {"structured_outputs_timeout"}
-# Others, with the values by which folders that were begun when they counted can still go on.
-_ONCE = {
-    "decode": "replicated",
-    "prefix_cache": True,
-    "prefix_tail_tokens": 1024,
-    "prefix_host_gb": 0.0,
-    "prefix_store": None,
-    "prefix_store_gb": None,
-}
-
-# Younger than folders of jobs that can still go on, which were begun with these values.
-_YOUNGER = {
-    "weight_dtype": "auto",
-    "repetition_detection": "auto",
-    "default_max_tokens": None,
-    "retrieval_share": 0.0,
-}
-CONTENT = "model_content"  # among an engine's settings: what its model's folder holds
+_CONTENT = "model_content"  # among an engine's settings: what its model's folder holds
 
 
 class ExternalEngineConfig(EngineConfig):
@@ -202,7 +186,7 @@ def job_settings(task: Task) -> dict[str, Any]:
     engines = {name: _deciding(config) for name, config in task.engines.items()}
     for name, config in task.engines.items():
         if (content := contents[config.model]) is not None:
-            engines[name][CONTENT] = content
+            engines[name][_CONTENT] = content
     try:
         # Read back: a tuple and a list, or 1 and "1" as a key, are the same in a file.
         settings: dict[str, Any] = json.loads(
@@ -211,20 +195,6 @@ def job_settings(task: Task) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the task's settings are not JSON data: {error}") from None
     return settings
-
-
-def as_begun(settings: Mapping[str, Any], there: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out what a folder's settings ``there`` do not say because an earlier version began it.
-
-    These are the contents of models.
-    """
-    if any(CONTENT in own for own in there.get("engines", {}).values()):
-        return settings
-    engines = {
-        name: {key: value for key, value in own.items() if key != CONTENT}
-        for name, own in settings.get("engines", {}).items()
-    }
-    return {**settings, "engines": engines} if engines else settings
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
@@ -237,11 +207,7 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     names = set(EngineConfig.model_fields) - {*_INDIFFERENT.split(), "head_map"}
     if isinstance(config, ExternalEngineConfig):
         names |= set(type(config).model_fields) - set(EngineConfig.model_fields)
-    for name, value in _YOUNGER.items():
-        if getattr(config, name) == value:
-            names.remove(name)
     fields = config.model_dump(mode="json", include=names)
-    fields |= _ONCE
     if config.attention == "razor":
         path = Path(config.head_map or default_head_map(config.model))
         try:

@@ -83,7 +83,8 @@ def traced(
 
 def test_another_version_of_a_suite_is_another_job() -> None:
     task = SourcesTask.plan(SourcesConfig(tasks="grid,vt,near", haystack="reference"))
-    assert task.settings["versions"] == {"ruler": RULER.version, "nonliteral": NONLITERAL.version}
+    versions = {"grid": 2, "ruler": RULER.version, "nonliteral": NONLITERAL.version}
+    assert task.settings["versions"] == versions
 
 
 def documents(task: SourcesTask) -> list[Document]:

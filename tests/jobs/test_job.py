@@ -32,7 +32,7 @@ from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.jobs.host_engine import HostEngine, host_pool, share_of_host
 from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.pool import EnginePool, JobEngine, run_items
-from razor_dist.jobs.results import RESULTS, ResultStore, read_job
+from razor_dist.jobs.results import RESULTS, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
 from razor_dist.llm.progress import ReadingLog
 from tests.fake_engine import WAIT
@@ -208,16 +208,6 @@ def test_another_model_in_the_same_folder_is_another_job(tmp_path: Path, tiny: T
             run_task(task, tmp_path / "out", no_pool())
         other = run_task(task, tmp_path / f"other-{number}", pool(task))
         assert other.done == 6
-
-
-def test_a_folder_that_does_not_say_what_the_model_held_goes_on(tmp_path: Path, tiny: Tiny) -> None:
-    task = Completions({"full": EngineConfig(model=str(tiny("llama")), attention="full")})
-    settings = job_settings(task)
-    del settings["engines"]["full"]["model_content"]
-    with ResultStore.open(tmp_path, settings):
-        pass
-    assert run_task(task, tmp_path, pool(task)).done == 6
-    assert run_task(task, tmp_path, no_pool()).earlier == 6
 
 
 def test_tasks_that_are_wrong(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_a_report_shows_in_what_methods_differ(tmp_path: Path) -> None:
     table = write_report(tmp_path).split("## Engines")[1]
     assert "| compensation | retrieval_share |" in table
     assert [row.split(" | ")[-2:] for row in table.splitlines() if row[:7] == "| razor"] == [
-        ["True", "- |"], ["True", "0.03125 |"]
+        ["True", "0.0 |"], ["True", "0.03125 |"]
     ]  # fmt: skip
 
 
