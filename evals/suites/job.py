@@ -61,8 +61,8 @@ class SuiteTask:
             **self.haystack._asdict(),
             "data": self.data,
             "seed": config.seed,
-            "in_turns": config.in_turns,
-            "one_document": config.suite.one_document,
+            **({"in_turns": True} if config.in_turns else {}),
+            **({"one_document": True} if config.suite.one_document else {}),
             **({"counts": fewer} if (fewer := self._fewer) else {}),
         }
 

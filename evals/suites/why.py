@@ -204,8 +204,8 @@ def attention_figures(mass: Mass, method: Method, group: int, answer: int) -> di
 
 def config_of(folder: Path) -> SuiteConfig:
     """Return the settings that a suite's folder was run with, those that are no defaults."""
-    kind = read_job(folder).settings["task"].get("kind")
-    if kind not in CONFIGS:
+    task = read_job(folder).settings["task"]
+    if (kind := task.get("kind")) not in CONFIGS:
         raise ConfigError(f"{folder} holds results of {kind}; give one of {', '.join(CONFIGS)}")
     try:
         noted = json.loads((folder / CONFIG).read_text())
@@ -213,6 +213,8 @@ def config_of(folder: Path) -> SuiteConfig:
         raise ConfigError(f"cannot read {folder / CONFIG}: {error}") from None
     config = CONFIGS[kind]
     defaults = config.model_construct().model_dump(mode="json")
+    # ``auto`` may be another text here.
+    noted |= {"haystack": task["haystack"]} if "haystack" in task else {}
     known = {name: value for name, value in noted.items() if name in config.model_fields}
     return config(**{name: own for name, own in known.items() if own != defaults.get(name)})
 
@@ -257,7 +259,10 @@ class WhyTask:
                     f"--method: {method} has another {name} than {FULL}, but here one model answers"
                 )
         own = job_settings(suite)["engines"][method]
-        if other := differences(run.engines[method], own):
+        # An earlier version may have recorded more settings, or fewer.
+        both = own.keys() & run.engines[method].keys()
+        there, here = ({name: e[name] for name in both} for e in (run.engines[method], own))
+        if other := differences(there, here):
             raise ConfigError(f"{folder} is of another {method}: {'; '.join(other)}")
         chosen = [(kind, *at) for kind, every in found.items() for at in _spread(every, most)]
         return cls(suite, method, tuple(chosen), settings_hash(own))

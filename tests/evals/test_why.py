@@ -163,6 +163,13 @@ def test_a_methods_own_dtype_and_blocks_are_not_full_attentions(letters: Path) -
     assert (tried["kv_dtype"], tried["retrieval_share"]) == ("bf16", 0.1)
 
 
+@pytest.mark.parametrize("suite", ["nonliteral-50", "shared", "world"])
+def test_a_run_of_an_earlier_version_is_asked_why(suite: str) -> None:
+    folder = Path(__file__).parents[2] / "docs" / "benchmarks" / "suites" / suite
+    task = WhyTask.plan(folder, config_of(folder), "razor", 10)
+    assert {kind for kind, *_ in task.questions} == {"lost", "kept"}
+
+
 @pytest.mark.long
 def test_a_run(
     evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
