@@ -76,6 +76,13 @@ def folder(tmp_path: Path) -> Path:
             {**choice, "answer": ["crates", "D"]},
             {**choice, "answer": "crates"},
         ],
+        "number_string.jsonl": [{**INFINITE, "answer": ["0011223344"]}],
+        "kv_retrieval.jsonl": [{**INFINITE, "answer": ["0d1-9e2"]}],
+        "longdialogue_qa_eng.jsonl": [{**INFINITE, "answer": ["TAM", "OLD TAM"]}],
+        "longbook_qa_eng.jsonl": [{**INFINITE, "answer": ["the old ferry", "a ferry"]}],
+        "math_find.jsonl": [{**INFINITE, "answer": [7.0]}],
+        "code_run.jsonl": [{**INFINITE, "answer": [-7]}],
+        "code_debug.jsonl": [{**choice, "answer": ["crates", "D"]}],
         "kilt/nq.jsonl": [KILT],
         "json_kv.jsonl": [JSON_KV],
         "narrativeqa.json": [CITE],
@@ -99,6 +106,13 @@ def sample(folder: Path, task: str, length: int = 100_000, number: int = 0) -> S
         ("longbench_v2", letter, "carry?\n(A) goats\n(B) crates\n(C) hay", "is (", ("B",), STORY),
         ("passkey", first_number, "Question: Which crates?", "Answer:", None, STORY),
         ("longbook_choice_eng", letter, "(C) goats\n(D) crates", "is (", ("D",), STORY),
+        ("number_string", first_number, "Question: Which", "Answer:", ("0011223344",), STORY),
+        ("kv_retrieval", has_word, "Question: Which", "Answer:", ("0d1-9e2",), STORY),
+        ("longdialogue_qa_eng", has_word, "Question: Which", "Answer:", ("TAM", "OLD TAM"), STORY),
+        ("longbook_qa_eng", word_f1, "Question: Which", "Answer:", None, STORY),
+        ("math_find", first_number, "Question: Which", "Answer:", ("7.0",), STORY),
+        ("code_run", first_number, "Question: Which", "Answer:", ("-7",), STORY),
+        ("code_debug", letter, "(C) goats\n(D) crates", "is (", ("D",), STORY),
         ("kilt/nq", any_plain, "mends the ferry?", "Answer:", ("Old Tam", "Tam"), "[1] (Ferry):"),
         ("json_kv", any_of, "the key k2 in", "Answer:", ("v2",), '"k2": "v2"'),
         ("narrativeqa", word_f1, "Who rows?", "Answer:", ("Ann the rower",), "[2]: Bo sails."),
@@ -120,7 +134,7 @@ def test_forms(
         [asked] = made.questions
         assert question in asked.text and asked.cue.endswith(cue) and held in made.document
         assert asked.answers == answers or answers is None
-        assert score(f" {asked.answers[0]}) or so", asked.answers) > 0.5
+        assert score(f" {asked.answers[0]}, or so", asked.answers) > 0.5
 
 
 def test_every_record_is_asked_once_and_no_more(folder: Path) -> None:
@@ -203,7 +217,7 @@ def test_a_record_ends_at_the_end_of_its_line_alone(tmp_path: Path) -> None:
 def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data: .*/empty holds no \.json or \.jsonl files"):
         PublishedConfig(data=str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=r"unknown task 'nq'; files in .*: json_kv, kilt/nq, "):
+    with pytest.raises(ConfigError, match=r"unknown task 'nq'; files in .*, json_kv, kilt/nq, "):
         PublishedConfig(data=str(folder), tasks="nq")
     (folder / "passkey.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"holds passkey\.json and passkey\.jsonl; move one"):

@@ -180,7 +180,9 @@ def test_what_shares_a_step_changes_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "tensor"), [(1, False), (2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world", "tensor"), [(1, False), (2, False), (4, True), (8, False), (8, True)]
+)
 def test_a_prefix_hit_is_a_fresh_read(world: int, tensor: bool, dual: Path, ranks: Ranks) -> None:
     case = Case(str(dual), split_of(dual), POLICY, (), page_size=4, tail=30, tensor=tensor)
     assert_as_fresh(ranks, world, case, HISTORY)

@@ -129,6 +129,14 @@ def test_ultralong() -> None:
     assert config.rope_parameters["beta_fast"] == 4.0
 
 
+def test_ultralongs_frequencies_are_stock_transformers(ranks: Ranks, tmp_path: Path) -> None:
+    rope = {**YARN, "factor": 8.0, "original_max_position_embeddings": 20, "beta_fast": 4.0}
+    path = write_random(LlamaConfig(rope_parameters=rope | {"rope_theta": 5e5}, **SIZES), tmp_path)
+    n, tokens = 150, tokens_of(154, seed=1)
+    case = Case(str(path), ((True,) * 2,) * 2, GROWING, tokens[:n], tokens[n:], 64)
+    assert_any_cut(ranks, case, stock_logits(path, tokens)[n - 1 :], (1, 2))
+
+
 @pytest.mark.parametrize("by_flag", [True, False])
 def test_attn_factor_is_of_the_usual_factor(by_flag: bool, tmp_path: Path) -> None:
     """As vLLM has it. DeepSeek-R1-0528-Qwen3-8B's makes the product 1."""
