@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,7 @@ def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
         seen: Masses = {int(window): tuple(map(tuple, rows)) for window, rows in read.items()}
     else:
         seen = measured_masses(model, budget, reading)
+        _free_gpu()
         write_json(cached, {"settings": measuring, "found": seen})
     study = Study(config, maps, seen)
     rows = study.run_in(out)
@@ -158,7 +160,14 @@ def _found(name: str, options: CommonOptions, settings: Mapping[str, Any]) -> tu
         settings_class, *_ = METHODS[name][1]
         seeded = "seed" in {field.name for field in fields(settings_class)}
         identify(name, options, settings_class(**({"seed": options.seed} if seeded else {})), own)
+        _free_gpu()
         took = round(time.monotonic() - began, 1)
         write_json(clock, {"settings": settings, "found": took})
     typer.echo(f"{name}: {options.out}", err=True)
     return HeadMap.load(options.out), took
+
+
+def _free_gpu() -> None:
+    """Give back what a model took here, for the process that compares the maps."""
+    gc.collect()
+    torch.cuda.empty_cache()

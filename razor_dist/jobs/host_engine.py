@@ -58,7 +58,7 @@ class OpenedEngine:
         self._task, self._model = task, config.open()
 
     def run(self, item: Item) -> Work:
-        return work_of(self._task.run(self._model, item))
+        return (yield from work_of(self._task.run(self._model, item)))
 
     def close(self) -> None:
         if hasattr(self._model, "close"):
@@ -70,7 +70,7 @@ class ExternalEngine:
 
     Other libraries replace functions of transformers, may need more memory than there is, and
     look at nothing while they compute: the process can be killed. `EngineError` once ``over`` is
-    set while it loads or works.
+    set while it loads or works. It works on one item at a time.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class ExternalEngine:
         env: dict[str, str],
         over: threading.Event,
     ) -> None:
+        assert getattr(task, "at_once", 1) == 1, "results come in the order of the items"
         self._over, self._closing = over, threading.Lock()
         self._child = Child(_serve, task, config, env=child_environment() | env)
         self._busy = True
@@ -116,9 +117,8 @@ class ExternalEngine:
             found = connection.recv()
         except (EOFError, OSError):
             code = self._child.process.wait()
-            raise EngineLostError(
-                f"the engine's process ended (code {code}); it may need more memory than there is"
-            ) from None
+            advice = "; it may need more memory than there is" if code < 0 else ""
+            raise EngineLostError(f"the engine's process ended (code {code}){advice}") from None
         self._busy = isinstance(found, Update)
         if isinstance(found, Exception):
             raise found

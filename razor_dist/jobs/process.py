@@ -44,8 +44,9 @@ class Child:
             env=env,
         )
         theirs.close()
-        # If it has ended before it read this, `recv` says so.
+        # If it has ended before it read this, `recv` says so. Modules may lie beside a script.
         with suppress(OSError):
+            self.connection.send(sys.path)
             self.connection.send((function, arguments))
 
     def __enter__(self) -> Self:
@@ -91,6 +92,7 @@ def _answer(connection: Connection, function: Callable[..., Any], *arguments: An
 
 if __name__ == "__main__":
     connection = Connection(int(sys.argv[1]))
+    sys.path.extend(place for place in connection.recv() if place not in sys.path)
     function, arguments = connection.recv()
     if isinstance(function, str):
         function = pkgutil.resolve_name(function)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _INDIFFERENT = """
     world_size max_num_seqs kv_tokens page_size chunked_prefill_size max_step_ms scheduling_policy
     cuda_graphs shared_memory threads collective_timeout heartbeat_timeout decode
-    prefix_cache prefix_tail_tokens prefix_host_gb prefix_store prefix_store_gb
+    prefix_cache prefix_tail_tokens prefix_host_gb prefix_store prefix_store_gb speculative_config
 """
 # Codes of refusals by such settings, which the next run may have changed, and of a refusal that the
 # same request may escape when the machine is less busy.
@@ -48,7 +48,8 @@ class ExternalEngineConfig(EngineConfig):
     def open(self) -> Any:
         """Return what items get as their ``llm``, ready for use; called in a process of its own.
 
-        It has the methods of `razor_dist.LLM` that the task calls, and may have ``close()``.
+        It has the methods of `razor_dist.LLM` that the task calls, and may have ``close()``. The
+        process imports the task and `opens` from modules, so neither is a script's own.
         """
         return pkgutil.resolve_name(self.opens)(self)
 

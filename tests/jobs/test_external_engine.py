@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
 from razor_dist.jobs.pool import run_items
 from razor_dist.jobs.results import read_job
-from razor_dist.jobs.task import ExternalEngineConfig, Item, PartResult, Update
+from razor_dist.jobs.task import ExternalEngineConfig, Item, PartResult, Work
 
 
 class Model:
@@ -63,8 +65,14 @@ class Errands:
     def items(self) -> Sequence[Item]:
         return [Item(name) for name in self.names]
 
-    def run(self, llm: Model, item: Item) -> Generator[Update, None, Mapping[str, Any]]:
+    def run(self, llm: Model, item: Item) -> Mapping[str, Any] | Work:
+        return self._in_parts(item) if item.id.endswith("parts") else self._work(item)
+
+    def _in_parts(self, item: Item) -> Work:
         yield PartResult("part", {"of": item.id}, 1)
+        return self._work(item)
+
+    def _work(self, item: Item) -> Mapping[str, Any]:
         mark = self.folder / item.id
         match item.id.partition("-")[0]:
             case "foreign":
@@ -93,16 +101,20 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_what_goes_wrong_in_its_process_costs_the_item_alone(folder: Path) -> None:
-    names = ("fine", "foreign", "wrong", "dies", "fine-again")
+    names = ("fine", "foreign", "wrong", "wrong-parts", "fine-parts", "dies", "fine-again")
     task = Errands(folder, names)
     summary = run_task(task, folder / "out", host_pool(task))
-    assert (summary.done, summary.failed) == (3, 2)
+    assert (summary.done, summary.failed) == (4, 3)
     records = {record["id"]: record for record in read_job(folder / "out").records}
-    processes = [records[name]["result"]["process"] for name in ("fine", "dies", "fine-again")]
-    assert len(set(processes)) == 2 and os.getpid() not in processes
+    fine = ("fine", "fine-parts", "dies", "fine-again")
+    processes = [records[name]["result"]["process"] for name in fine]
+    assert len(set(processes)) == 2 and processes[0] == processes[1] != processes[2]
+    assert os.getpid() not in processes
     assert not any(psutil.pid_exists(pid) for pid in processes)
     assert records["dies"]["run"]["attempts"] == 2
-    assert records["wrong"]["error"] == {"type": "KeyError", "message": "'no such thing'"}
+    for name in ("wrong", "wrong-parts"):
+        assert records[name]["error"] == {"type": "KeyError", "message": "'no such thing'"}
+        assert records[name]["run"]["attempts"] == 1
     error = records["foreign"]["error"]
     assert error == {"type": "RuntimeError", "message": "ForeignError: a b"}
     assert (folder / "closed").exists(), "it is closed when nothing is left to do"
@@ -111,11 +123,11 @@ def test_what_goes_wrong_in_its_process_costs_the_item_alone(folder: Path) -> No
 @pytest.mark.long
 def test_a_job_that_ends_kills_what_computes(folder: Path) -> None:
     """As after Ctrl-C, which would wait for the end of a long document."""
-    task = Errands(folder, ("waits",))
+    task = Errands(folder, ("waits-parts",))
     with host_pool(task) as (open_engine, _):
         events = run_items(task.items(), open_engine, 1)
-        assert next(events).item.id == "waits"  # its first part
-        while not ((there := folder / "waits").exists() and there.read_text()):
+        assert next(events).item.id == "waits-parts"  # its first part
+        while not ((there := folder / "waits-parts").exists() and there.read_text()):
             time.sleep(0.01)
         events.close()
     assert not psutil.pid_exists(int(there.read_text()))
@@ -137,3 +149,20 @@ def test_engines_of_a_host_divide_its_cores_and_gpus(
     results = [record["result"] for record in read_job(folder / "out").records]
     assert sorted(result["gpus"] for result in results) == ["0", "1"]
     assert len({result["process"] for result in results}) == 2
+
+
+@pytest.mark.long
+def test_a_script_finds_the_module_beside_it(tmp_path: Path) -> None:
+    source = Path(__file__).read_text()
+    (tmp_path / "beside.py").write_text(source)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import sys; from pathlib import Path; import beside\n"
+        "from razor_dist.jobs.job import run_task\n"
+        "from razor_dist.jobs.host_engine import host_pool\n"
+        "task = beside.Errands(Path(sys.argv[1]), ('fine',))\n"
+        "assert run_task(task, sys.argv[1] + '/out', host_pool(task)).done == 1\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    subprocess.run(command, check=True, env=env, cwd="/")

@@ -174,6 +174,7 @@ def test_which_settings_decide(tmp_path: Path) -> None:
     assert name() == name(world_size=8, decode="tensor", threads=3, max_num_seqs=9)
     prefixes = {"prefix_tail_tokens": 7, "prefix_host_gb": 1.0, "prefix_store": str(tmp_path)}
     assert name() == name(prefix_store_gb=2.0, **prefixes) == name(prefix_cache=False)
+    assert name() == name(speculative_config=None)
     different = [name(), name(attention="full"), name(window_min=5), name(prefill="exact")]
     # A request that brings no seed, or no temperature, gets the engine's.
     different += [name(seed=0), name(seed=1), name(generation_config="none")]
