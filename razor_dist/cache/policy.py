@@ -12,7 +12,9 @@ A streaming head attends to the sinks ``[0, N0)``, to the window ``[s(i), i]`` a
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -77,12 +79,6 @@ class StreamingPolicy:
         own = replace(self, window_min=tokens, window_ratio=None, window_max=None)
         return replace(own, sinks=0, compensation=False) if alibi else own
 
-    def saves_from(self, copies: int) -> int | None:
-        """Tokens from which on ``copies`` windows are together shorter than the context, if any."""
-        if self.window_ratio is None or copies < self.window_ratio:
-            return copies * self.window_min
-        return None if self.window_max is None else copies * self.window_max
-
     def window(self, position: int) -> int:
         """L(i): the length in tokens that the window of query ``position`` must cover."""
         length = max(self.window_min, -(-(position + 1) // (self.window_ratio or _NO_RATIO)))
@@ -131,3 +127,17 @@ class StreamingPolicy:
             WindowRun(begin + lo, begin + hi, int(starts[lo]))
             for lo, hi in itertools.pairwise(bounds)
         ]
+
+
+def saves_from(heads: Mapping[StreamingPolicy, int], copies: int) -> int | None:
+    """Tokens from which on ``copies`` of all heads' windows together are shorter than the contexts.
+
+    ``heads`` are the streaming heads of each policy. None if windows never are, or no head streams.
+    """
+
+    def saves(tokens: int) -> bool:
+        kept = sum(n * min(tokens, policy.window(tokens - 1)) for policy, n in heads.items())
+        return copies * kept < tokens * sum(heads.values())
+
+    first = bisect.bisect_left(range(_NO_RATIO), True, key=saves)
+    return None if first == _NO_RATIO else first - 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy, saves_from
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import capacity
@@ -271,7 +271,7 @@ def make_engine(
         seed=config.seed if config.seed is not None else secrets.randbits(62),
         load_tokenizer=partial(_tokenizer, config),
     )
-    info = _info(config, runner, eos_token_ids, roles.retrieval, mode.reason)
+    info = _info(sizes, runner, eos_token_ids, roles.retrieval, mode.reason)
     if config.keeps_prefixes:
         about = _about(config, model, roles, weights or weights_fingerprint(model))
         folder = _keep_prefixes(config, about, runner, core)
@@ -280,13 +280,17 @@ def make_engine(
 
 
 def _info(
-    config: EngineConfig,
+    sizes: capacity.RankSizes,
     runner: ModelRunner,
     eos_token_ids: tuple[int, ...],
     retrieval: Sequence[Sequence[bool]],
     decode_reason: str,
 ) -> EngineInfo:
-    shape, size = runner.shape, runner.comm.size
+    config, shape, size = sizes.config, runner.shape, runner.comm.size
+    streaming = {
+        policy: sum(sizes.layout.streaming_in_layers(index))
+        for index, policy in enumerate(sizes.policies)
+    }
     return EngineInfo(
         max_model_len=runner.config.max_tokens,
         vocab_size=shape.vocab_size,
@@ -301,9 +305,7 @@ def _info(
         retrieval_fraction=sum(map(sum, retrieval)) / (shape.layers * shape.kv_heads),
         source_heads=runner.source_heads.count,
         kv_reserved_bytes_per_rank=runner.caches.reserved_bytes,
-        saves_from_tokens=StreamingPolicy.of(config).saves_from(
-            1 if runner.decode == "tensor" else size
-        ),
+        saves_from_tokens=saves_from(streaming, 1 if runner.decode == "tensor" else size),
         page_size=runner.config.page_size,
         num_pages=runner.config.num_pages * size,
     )

@@ -90,7 +90,7 @@ class EngineInfo(msgspec.Struct):
     retrieval_fraction: float = 0.0  # of KV heads
     source_heads: int = 0  # retrieval heads that are asked where answers come from
     kv_reserved_bytes_per_rank: int = 0
-    saves_from_tokens: int | None = None  # contexts from which on the head split saves memory
+    saves_from_tokens: int | None = None  # from which on the head split saves memory, if it does
     prefix_folder: str | None = None  # of the prefix store, for what fits this engine
     page_size: int = 0  # tokens
     num_pages: int = 0  # of all ranks

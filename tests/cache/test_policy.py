@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy, saves_from
 from razor_dist.config.errors import ConfigError
 
 
@@ -70,5 +70,14 @@ def test_from_where_windows_are_together_shorter_than_the_context(
 ) -> None:
     policy = StreamingPolicy(window_min=16, window_ratio=ratio, window_max=most, block=1)
     shorter = [n for n in range(1, 1000) if copies * policy.window(n - 1) < n]
-    begin = policy.saves_from(copies)
+    begin = saves_from({policy: 3}, copies)
     assert shorter == ([] if begin is None else list(range(begin + 1, 1000)))
+
+
+@pytest.mark.parametrize(("copies", "begin"), [(1, 10), (2, 33), (3, 50)])
+def test_from_where_windows_of_two_lengths_save_together(copies: int, begin: int) -> None:
+    """Of 2 heads that keep 10 tokens and 1 that keeps 30, on as many ranks."""
+    policy = StreamingPolicy()
+    own = {policy.with_window(10, alibi=False): 2, policy.with_window(30, alibi=False): 1}
+    shorter = [n for n in range(1, 1000) if copies * (2 * min(n, 10) + min(n, 30)) < 3 * n]
+    assert saves_from(own, copies) == shorter[0] - 1 == begin

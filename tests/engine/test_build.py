@@ -227,6 +227,25 @@ def test_the_log_warns_of_a_head_map_that_keeps_nearly_all_heads(
 
 
 @pytest.mark.parametrize(
+    ("settings", "begin"),
+    [
+        ({"attention": "full"}, None),
+        ({"attention": "streaming", "window_min": 30}, 30),
+        ({"attention": "razor"}, 12),  # by the shorter of the map's windows
+    ],
+)
+def test_the_split_saves_from_the_windows_in_use_on(
+    settings: dict[str, Any], begin: int | None, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    flags, windows = ((False, True),) * 4, ((12, None), (40, None)) * 2
+    head_map = str(save_head_map(model, flags, tmp_path / "map.json", windows=windows))
+    config = EngineConfig(model=str(model), head_map=head_map, max_model_len=64, **settings)
+    info = build.build_engine(config, Communicator(None), CPU).info
+    assert info.saves_from_tokens == begin
+
+
+@pytest.mark.parametrize(
     ("device", "world", "settings", "per_rank"),
     [
         ("cpu", 8, {"window_max": 8192}, 2048),
