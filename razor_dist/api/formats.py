@@ -33,7 +33,7 @@ class Format(ABC):
 
     prefix: ClassVar[str]  # of the answers' ids
     # A stream's opening waits for its first event: clients take it for the first token.
-    opens_late: ClassVar[bool] = False
+    opens_late: bool = False
 
     def __init__(
         self,
@@ -183,9 +183,6 @@ class ChoicesFormat(Format):
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": choices, "usage": self.usage(), **self._contexts}
 
-    def opening(self) -> list[Json]:
-        return []
-
     def progress(self, index: int, progress: Progress) -> list[Json]:
         """A chunk with llama.cpp's ``prompt_progress``."""
         fields = {
@@ -296,6 +293,7 @@ class CompletionFormat(ChoicesFormat):
     """For a model without a tokenizer the text is empty and each choice has ``token_ids``."""
 
     prefix = "cmpl"
+    opens_late = True
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
@@ -305,6 +303,10 @@ class CompletionFormat(ChoicesFormat):
     @property
     def is_slow(self) -> bool:
         return self._request.echo
+
+    def opening(self) -> list[Json]:
+        kept = self._contexts
+        return [self._chunk([self._empty(0)], **kept)] if kept else []
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         choice = self._choice(index, [piece])

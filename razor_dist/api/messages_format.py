@@ -34,6 +34,8 @@ class MessagesFormat(EventFormat):
 
     def _start(self) -> None:
         super()._start()
+        # A context that is refused must not be named, and that is known with the first token.
+        self.opens_late = self._request.kept_as is not None
         documents = (self._request.described or {}).get("documents", ())
         self._documents = [CitedDocument(*document) for document in documents]
         # So far: how much of the text is in blocks, the sentences whose blocks have not ended, the

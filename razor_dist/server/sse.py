@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -50,6 +50,9 @@ async def stream(
             chunk["usage"] = form.usage(sent) if continuous_usage else None
         return form.frame(chunk)
 
+    def opened() -> Iterator[str]:
+        yield from map(line, form.opening())  # shaped when it is sent
+
     def framed(event: ChoiceEvent) -> list[str]:
         if isinstance(event.what, TextPiece):
             chunks = form.piece(event.index, event.what)
@@ -58,7 +61,7 @@ async def stream(
         return [line(chunk) for chunk in chunks]
 
     try:
-        opening = map(line, form.opening())
+        opening = opened()
         if not form.opens_late:
             for text in opening:
                 yield text

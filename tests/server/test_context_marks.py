@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 
 from razor_dist.api.errors import Failure
+from razor_dist.api.request import Endpoint, ParsedRequest
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.frontend.answers import LiveChoices
+from razor_dist.frontend.answers import Choice, ChoiceEvent, LiveChoices
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.messages import Add, Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -21,6 +25,7 @@ from razor_dist.server.context import Context
 from razor_dist.server.contexts import Contexts
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.service import Service
+from razor_dist.server.sse import stream
 from tests.server.fake_client import FakeClient
 from tests.server.marked import DOCUMENT, ENCODER, MARK, parsed, part, user
 from tests.server.test_context_histories import kept
@@ -144,6 +149,24 @@ async def test_a_mark_that_is_refused_is_a_hint(code: str, kept: int, server: Se
     assert not used[0].is_pinned
     with pytest.raises(RequestError, match="there is no context"):
         await server.contexts.find(used[0].id, "a")
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "messages"])
+async def test_a_stream_begins_with_the_contexts_that_are_kept(endpoint: Endpoint) -> None:
+    named = [{"id": "ctx_kept"}, {"id": "ctx_refused"}]
+    request = ParsedRequest([], kept_as=lambda: list(named))
+    form = FORMATS[endpoint](request, "m", [Choice(np.array([5]))], ENCODER.tokenizer)
+
+    async def events() -> AsyncIterator[ChoiceEvent | None]:
+        yield None  # a heartbeat, while rank 0 reads a chunk of another prompt
+        named.pop()
+        yield ChoiceEvent(0, TextPiece(5, "a", finish_reason="stop"))
+
+    lines = [line async for line in stream(events(), form, include_usage=False)]
+    first = next(line for line in lines if "ctx_" in line)
+    assert lines[0] == form.heartbeat and lines[1] == first
+    chunk = json.loads(first.partition("data: ")[2])
+    assert chunk.get("message", chunk)["contexts"] == [{"id": "ctx_kept"}]
 
 
 async def test_a_context_leaves_room_for_its_own_request(
