@@ -5,6 +5,7 @@ from __future__ import annotations
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
+from razor_dist.config.sources import build_config
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.shape import ModelShape
 
@@ -60,6 +61,19 @@ def about_streaming_work(policy: StreamingPolicy, kv_fraction: float, context: i
     ]
 
 
+def about_given_windows(config: EngineConfig) -> list[str]:
+    """Warn of settings of windows that do nothing: the head map has windows of its own."""
+    usual = build_config(EngineConfig, model=config.model)  # what the user has not set
+    names = "window_min", "window_ratio", "window_max"
+    given = [name for name in names if getattr(config, name) != getattr(usual, name)]
+    if not given:
+        return []
+    return [
+        f"{', '.join(given)}: without effect, for each streaming head of the head map has a window "
+        "of its own; shorter ones take another map, such as of identify with a smaller --budget"
+    ]
+
+
 def about_settings(
     config: EngineConfig,
     shape: ModelShape,
@@ -85,8 +99,9 @@ def about_settings(
     said += about_heads(
         head_map.kv_fraction, head_map.selected_fraction if head_map.selected else None
     )
-    # Windows that a head map gives its heads are not the settings'.
-    if head_map.windows is None and head_map.kv_fraction < 1:
+    if head_map.windows is not None:
+        return said + about_given_windows(config)
+    if head_map.kv_fraction < 1:
         policy = StreamingPolicy.of(config)
         of_memory = about_window(policy, max_model_len, 1 if shared else config.world_size)
         said += of_memory or about_streaming_work(policy, head_map.kv_fraction, max_model_len)

@@ -257,7 +257,7 @@ def make_engine(
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise capacity.does_not_fit(config, length, error) from error
+        raise sizes.does_not_fit(length, error) from error
     if config.retrieval_share:
         slow = slower_half(model, shape.head_dim).to(device)
         runner.caches.choice = Choice(config.retrieval_share, slow)

@@ -206,7 +206,10 @@ class CacheNeed:
         """Tokens in a unit of a row of ``_sizes``, what they are, and what makes it larger."""
         if row == 0:
             return self._cache.page_size, "tokens of KV cache on a rank", "a larger kv_tokens"
-        setting = "a larger max_num_seqs, a smaller window_max or more free memory"
+        setting = (
+            "a larger max_num_seqs, shorter windows (window_max, or those of the head map) or more "
+            "free memory"
+        )
         return 1, "tokens of the streaming heads' cache", setting
 
     def _lasting(self, requests: Seq[Request], dealt: Dealt = _NONE, *more: Seq[PageTable]) -> Ints:

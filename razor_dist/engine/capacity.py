@@ -176,7 +176,17 @@ class RankSizes:
         """Raise `ConfigError` if the caches of one sequence take more than ``most`` bytes."""
         if (one := self._reserved(self.caches(max_model_len, 0.0))) > most:
             reason = f"they take {one / 1e9:.1f} GB of {max(0, most) / 1e9:.1f}"
-            raise does_not_fit(self.config, max_model_len, reason)
+            raise self.does_not_fit(max_model_len, reason)
+
+    def does_not_fit(self, max_model_len: int, reason: object) -> ConfigError:
+        windows = f"window_max {self.config.window_max}"
+        own = [tokens for tokens in self.layout.windows if tokens is not None]
+        if own:  # window_max does nothing
+            windows = f"the head map's windows of up to {max(own)} tokens"
+        return ConfigError(
+            f"the KV caches do not fit into memory with max_model_len {max_model_len}, {windows} "
+            f"and kv_tokens {self.config.kv_tokens}; lower these, or use more ranks ({reason})"
+        )
 
     def working_bytes(self, length: int, chunked_prefill_size: int) -> float:
         """Bytes that a chunk takes beside the caches at the end of a text of ``length`` tokens.
@@ -224,14 +234,6 @@ class RankSizes:
                 ranks[rank] += len(held)
             most = max(most, *ranks)
         return most
-
-
-def does_not_fit(config: EngineConfig, max_model_len: int, reason: object) -> ConfigError:
-    return ConfigError(
-        f"the KV caches do not fit into memory with max_model_len {max_model_len}, window_max "
-        f"{config.window_max} and kv_tokens {config.kv_tokens}; lower these, or use more ranks "
-        f"({reason})"
-    )
 
 
 def streaming_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ from typing import Any
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
-from razor_dist.engine.advice import about_heads, about_window
+from razor_dist.engine.advice import about_given_windows, about_heads, about_window
 from razor_dist.engine.decode_mode import SHARING_IS_WORTH
 from razor_dist.engine.device import kv_dtype_name
 from razor_dist.models.loader import dtype_name
@@ -309,7 +309,9 @@ def _about_windows(plan: Plan) -> list[str]:
     d, said, size = plan.deployment, [], plan.deployment.world_size
     chunk = min(d.chunked_prefill_size, plan.context)
     by_settings = d.head_map.windows is None  # else the head map has them
-    if by_settings and not d.shared:
+    if not by_settings:
+        said += about_given_windows(d.config)
+    elif not d.shared:
         for heads in d.streaming:
             said += about_window(heads.policy, plan.context, size)
     window = max((heads.policy.window(plan.context - 1) for heads in d.streaming), default=0)
