@@ -173,7 +173,10 @@ class EngineConfig(BaseModel):
         True, "Ranks of one host talk through memory that they share; off: over gloo."
     )
     threads: int | None = _ranks(
-        None, "Threads per rank; none: cores divided by the host's ranks.", ge=1
+        None,
+        "Threads per rank; none: cores divided by the host's ranks, on Ray as many as "
+        "cpus_per_rank, at least 1.",
+        ge=1,
     )
     trust_remote_code: bool = _model(False, "Run Python code that the model ships.")
     collective_timeout: float = _ranks(
@@ -367,7 +370,12 @@ class JobConfig(EngineConfig):
         None, "Cluster, as HOST:PORT or auto; none: RAY_ADDRESS, else a local one.", min_length=1
     )
     engines: int | None = _job(None, "Engines at once; none: as many as the cluster holds.", ge=1)
-    cpus_per_rank: float = _job(1.0, "CPUs reserved for a rank; below 1 ranks share one.", gt=0)
+    cpus_per_rank: float = _job(
+        1.0,
+        "CPUs that Ray reserves for a rank, and its threads if threads is none; below 1 ranks "
+        "share one.",
+        gt=0,
+    )
     placement: Literal["STRICT_PACK", "PACK"] = _job(
         "STRICT_PACK", "An engine's ranks on one node, or rather on one."
     )
