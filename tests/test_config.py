@@ -270,10 +270,22 @@ def test_the_class_itself_raises_our_error() -> None:
         build_config(EngineConfig, atention="full")
 
 
-def test_the_servers_settings_are_unknown_to_the_engine_but_not_in_the_environment() -> None:
+def test_the_servers_settings_are_unknown_to_the_engine_on_its_command_line_alone() -> None:
     assert load_config(EngineConfig, {}, {"RAZOR_PORT": "80"}) == load_config(EngineConfig)
     with pytest.raises(ConfigError, match="unknown setting 'port'"):
         load_config(EngineConfig, {"port": 80})
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, JobConfig])
+def test_the_servers_file_is_for_other_commands_too(
+    cls: type[EngineConfig], tmp_path: Path
+) -> None:
+    served = Path(__file__).parents[1] / "deploy/kubernetes/base/serve.yaml"
+    assert load_config(cls, {}, {}, served).max_num_seqs == 8
+    served = tmp_path / "serve.yaml"
+    served.write_text("max_num_seqs: 3\nshutdown_timeuot: 1\n")
+    with pytest.raises(ConfigError, match="did you mean 'shutdown_timeout'"):
+        load_config(cls, {}, {}, served)
 
 
 def test_a_rank_reads_back_the_engines_settings() -> None:

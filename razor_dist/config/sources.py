@@ -57,8 +57,9 @@ def load_config(
 
     In ``cli``, which holds flags by field name, ``None`` means that a flag was not given, and
     ``"none"`` sets an optional setting to none and empties a list. Of ``env`` only ``RAZOR_*`` is
-    looked at. ``implied`` settings follow from the surroundings (torchrun's world size): they are
-    weaker than what the user said, stronger than the model's shipped defaults.
+    looked at. There and in the file settings of other commands are passed over. ``implied``
+    settings follow from the surroundings (torchrun's world size): they are weaker than what the
+    user said, stronger than the model's shipped defaults.
     """
     settings = dict(implied or {})
     if yaml_path is not None:
@@ -124,8 +125,18 @@ def shipped_names() -> frozenset[str]:
     return frozenset(name for file in files for name in yaml.safe_load(file.read_text()))
 
 
+def _of_commands(cls: type[Config]) -> set[str]:
+    """Return the settings of ``cls`` and of all commands, which share an environment and files."""
+    return {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
+
+
 def _from_text(cls: type[Config], text: str, source: str) -> Settings:
-    return _named(cls, read_mapping(text, source), lambda _: source)
+    known, values = _of_commands(cls), read_mapping(text, source)
+    for given in values:
+        if RENAMED.get(given, given) not in known:
+            raise ConfigError(f"{unknown(given, known)}{_in(source)}")
+    mine = {name: v for name, v in values.items() if RENAMED.get(name, name) in cls.model_fields}
+    return _named(cls, mine, lambda _: source)
 
 
 def read_mapping(text: str, source: str) -> dict[str, Any]:
@@ -174,9 +185,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
-    # All commands share one environment, so each one's settings are known everywhere.
-    known = {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
-    mine = {}
+    known, mine = _of_commands(cls), {}
     for variable, value in env.items():
         if not variable.startswith(ENV_PREFIX) or _NO_SETTINGS.match(f"{variable}={value}"):
             continue
