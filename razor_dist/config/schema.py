@@ -280,7 +280,9 @@ class ServerConfig(EngineConfig):
     unknown_fields: Literal["refuse", "warn"] = _server(
         "refuse", "Fields of requests that are not supported; warn: ignored, and logged once."
     )
-    max_queue: int = _server(128, "Requests in flight or waiting before a 429.", ge=1)
+    max_queue: int = _server(
+        128, "Answers in flight or waiting, n for each prompt, before a 429.", ge=1
+    )
     request_timeout: float | None = _server(
         None, "Seconds from a request's arrival to its end, waiting included; none: any.", gt=0
     )
