@@ -278,10 +278,15 @@ def test_the_servers_settings_are_unknown_to_the_engine_on_its_command_line_alon
 
 @pytest.mark.parametrize("cls", [EngineConfig, JobConfig])
 def test_the_servers_file_is_for_other_commands_too(
-    cls: type[EngineConfig], tmp_path: Path
+    cls: type[EngineConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = Path(__file__).parents[1] / "deploy/kubernetes/base/serve.yaml"
     assert load_config(cls, {}, {}, served).max_num_seqs == 8
+    assert "settings of other commands are passed over: " in caplog.text
+    assert "shutdown_timeout" in caplog.text and "max_num_seqs" not in caplog.text
+    caplog.clear()
+    load_config(ServerConfig, {}, {}, served)
+    assert not caplog.text
     served = tmp_path / "serve.yaml"
     served.write_text("max_num_seqs: 3\nshutdown_timeuot: 1\n")
     with pytest.raises(ConfigError, match="did you mean 'shutdown_timeout'"):

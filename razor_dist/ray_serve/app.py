@@ -37,8 +37,9 @@ def app(args: dict[str, Any]) -> Application:
     given = {name: args.pop(name) for name in _OF_JOBS if name in args}
     env = {name: value for name, value in os.environ.items() if name not in _OF_SERVE}
     of_jobs = [ENV_PREFIX + name.upper() for name in _OF_JOBS]
-    job = load_config(JobConfig, given, {name: env[name] for name in of_jobs if name in env}, file)
-    config = load_config(ServerConfig, args, env, file)
+    for_jobs = {name: env[name] for name in of_jobs if name in env}
+    job = load_config(JobConfig, given, for_jobs, file, warns=False)
+    config = load_config(ServerConfig, args, env, file, warns=False)
     unset = ServerConfig()
     for name in _OF_PROXIES:
         if getattr(config, name) != getattr(unset, name):
