@@ -115,10 +115,17 @@ def test_a_folder_is_called_by_its_own_name(
     assert display_name("./smollm2") == "smollm2"
 
 
+class ProxyError(Exception):
+    """As the HTTP client of huggingface_hub has it: neither an `OSError` nor the hub's."""
+
+
 @either
-def test_unreachable_hub(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError, ProxyError])
+def test_unreachable_hub(
+    find: Find, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fetch(*args: object, **kwargs: object) -> str:
-        raise LocalEntryNotFoundError("no network\nand some advice")
+        raise error("no network\nand some advice")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ModelError, match=r"neither a folder.*\(no network\); 'smollm2'"):
