@@ -305,14 +305,16 @@ def test_it_speaks_tls(certificate: tuple[str, str], tmp_path: Path) -> None:
             httpx.get(f"{url}/health")
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(f"http{url.removeprefix('https')}/health")
-        # The container's health check knows port and scheme, however they were given.
+        # The container's health check knows port and scheme, however they were given, and takes
+        # no proxy.
         assert told.read_text() == url
         text = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", "")
         found = re.search(r"^HEALTHCHECK .* CMD (.*)$", text, re.MULTILINE)
         assert found is not None
         for file, works in ((told, True), (tmp_path / "none", False)):
             check = [sys.executable, *json.loads(found[1])[1:]]
-            environment = {**os.environ, "RAZOR_URL_FILE": str(file)}
+            environment = {**os.environ, "RAZOR_URL_FILE": str(file), "no_proxy": ""}
+            environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
             done = subprocess.run(check, env=environment, capture_output=True)
             assert (done.returncode == 0) is works, done.stderr
         assert "Traceback" not in server.log
