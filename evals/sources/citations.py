@@ -135,7 +135,12 @@ class CitingServer:
             self._model = http.get("/v1/models").json()["data"][0]["id"]
             self._client = stack.enter_context(
                 anthropic.Anthropic(
-                    base_url=url, api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
+                    base_url=url,
+                    api_key="none",
+                    timeout=_ANSWER_SECONDS,
+                    max_retries=0,
+                    # As `connect`: the environment's proxy may not reach this host.
+                    http_client=anthropic.DefaultHttpxClient(trust_env=False),
                 )
             )
             self.close = stack.pop_all().close

@@ -110,7 +110,10 @@ def test_shares_are_of_what_they_say() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_asks_a_server(tmp_path: Path) -> None:
+def test_the_command_asks_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # of no use for this host
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     places = ["--lengths", "400", "--depths", "50", "--needles", "1", "--haystack", "reference"]
     out = ["--absent-lengths", "400", "--out", str(tmp_path / "run")]
     assert cli.main(["eval", "citations", *places, *out]) == 0
