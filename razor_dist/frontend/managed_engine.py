@@ -46,8 +46,8 @@ class ManagedEngine:
         max_queue: int | None = None,
         start_ranks: StartRanks = RankGroup.start,
     ) -> None:
-        remove_abandoned_folders()
         try:
+            remove_abandoned_folders()
             # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
             self._folder = Path(tempfile.mkdtemp(prefix="razor-"))
             self._lock = lock_folder(self._folder)

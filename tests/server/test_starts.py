@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -58,6 +59,15 @@ def test_a_host_that_is_no_name_is_told() -> None:
 def test_a_disk_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(EngineError, match="cannot make a folder in TMPDIR: No such file"):
+        ManagedEngine(ServerConfig())
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # Where TMPDIR is, tempfile finds out by writing a file.
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(EngineError, match="cannot make a folder in TMPDIR: No usable temporary"):
         ManagedEngine(ServerConfig())
 
 
