@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -82,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(map(_expanded, sys.argv[1:] if arguments is None else arguments))
     bound_spinning(os.environ)  # before a command loads torch
+    if isinstance(sys.stdout, TextIOWrapper):  # None if it is closed
+        # Names of models, files and documents may hold what a locale lacks, or half a character.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _refuse_foreign(arguments)
         command_line(arguments or _being_completed())(arguments, prog_name="razor-dist")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -121,9 +122,11 @@ def test_documents_that_are_read_ahead_of_time(
     assert main(["store", "list", str(tmp_path / "store")]) == 0
     listed = "".join(capsys.readouterr().out.split())
     assert "one.txt" in listed and "long.txt" not in listed and "(arequest)" not in listed
-    (tmp_path / "short.txt").write_text(hide_words(100, [50])[0])
-    assert main(["prefill", str(tmp_path / "short.txt"), *flags]) == 0
+    short = {"id": "half \ud83d", "text": hide_words(100, [50])[0]}
+    (tmp_path / "short.jsonl").write_text(json.dumps(short))
+    assert main(["prefill", str(tmp_path / "short.jsonl"), *flags]) == 0
     said = capsys.readouterr().out
+    assert r"half \ud83d: " in said
     assert "not kept: prefixes are kept from 256 tokens on, shorter ones are read anew" in said
     assert "skipped" in told.err and "maximum context length is 1200" in told.err
     bounded = ["--prefix-store-gb", "1e-6", "--store", str(tmp_path / "small")]

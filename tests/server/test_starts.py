@@ -74,12 +74,12 @@ def test_a_disk_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_server_serves_though_nobody_can_read_where_it_is(tmp_path: Path) -> None:
     told = tmp_path / "url"
     command = [sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine", "--port", "0"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command += ["--url-file", str(told), "--served-model-name", "\N{KATAKANA LETTER KA}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     with (
         open("/dev/full", "wb") as full,
-        subprocess.Popen(
-            [*command, "--url-file", str(told)], cwd=ROOT, env=env, stdout=full
-        ) as server,
+        executed(),  # a fork has this process's encoding
+        subprocess.Popen(command, cwd=ROOT, env=env, stdout=full) as server,
     ):
         try:
             assert wait_until(lambda: told.exists() and health(told.read_text())[0] == 200, 60)
@@ -87,6 +87,7 @@ def test_a_server_serves_though_nobody_can_read_where_it_is(tmp_path: Path) -> N
                 server.wait(1)
         finally:
             server.terminate()
+    assert server.returncode == 0
 
 
 def test_a_name_of_both_families_is_bound_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
