@@ -266,8 +266,8 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def markdown(rows: Iterable[Sequence[str]], align: Align = "left") -> str:
-    """Return a Markdown table whose head is the first of the rows."""
-    head, *body = rows
+    """Return a Markdown table whose head is the first of the rows, of any texts."""
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     others = "---:" if align == "numbers" else "---"
     rule = ["---", *[others] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])

@@ -147,5 +147,5 @@ def _tables(tests: Mapping[str, str]) -> list[Table]:
         by_file.append([file, *(str(counts[kind]) for kind in _KINDS)])
     for name, outcome in tests.items():
         if _kind(outcome) not in ("passed", "skipped"):
-            others.append([name, outcome.replace("|", "\\|")])
+            others.append([name, outcome])
     return [Table("Tests:", by_file), *([Table("Of them:", others, "left")] if others[1:] else [])]

@@ -200,7 +200,7 @@ def _wrong(run: NeedleRun) -> str:
     wrong = [cell for cell in run.cells if cell.score < 1]
     rows = [["method", "tokens", "depth", "expected", "answer", "score"]]
     for cell in wrong[:_WRONG_SHOWN]:
-        answer = " ".join(cell.answer.split()).replace("|", "\\|")[:120]
+        answer = " ".join(cell.answer.split())[:120]
         place = [_short(cell.length), f"{cell.depth:g} %"]
         rows.append([cell.method, *place, cell.expected, answer, _mean(cell.score)])
     title = f"## Answers with a score below 1 ({min(len(wrong), _WRONG_SHOWN)} of {len(wrong)})"

@@ -75,7 +75,7 @@ def _answers(lost: Sequence[Result]) -> str:
             for name in tried
         ]
         texts = (", ".join(result["wanted"]), result["answer"])
-        shown = (" ".join(text.split()).replace("|", "\\|")[:60] for text in texts)
+        shown = (" ".join(text.split())[:60] for text in texts)
         rows.append([_name(result), *shown, result["reason"], f"{result['sure']:.0%}", *cells])
     note = "Numbers are the loss of full attention's answer in nats, all of its tokens together."
     return section("## Answers", rows, note)

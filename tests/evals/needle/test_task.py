@@ -288,8 +288,10 @@ def test_a_share_that_no_engine_would_take_is_refused_first(
 
 
 def test_a_report_shows_in_what_methods_differ(tmp_path: Path) -> None:
-    run(tmp_path, methods=("razor", "razor/32"), context_lengths=1500)
+    methods = {"razor": {}, "razor | 1/32": {"retrieval_share": 1 / 32}}
+    run(tmp_path, methods=methods, context_lengths=1500)
     table = write_report(tmp_path).split("## Engines")[1]
+    assert r"| razor \| 1/32 |" in table
     assert "| compensation | retrieval_share |" in table
     assert [row.split(" | ")[-2:] for row in table.splitlines() if row[:7] == "| razor"] == [
         ["True", "0.0 |"], ["True", "0.03125 |"]
