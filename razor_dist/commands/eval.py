@@ -140,13 +140,18 @@ def report(
     from razor_dist.evals.needle import report as needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
     from razor_dist.evals.suites.report import write_report
-    from razor_dist.jobs.results import read_job
+    from razor_dist.jobs.results import HEADER, read_job
 
     if len(folders) > 1 and out is None:
         raise ConfigError("give --out, a folder for the comparison of several runs")
     if len(folders) == 1 and out is not None:
         raise ConfigError(
             "--out is for the comparison of several runs; a single one is its own folder's"
+        )
+    if out is not None and (out / HEADER).exists():
+        raise ConfigError(
+            f"--out {out} holds a run, whose own report the comparison would overwrite; "
+            "give another folder"
         )
     writers: dict[str, Callable[[Path], str]] = {
         NEEDLE: needle.write_report,

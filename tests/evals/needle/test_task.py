@@ -262,9 +262,12 @@ def test_mistakes_of_the_commands_are_named(
     assert not (tmp_path / "new").exists()
     assert "holds no results" in refused("report", str(tmp_path))
     assert "give --out" in refused("report", str(tmp_path), str(tmp_path))
-    run(tmp_path / "old")
+    old = str(tmp_path / "old")
+    run(Path(old))
+    said = refused("report", old, str(tmp_path / "older"), "--out", old)
+    assert f"--out {old} holds a run, whose own report" in said
     flags = ["--haystack", "noise", "--methods", "full", "--context-lengths", "1500"]
-    said = refused("needle", "--no-ray", "--out", str(tmp_path / "old"), *flags)
+    said = refused("needle", "--no-ray", "--out", old, *flags)
     assert "holds results of other settings" in said
 
 
