@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -141,6 +142,28 @@ def test_a_store_that_is_a_file_is_refused(
     assert cli.main(["prefill", str(file), "--store", str(file)]) == 2
     wanted = f"razor-dist: --store: cannot make the folder {file}: File exists\n"
     assert capfd.readouterr().err == wanted
+
+
+@pytest.mark.parametrize("closed", ["store", "store/fingerprint"])
+def test_a_store_of_another_user_is_said_to_be_closed(
+    closed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "store" / "fingerprint").mkdir(parents=True)
+    command, listed = ["store", "list", str(tmp_path / "store")], os.listdir
+    assert cli.main(command) == 2
+    assert capfd.readouterr().err.endswith("store holds no stored prefixes\n")
+
+    def deny(path: str) -> list[str]:
+        if Path(path) == tmp_path / closed:
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", deny)  # root may read everything
+    assert cli.main(command) == 2
+    assert (
+        capfd.readouterr().err
+        == f"razor-dist: cannot read {tmp_path / closed}: Permission denied\n"
+    )
 
 
 def test_a_store_by_the_engines_number_is_refused_where_there_is_no_number(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -164,6 +165,12 @@ def _folders(directory: Path) -> list[Path]:
 
     found = folders(directory)
     if not found:
+        try:  # what `folders` passes over: a server of another user has its store for itself
+            for name in os.listdir(directory):
+                if (inside := directory / name).is_dir():
+                    os.listdir(inside)
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
         raise ConfigError(f"{directory} holds no stored prefixes")
     return found
 
