@@ -130,10 +130,8 @@ class Pinned:
 
     def counts(self, cached: int) -> tuple[int, int]:
         """Return the tokens that were in the caches, of ``cached`` now, and those pinned anew."""
-        begins = [pin.cached for pin in self._awaited if pin.cached is not None]
-        if self.last is None or not begins:
-            return cached, 0
-        return begins[0], self.last.tokens - begins[0]
+        new = sum(pin.tokens - pin.cached for pin in self._awaited if pin.cached is not None)
+        return cached - new, new
 
     def listen(self, listener: Callable[[bool, Progress], None]) -> None:
         """Have a function hear of what is prefilled before the request's own prompts.

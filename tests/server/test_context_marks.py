@@ -113,6 +113,16 @@ async def test_usage_counts_what_the_answer_waits_for(
     assert (choice.cached_tokens, choice.pinned_tokens) == (known, 1000 - known)
 
 
+async def test_usage_of_new_contexts_counts_what_the_prefix_cache_had(server: Server) -> None:
+    choices, _, [first, second, add] = await server.ask(300, 1000)
+    await server.read(first, 0, 300, cached=299)
+    await server.read(second, 300, 1000, cached=980)
+    await server.read(add, 1000, 1100, cached=1050)
+    await server.answered(choices, add)
+    [choice] = choices.choices
+    assert (choice.cached_tokens, choice.pinned_tokens) == (1050 - 1 - 20, 1 + 20)
+
+
 FULL = "pinned_contexts_full"
 
 
