@@ -237,6 +237,7 @@ class LiveChoices:
                         raise self._pinned.error
                     found = self._pinned.counts(message.cached)
                     choice.cached_tokens, choice.pinned_tokens = found
+                self._client.observer.cached(stream.request_id, choice.cached_tokens)
                 if self._report_progress:
                     self._events.put_nowait(ChoiceEvent(index, message))
             elif isinstance(message, PromptLogprobs):

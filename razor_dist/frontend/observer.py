@@ -23,6 +23,9 @@ class Observer:
     def reading(self, request_id: str) -> None:
         """Note that a context is read that an answer's prompt continues."""
 
+    def cached(self, request_id: str, tokens: int) -> None:
+        """Note how many of a prompt's tokens were not read for it, nor for its contexts."""
+
     def received(self, message: AboutRequest) -> None:
         """Note a message about an answer."""
 

@@ -101,7 +101,7 @@ class Answer:
     prompt_tokens: int
     admitted: float | None = None
     read: int | None = None  # tokens of the prompt
-    cached: int = 0  # of these
+    cached: int = 0  # of these, as usage has it
     first_token: float | None = None
     last_token: float = 0.0
     tokens: int = 0
@@ -185,6 +185,10 @@ class Metrics(Observer):
         if answer := self._answers.get(request_id):
             self._admit(answer, time.monotonic())
 
+    def cached(self, request_id: str, tokens: int) -> None:
+        if answer := self._answers.get(request_id):
+            answer.cached = tokens
+
     def pinned(self, request_id: str) -> None:
         self._prefixes[request_id] = None
 
@@ -211,19 +215,22 @@ class Metrics(Observer):
     def _progress(self, answer: Answer, message: Progress, now: float) -> None:
         self._admit(answer, now)
         if answer.read is None:
-            answer.read = answer.cached = message.cached
-            self._counters["prefix_cache_queries"].inc(message.total)
-            self._counters["prefix_cache_hits"].inc(message.cached)
+            answer.read = message.cached
+            self._looked_up(message)
         self._counters["prompt_tokens"].inc(message.processed - answer.read)
         answer.read = message.processed
+
+    def _looked_up(self, message: Progress) -> None:
+        """Count a prompt's tokens in the caches, as the ranks do: without its pinned prefix."""
+        self._counters["prefix_cache_queries"].inc(message.total - message.prefix)
+        self._counters["prefix_cache_hits"].inc(message.cached - message.prefix)
 
     def _prefix(self, message: Progress) -> None:
         """Count what is read of a pinned prefix, which is no answer's prompt."""
         read = self._prefixes[message.id]
         if read is None:
             read = message.cached
-            self._counters["prefix_cache_queries"].inc(message.total - message.prefix)
-            self._counters["prefix_cache_hits"].inc(message.cached - message.prefix)
+            self._looked_up(message)
         self._counters["prompt_tokens"].inc(message.processed - read)
         self._prefixes[message.id] = message.processed
 

@@ -114,6 +114,9 @@ async def test_usage_counts_what_the_answer_waits_for(
 
 
 async def test_usage_of_new_contexts_counts_what_the_prefix_cache_had(server: Server) -> None:
+    metrics, traced = Metrics("m"), list[int]()
+    metrics.on_end = lambda answer, reason, now: traced.append(answer.cached)
+    server.client.observer = metrics
     choices, _, [first, second, add] = await server.ask(300, 1000)
     await server.read(first, 0, 300, cached=299)
     await server.read(second, 300, 1000, cached=980)
@@ -121,6 +124,7 @@ async def test_usage_of_new_contexts_counts_what_the_prefix_cache_had(server: Se
     await server.answered(choices, add)
     [choice] = choices.choices
     assert (choice.cached_tokens, choice.pinned_tokens) == (1050 - 1 - 20, 1 + 20)
+    assert traced == [choice.cached_tokens]
 
 
 FULL = "pinned_contexts_full"

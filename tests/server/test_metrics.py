@@ -117,10 +117,13 @@ def test_what_is_read_of_contexts_counts(tmp_path: Path) -> None:
         metrics.received(Progress("pin", processed, 90, 20, 40, 0.0))
     pin.close()
     metrics.received(Progress("pin", 90, 90, 20, 40, 0.0))  # read late
+    metrics.submitted(["answer", "answer/1"], 93, SamplingParams(n=2))
+    metrics.received(Progress("answer", 90, 93, 90, 90, 0.0))
+    metrics.received(Progress("answer", 93, 93, 90, 90, 0.0))
     families = text_string_to_metric_families(metrics.render(True, None).decode())
     counts = {sample.name: sample.value for family in families for sample in family.samples}
     names = ("prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
-    assert [counts[f"razor:{name}_total"] for name in names] == [50, 70, 20]
+    assert [counts[f"razor:{name}_total"] for name in names] == [53, 73, 20]
 
 
 def test_a_stop_string_is_no_abort(server: ServerProcess) -> None:

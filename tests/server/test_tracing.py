@@ -56,6 +56,7 @@ def test_an_answer_is_a_span_with_its_parts() -> None:
     with observed(PARENT) as (metrics, exporter):
         metrics.submitted(["a"], 9, SamplingParams(max_tokens=4, temperature=0.5, seed=7, n=1))
         metrics.received(Progress("a", 4, 9, 0, 4, 0.0))
+        metrics.cached("a", 4)
         metrics.received(Progress("a", 9, 9, 0, 4, 0.1))
         metrics.received(Token("a", 5, None, [], None))
         metrics.received(Token("a", 6, None, [], "stop"))
