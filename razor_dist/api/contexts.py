@@ -81,13 +81,14 @@ def contexts(
     marks: Sequence[Mark],
     messages: Sequence[ChatMessage],
     template: Json,
-    encoded: tuple[str, Ints, Ints],
+    encoded: tuple[str, Ints, Ints] | None,
     documents: Sequence[CitedDocument] = (),
     segments: Sequence[Segment] = (),
 ) -> tuple[list[KeptContext], list[str]]:
     """Return what is to be kept of a conversation, whose text, tokens and their ends are given.
 
-    Beside it the marks up to which nothing can be kept, without the numbers in their places.
+    ``encoded`` is None if the tokenizer cannot tell the ends: nothing is kept then. Beside it
+    come the marks up to which nothing can be kept, without the numbers in their places.
     """
     if len(marks) > MOST_MARKS:
         raise RequestError(
@@ -95,6 +96,8 @@ def contexts(
             param="messages",
         )
     found, uncut = list[KeptContext](), list[str]()
+    if encoded is None:
+        return found, [_field(mark) for mark in marks]
     text, ids, ends = encoded
     for mark in sorted(marks, key=lambda mark: mark[:2]):
         name = f"<mark-{uuid.uuid4().hex}>"
@@ -108,7 +111,7 @@ def contexts(
                 continue  # also where it has no place to be cut
             kept = keep(text, len(begin), ids, ends)
         if kept is None:
-            uncut.append(re.sub(r"\d+", "", mark.field or "messages[]") + ".cache_control")
+            uncut.append(_field(mark))
             continue
         if len(kept.tokens) < LEAST_TOKENS:
             continue
@@ -120,3 +123,7 @@ def contexts(
         one = KeptContext(kept, mark.ttl, own, mark.goes_on, mark.apart, *cited)
         found.append(msgspec.structs.replace(one, digest=one.computed_digest))
     return found, uncut
+
+
+def _field(mark: Mark) -> str:
+    return re.sub(r"\d+", "", mark.field or "messages[]") + ".cache_control"

@@ -315,7 +315,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         text = encoder.chat_text(messages, **self.template)
         begin = 0 if self._kept is None else self._kept.text.length
         encoder.check_length(text[begin:], max_model_len, "messages")
-        if not (ends or self._kept or (keeps and self.marks)):
+        if not (ends or self._kept or (keeps and self.marks and encoder.knows_ends)):
             yield encoder.text(text, special_tokens=False), None
             return
         if self._kept is None:
@@ -352,7 +352,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         return ((), ()) if self._kept is None else self._kept.cited(self.messages)
 
     def contexts(self, encoder: PromptEncoder) -> tuple[list[KeptContext], list[str]]:
-        if self._encoded is None or not self.marks:
+        if not self.marks:
             return [], []
         chat = self.messages, self.template, self._encoded
         return contexts(encoder, self.marks, *chat, *self.cited)

@@ -101,7 +101,7 @@ class PromptEncoder:
         encoded = tokenizer(text, add_special_tokens=special_tokens)
         if not encoded.encodings:
             raise RequestError(
-                "return_sources, and a context that is kept or continued, need a tokenizer that "
+                "return_sources, and a context that is continued, need a tokenizer that "
                 "knows where tokens are in a text; a model without a tokenizer.json has none",
                 param=param if param == "messages" else "return_sources",
             )
@@ -111,6 +111,11 @@ class PromptEncoder:
         spans = map(encoding.token_to_chars, range(count))
         ends = np.fromiter((0 if span is None else span[1] for span in spans), np.int32, count)
         return encoded["input_ids"], ends
+
+    @cached_property
+    def knows_ends(self) -> bool:
+        """False for a tokenizer in Python, which cannot tell where tokens are in a text."""
+        return self.tokenizer is not None and bool(self.tokenizer("").encodings)
 
     def with_ends(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return the tokens of a text that a chat template has written, and where each ends."""

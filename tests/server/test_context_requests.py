@@ -243,6 +243,21 @@ def test_a_mark_up_to_which_nothing_can_be_kept_is_left_out(place: str) -> None:
     assert bare.prompts[0].tokens.tolist() == marked_too.prompts[0].tokens.tolist()
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "messages"])
+def test_a_mark_is_left_out_if_the_tokenizer_tells_no_places(endpoint: Endpoint) -> None:
+    with mock.patch("transformers.BatchEncoding.encodings", None):  # as one in Python
+        encoder, ask = PromptEncoder(smollm2_tokenizer()), {"max_tokens": 9}
+        marked = parsed(
+            endpoint, by=encoder, messages=[user(part(DOCUMENT, cache_control=MARK))], **ask
+        )
+        with pytest.raises(RequestError, match="need a tokenizer that knows where tokens are"):
+            parsed("chat", by=encoder, messages=[user(DOCUMENT)], return_sources=2)
+    bare = parsed(endpoint, messages=[user(part(DOCUMENT))], **ask)
+    assert marked.prompts[0].tokens.tolist() == bare.prompts[0].tokens.tolist()
+    place = "messages[].content[]" if endpoint == "messages" else "messages[]"
+    assert (marked.contexts, marked.ignored) == ([], [f"{place}.cache_control"])
+
+
 @pytest.mark.parametrize("system", ["Translate.", "1 2 3", "\N{CJK UNIFIED IDEOGRAPH-4F60}" * 9])
 def test_a_short_beginning_without_a_place_to_cut_is_not_kept(system: str) -> None:
     encoder = with_template("<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
