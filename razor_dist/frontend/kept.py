@@ -68,7 +68,7 @@ def keep(text: str, length: int, ids: Ints, ends: Ints) -> KeptText | None:
 def continued(encoder: PromptEncoder, kept: KeptText, text: str) -> tuple[Ints, Ints]:
     """Return the tokens of a text that begins as a kept one, and where they end in it.
 
-    Raises `RequestError` if it begins otherwise.
+    Raises `RequestError` if it begins otherwise, or with other tokens.
     """
     if len(text) < kept.length or _digest(text[: kept.length]) != kept.digest:
         raise RequestError(
@@ -77,8 +77,17 @@ def continued(encoder: PromptEncoder, kept: KeptText, text: str) -> tuple[Ints, 
             "as the date, must be as they were when it was kept",
             param="context",
         )
-    # The second is slower, and the same.
-    return behind(encoder, kept, text[kept.length :]) or encoder.with_ends(text)
+    if found := behind(encoder, kept, text[kept.length :]):
+        return found
+    tokens, ends = encoder.with_ends(text)  # slower, and the same
+    if not np.array_equal(tokens[: len(kept.tokens)], kept.tokens):
+        # Stored contexts outlive a release, and a change of the model's folder.
+        raise RequestError(
+            "the tokenizer writes this context otherwise than when it was kept: send the whole "
+            "text again",
+            param="context",
+        )
+    return tokens, ends
 
 
 def behind(encoder: PromptEncoder, kept: KeptText, rest: str) -> tuple[Ints, Ints] | None:

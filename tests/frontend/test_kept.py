@@ -50,3 +50,13 @@ def test_another_beginning_is_refused_and_no_place_is_no_cut() -> None:
             continued(encoder, kept, other)
         assert error.value.param == "context"
     assert keep("世界" * 9, 18, *encoder.with_ends("世界" * 9)) is None
+
+
+def test_a_context_of_another_tokenizer_is_refused() -> None:
+    before, now = ENCODERS.values()
+    text = "the door of the house"
+    kept = keep(text, len(text), *before.with_ends(text))
+    assert kept is not None
+    with pytest.raises(RequestError, match="tokenizer writes this context otherwise") as error:
+        continued(now, kept, f"{text} is red")
+    assert error.value.param == "context"
