@@ -142,8 +142,11 @@ class Service:
                 charge(sum(self._reserved(len(ids), p) for ids, p, _ in parsed.prompts))
                 seconds = min(seconds, parsed.timeout or math.inf)
                 timeout.reschedule(arrived + seconds)
-                prompts = await self._compiled(parsed)
-                parsed, choices = await self._submit(parsed, context, prompts, reader)
+                try:
+                    parsed, choices = await self._submit(parsed, context, reader)
+                except EngineError:
+                    self._require_ready()  # if it died, it never had this request: a 503
+                    raise
         except TimeoutError:
             raise _late(seconds) from None
         choices.fail_at(arrived + seconds, _late(seconds))
@@ -172,13 +175,10 @@ class Service:
             raise
 
     async def _submit(
-        self,
-        parsed: ParsedRequest,
-        context: Context | None,
-        prompts: Sequence[Checked],
-        reader: RequestReader,
+        self, parsed: ParsedRequest, context: Context | None, reader: RequestReader
     ) -> tuple[ParsedRequest, LiveChoices]:
         """Ask for a request's answers, after the contexts that it continues or has kept."""
+        prompts = await self._compiled(parsed)
         salt, pinned = self._salt(parsed.cache_salt), None
         key, priority = current_record().key, prompts[0].params.priority
         if found := await self.contexts.use(context, parsed.contexts, key, salt, priority):

@@ -64,6 +64,22 @@ async def respond(made: Service, endpoint: Any, raw: bytes, reader: BodyReader) 
         return Failure.of(error)
 
 
+@pytest.mark.parametrize("dies_in", ["compile", "submit"])
+def test_a_request_that_the_engine_never_had_may_come_again(dies_in: str) -> None:
+    made, reader = service(), BodyReader(ServerConfig())
+
+    async def compiled(prompts: Any, *_: Any) -> Any:
+        made.client.lost("killed")
+        if dies_in == "compile":
+            made.client.require_ready()
+        return prompts
+
+    made.client.compiled = compiled  # type: ignore[method-assign]
+    asked = {"model": "smollm2", "prompt": "a", "structured_outputs": {"regex": "a"}}
+    failed = asyncio.run(respond(made, "completions", json.dumps(asked).encode(), reader))
+    assert (failed.status, failed.code) == (503, "engine_restarting")
+
+
 def test_the_texts_of_files_count_as_their_body_does(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["word " * 60_000, "\N{CASTLE} " * 60_000]
     seen: list[tuple[int, Sequence[Document]]] = []
