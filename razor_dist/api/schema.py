@@ -214,17 +214,19 @@ class GenerateBody(SharedFields):
             given["repetition_detection"] = self.repetition_detection
         elif self.ignore_eos:  # as benchmarks ask for answers of a certain length
             given["repetition_detection"] = None
-        return SamplingParams(
-            **{**defaults, **given},
-            max_tokens=max_tokens,
-            structured_outputs=self._structured_outputs(),
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=logprobs,
-            priority=self.priority or 0,
-        )
+        structured = self._structured_outputs()
+        with renamed({STRUCTURED: self.constrained_by}):
+            return SamplingParams(
+                **{**defaults, **given},
+                max_tokens=max_tokens,
+                structured_outputs=structured,
+                seed=self.seed,
+                stop=self.stop,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+                logprobs=logprobs,
+                priority=self.priority or 0,
+            )
 
 
 class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's fields first
@@ -291,6 +293,10 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
             raise RequestError(
                 "a forced tool_choice excludes response_format and structured_outputs",
                 param="tool_choice",
+            )
+        if self.min_tokens:
+            raise RequestError(
+                "a forced tool_choice excludes min_tokens: calls may be shorter", "tool_choice"
             )
         schemas = {tool.function.name: tool.schema_of_arguments for tool in self.used_tools}
         with renamed({STRUCTURED: self.constrained_by}):

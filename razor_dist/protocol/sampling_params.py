@@ -131,13 +131,18 @@ class SamplingParams:
     fit_max_tokens: bool = False
 
     def __post_init__(self) -> None:
-        problem = None
+        # Errors are of the fields that an endpoint may call otherwise.
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            problem = f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
-        elif self.min_tokens and self.structured_outputs is not None:
-            problem = "excludes structured_outputs: what matches them may be shorter"
-        if problem:
-            raise RequestError(f"min_tokens {problem}", param="min_tokens")
+            raise RequestError(
+                f"max_tokens must be at least min_tokens ({self.min_tokens}), "
+                f"got {self.max_tokens}",
+                param="max_tokens",
+            )
+        if self.min_tokens and self.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs excludes min_tokens: what matches may be shorter",
+                param="structured_outputs",
+            )
 
     @property
     def penalizes(self) -> bool:

@@ -181,11 +181,21 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"user": "x" * 513}, "user", "at most 512 characters"),
         ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "not hold 'tokenize'"),
         ({"min_tokens": -1}, "min_tokens", "min_tokens must be at least 0, got -1"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "must be at most max_tokens (8), got 9"),
+        *(
+            ({"min_tokens": 9, name: 8}, name, f"{name} must be at least min_tokens (9), got 8")
+            for name in ("max_tokens", "max_completion_tokens", "n_predict")
+        ),
+        *(
+            ({"min_tokens": 1, name: given}, name, f"{name} excludes min_tokens")
+            for name, given in (
+                ("structured_outputs", {"regex": "a"}),
+                ("response_format", {"type": "json_object"}),
+            )
+        ),
         (
-            {"min_tokens": 1, "structured_outputs": {"regex": "a"}},
-            "min_tokens",
-            "min_tokens excludes structured_outputs",
+            {"min_tokens": 1, "tools": [TOOL], "tool_choice": "required"},
+            "tool_choice",
+            "a forced tool_choice excludes min_tokens",
         ),
     ],
 )
@@ -195,6 +205,21 @@ def test_a_chat_field_is_refused_by_name(
     refusal = refused(url, "/v1/chat/completions", json=CHAT | fields)
     assert refusal[:3] == (400, param, None)
     assert message in refusal[3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_output_tokens": 8}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+def test_what_min_tokens_excludes_has_the_name_of_a_responses_field(
+    url: str, fields: dict[str, Any], param: str
+) -> None:
+    asked = {"model": "smollm2", "input": "Hello", "min_tokens": 9, **fields}
+    refusal = refused(url, "/v1/responses", json=asked)
+    assert refusal[:2] == (400, param) and refusal[3].startswith(param)
 
 
 MALFORMED: list[Any] = [[], {}, None, [1, "a"], [[]], [[1], [True]], [1.5], [[1], "a"]]

@@ -34,7 +34,8 @@ INEXPRESSIBLE = {
     # What other fields exclude, or contradict.
     *("n_predict", "repeat_penalty", "continue_final_message", "truncate_prompt_tokens"),
     "repetition_detection",  # the shortest pattern is at most the longest
-    "min_tokens",  # at most max_tokens, and none beside a grammar
+    # At least min_tokens.
+    *("max_tokens", "max_completion_tokens", "max_output_tokens"),
     "cache_prompt",  # not false where a block has cache_control
 }
 CHECKS = [
