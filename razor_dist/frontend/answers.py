@@ -208,10 +208,12 @@ class LiveChoices:
     def _ask_again(self, refused: RequestStream, error: RequestError) -> bool:
         """Ask without a context for which there is no room, if marks alone have asked for it."""
         pinned = self._pinned
-        if pinned is None or pinned.error is not None or pinned.last is None:
+        if pinned is None or pinned.error is not None:
             return False
         if refused not in self._streams:  # another of the answers has heard of it before
             return True
+        if pinned.last is None or any(choice.pieces for choice in self.choices):
+            return False
         if pinned.last.is_kept and error.code not in _NO_ROOM:
             return False
         if again := pinned.leave_out(error):

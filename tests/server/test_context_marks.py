@@ -201,11 +201,27 @@ async def test_a_context_leaves_room_for_its_own_request(
     choices.close()
 
 
+async def test_an_answer_that_has_begun_is_not_begun_again(server: Server) -> None:
+    """Although its context was deleted, and the answer then failed."""
+    choices, [context], [pin, add] = await server.ask(1000)
+    await server.read(pin, 0, 1000, cached=0)
+    await server.read(add, 1000, 1100, cached=1000)
+    server.client._handle(Token(add.id, 5))
+    await asyncio.sleep(0.01)
+    await server.contexts.end(context.id, "a")
+    server.client._handle(Failed(add.id, "the grammar failed", "structured_outputs"))
+    with pytest.raises(RequestError, match="the grammar failed"):
+        _ = [event async for event in choices.events()]
+    choices.close()
+    assert server.client.adds == [pin, add]
+
+
 async def test_a_request_that_goes_on_without_its_context_counts_once(server: Server) -> None:
     metrics = server.client.observer = Metrics("m")
     ended: list[str] = []
     metrics.on_end = lambda answer, reason, now: ended.append(reason)
     choices, _, [pin, add] = await server.ask(1000, n=2)
+    await asyncio.sleep(0.01)  # both answers are waited for
     server.client._handle(Failed(pin.id, "this context would take more", code=FULL))
     for id_ in choices.ids:
         server.client._handle(Failed(id_, "there is no pinned prefix", "prefix"))
