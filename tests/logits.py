@@ -37,6 +37,14 @@ def split_of(path: Path, seed: int = 0) -> tuple[tuple[bool, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
+def windows_of(split: tuple[tuple[bool, ...], ...]) -> tuple[tuple[int | None, ...], ...]:
+    """Windows of the streaming heads, of two lengths: side by side in layers that all stream."""
+    return tuple(
+        tuple(None if kept else (12, 40)[(layer + head) % 2] for head, kept in enumerate(row))
+        for layer, row in enumerate(split)
+    )
+
+
 def assert_same(got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape
     error = (got - want).abs().max() / want.abs().max()

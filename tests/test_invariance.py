@@ -32,6 +32,7 @@ from tests.logits import (
     split_of,
     stock_logits,
     tokens_of,
+    windows_of,
 )
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny
@@ -95,11 +96,7 @@ def test_streaming_heads_are_the_literal_definition(
 def test_windows_by_head_keep_sinks_and_compensation(ranks: Ranks, tiny: Tiny) -> None:
     n, tokens, path = 120, tokens_of(124, seed=2), tiny("llama")
     split = split_of(path)
-    # Two classes, side by side in the layers whose heads all stream.
-    windows = tuple(
-        tuple(None if kept else (12, 40)[(i + j) % 2] for j, kept in enumerate(row))
-        for i, row in enumerate(split)
-    )
+    windows = windows_of(split)
     want = literal_logits(path, tokens, split, POLICY, windows)[n - 1 :]
     case = Case(
         str(path), split, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=50, windows=windows

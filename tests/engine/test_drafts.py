@@ -33,7 +33,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.cores import GREEDY, evict_all, make_core, prompt, run
-from tests.logits import POLICY, split_of, tokens_of
+from tests.logits import POLICY, split_of, tokens_of, windows_of
 from tests.prefix.engines import SETTINGS
 from tests.ranks import Ranks
 from tests.same_answers import same
@@ -65,6 +65,7 @@ class Scene:
     path: str
     asks: tuple[Ask, ...]
     changed: dict[str, Any] = field(default_factory=dict)  # of `SETTINGS`
+    windows: bool = False  # by head
 
 
 class Planted:
@@ -92,7 +93,8 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     settings = {**SETTINGS, "max_num_seqs": 8, **scene.changed}
     config = EngineConfig(model=scene.path, world_size=comm.size, **settings)
     model, _ = model_and_shape(scene.path)
-    roles = HeadRoles(split_of(Path(scene.path)), sources=SOURCE_HEADS)
+    split = split_of(Path(scene.path))
+    roles = HeadRoles(split, windows_of(split) if scene.windows else None, SOURCE_HEADS)
     engine = make_engine(model, config, roles, comm, eos_token_ids=END)
     if comm.rank:
         follow(engine)
@@ -322,15 +324,18 @@ def one_by_one(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
         {"compensation": False},
         {"window_ratio": None, "window_min": 5, "sink_tokens": 0},
         {"cuda_graphs": False, "block": 1},  # the window moves at most tokens
+        {},  # windows by head
     ],
-    ids=lambda changed: next(iter(changed)),
+    ids=lambda changed: next(iter(changed), "windows"),
 )
 def test_other_caches(
     changed: dict[str, Any], world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
     path = copy_with_letters(tiny("llama"), tmp_path / "llama")
     asks = every_feature(40)
-    scene = Scene(str(path), one_by_one(asks) if "kv_dtype" in changed else asks, changed)
+    scene = Scene(
+        str(path), one_by_one(asks) if "kv_dtype" in changed else asks, changed, not changed
+    )
     # A key that a run computes with another rounding may be rounded to the next of 127 numbers.
     tolerance = 1e-3 if "kv_dtype" in changed else 1e-4
     assert_drafts_change_nothing(ranks, world, scene, tolerance=tolerance)

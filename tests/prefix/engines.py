@@ -20,7 +20,7 @@ from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import model_and_shape
 from tests.engine.cores import evict_all, prompt
-from tests.logits import split_of
+from tests.logits import split_of, windows_of
 from tests.ranks import Ranks
 
 Answers = dict[str, list[tuple[int, float]]]
@@ -72,10 +72,12 @@ def step(core: EngineCore, answers: Answers, cached: Told) -> None:
 def engine_of(comm: Communicator, path: str, given: dict[str, Any]) -> RankEngine:
     # Small, so that nodes are cut into many.
     build.PART_BYTES = transfer.PART_BYTES = given.get("part_bytes", 16 << 20)
-    changed = {key: given[key] for key in given.keys() - {"part_bytes", "source_heads"}}
+    changed = {key: given[key] for key in given.keys() - {"part_bytes", "source_heads", "windows"}}
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
-    roles = HeadRoles(split_of(Path(path)), sources=given.get("source_heads", ()))
+    split = split_of(Path(path))
+    windows = windows_of(split) if given.get("windows") else None
+    roles = HeadRoles(split, windows, given.get("source_heads", ()))
     engine = make_engine(model, config, roles, comm, eos_token_ids=END)
     if "part_bytes" in given:
         engine.core.max_step = 0.0  # one part a step

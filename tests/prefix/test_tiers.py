@@ -48,16 +48,17 @@ def test_a_later_engine_begins_from_what_is_on_disk(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("wrote", "reads", "kv"), [(4, 2, "int8"), (1, 4, "fp32"), (2, 1, "fp32")])
-@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "windows by head"])
 def test_another_number_of_ranks_reads_the_same_store(
     family: str, wrote: int, reads: int, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
-    path = tiny(family)
-    settings = {"prefix_store": str(tmp_path / "store"), "part_bytes": 3000, "kv_dtype": kv}
+    path = tiny("bloom" if family == "bloom" else "llama")
+    own: dict[str, Any] = {"kv_dtype": kv, "windows": family == "windows by head"}
+    settings = {"prefix_store": str(tmp_path / "store"), "part_bytes": 3000, **own}
     long = Ask("turn", (*q(2, 90).ids, *ids((40, 30))))
     [first] = ranks(wrote).run(lives, str(path), settings, (q(0), q(2, 90), long))[0]
     [second] = ranks(reads).run(lives, str(path), settings, (long, q(1)))[0]
-    want = alone(ranks, path, (q(0), q(2, 90), long, q(1)), kv_dtype=kv)
+    want = alone(ranks, path, (q(0), q(2, 90), long, q(1)), **own)
     bound = 1e-4 if kv == "fp32" else TO_8_BITS
     assert_alike(first[0], {name: want[name] for name in ("q0", "q2", "turn")}, bound)
     assert_alike(second[0], {name: want[name] for name in ("turn", "q1")}, bound)
