@@ -294,9 +294,10 @@ def test_where_keys_stand_is_found_once_for_an_answer(ranks: Ranks, tiny: Tiny) 
 
 
 def test_what_is_refused(tiny: Tiny) -> None:
-    bloom, model = str(tiny("bloom")), str(tiny("llama"))
+    bloom, learned, model = str(tiny("bloom")), str(tiny("gpt2")), str(tiny("llama"))
     for settings_, message in (
         ({"model": bloom}, "is for models with rotary embeddings, and .*bloom has ALiBi"),
+        ({"model": learned}, "is for models with rotary embeddings, which .*gpt2 has not"),
         ({"model": model, "kv_dtype": "int4"}, "kv_dtype: int4 mixes"),
         ({"model": model, "attention": "streaming"}, "attention: streaming there are none"),
     ):

@@ -18,9 +18,11 @@ from transformers import (
     CohereConfig,
     Glm4Config,
     GlmConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -131,6 +133,10 @@ _CONFIGS: dict[str, tuple[type[PretrainedConfig], int, int, int, dict[str, Any]]
     "glm4": (Glm4Config, 3, 8, 2, _GLM),
     # As Command R+: each head has weights of its own to norm its queries and keys by.
     "cohere": (CohereConfig, 3, 4, 2, {"logit_scale": 1.0, "use_qk_norm": True}),
+    # Learned positions, which are added to the embeddings; queries, keys and values in one matrix.
+    "gpt2": (GPT2Config, 3, 4, 4, {}),
+    # The same, from the third row of its table on.
+    "opt": (OPTConfig, 3, 4, 4, {}),
 }  # fmt: skip
 FAMILIES = tuple(_CONFIGS)
 
@@ -184,9 +190,9 @@ def save_head_map(model: Path, retrieval: Flags, path: Path, **fields: Any) -> P
 def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
     if "q_norm" in name or "k_norm" in name:
         return 1.6 + 0.1 * noise  # what the projections below give where nothing norms them
-    if "norm" in name:
+    if "norm" in name or "ln_" in name:
         return 1.0 + 0.1 * noise
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or "wte" in name:
         return noise
     # Normed inputs have norm sqrt(hidden) = 8, so 0.2 gives queries and keys of 1.6 per
     # coordinate and scores of standard deviation 2.5: peaked, not one-hot.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
@@ -28,6 +30,7 @@ class ModelShape:
     max_positions: int  # longest context, in tokens, that the model was made for and is served
     alibi: bool = False  # heads are biased by distance, which has no last position
     dual_chunk: int | None = None  # tokens of a chunk, if contexts may have several of them
+    rotary: bool = True  # positions turn queries and keys, as far as can be told without weights
 
     def __post_init__(self) -> None:
         assert self.query_heads % self.kv_heads == 0
@@ -50,7 +53,14 @@ class ModelShape:
             max_positions=positions,
             alibi=is_alibi(config),
             dual_chunk=dual[0] if dual is not None and dual[0] < positions else None,
+            rotary=_is_rotary(config),
         )
+
+
+def _is_rotary(config: PretrainedConfig) -> bool:
+    """False if transformers' code of this model has no rotary embeddings; True of other code."""
+    own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return own is None or hasattr(sys.modules[own.__module__], "apply_rotary_pos_emb")
 
 
 def experts_of(config: PretrainedConfig) -> int:
@@ -117,6 +127,8 @@ def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
         return "reads keys' slower dimensions, which kv_dtype: int4 mixes with the others"
     if shape.alibi:
         return f"is for models with rotary embeddings, and {config.model} has ALiBi"
+    if not shape.rotary:
+        return f"is for models with rotary embeddings, which {config.model} has not"
     length, chunk = config.max_model_len or shape.max_positions, shape.dual_chunk
     if chunk is not None and length > chunk:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from razor_dist.config.sources import load_config
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.planner import plan
 from tests.plan.glm import CONFIGS, GLM, settings
+from tests.tiny_models import Tiny
 
 
 @pytest.mark.long
@@ -90,6 +92,24 @@ def test_what_the_engine_refuses_does_not_fit(
     found = json.loads(capsys.readouterr().out)
     assert found["refusal"].startswith(refusal) and not found["memory"]["fits"]
     assert found["verdict"][0] == f"the engine refuses it: {found['refusal']}"
+
+
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("bloom", "is for models with rotary embeddings, and .*bloom has ALiBi; leave it out"),
+        ("gpt2", "is for models with rotary embeddings, which .*gpt2 has not; leave it out"),
+    ],
+)
+def test_a_share_of_a_model_without_rotary_embeddings_is_refused(
+    capsys: pytest.CaptureFixture[str], tiny: Tiny, family: str, refusal: str
+) -> None:
+    command = ["plan", str(tiny(family)), "--attention", "full", "--context", "1K", "--json"]
+    capsys.readouterr()  # what libraries say when the model is made
+    assert cli.main([*command, "--retrieval-share", "0.1"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert re.fullmatch(f"retrieval_share {refusal}", found["refusal"])
+    assert cli.main(command) == 0
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
