@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
@@ -16,6 +16,7 @@ from razor_dist.evals.suites.config import question_files
 from razor_dist.evals.suites.nonliteral import NONLITERAL
 from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.suites.tasks import DataFile, Suite
+from razor_dist.heads.head_map import head_map_file
 
 GRID, RULER = "grid", "ruler"
 # RULER's tasks of which it is known where the answers stand; of those that count words it is not.
@@ -35,6 +36,11 @@ class AbsentConfig(PlacesConfig):
         description="Of the grid's lengths, those that are asked without the needle too; none: no "
         "length.",
     )
+
+    @field_validator("head_map")
+    @classmethod
+    def _file(cls, name: str | None) -> str | None:
+        return name and str(head_map_file(name))
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)

@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,21 @@ from razor_dist import cli
 from razor_dist.attention.sources import TOP
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sources import load_config
-from razor_dist.evals.sources.config import SourcesConfig
+from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.needle.task import NeedleTask
+from razor_dist.evals.sources.citations import CitationsTask
+from razor_dist.evals.sources.config import CitationsConfig, SourcesConfig
 from razor_dist.evals.sources.report import SourcesReport, bm25, page
 from razor_dist.evals.sources.separation import auc_interval, roc_auc, separation
 from razor_dist.evals.sources.task import Document, SourcesTask
+from razor_dist.evals.suites.config import CONFIGS
+from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.nonliteral import NONLITERAL, facts
 from razor_dist.evals.suites.ruler import RULER
 from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.heads.head_map import shipped_head_map
+from razor_dist.jobs.task import Task
 from tests.tokenizer import smollm2_tokenizer
 
 
@@ -44,6 +52,23 @@ def test_the_command_finds_a_needle_and_misses_none(tmp_path: Path) -> None:
     assert "| 4 strongest | 100 % |" in (tmp_path / "run/report.md").read_text()
     # What is there is not run again.
     assert cli.main(command) == 0
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        lambda **given: SourcesTask.plan(SourcesConfig(**given)),
+        lambda **given: CitationsTask.plan(CitationsConfig(**given)),
+        lambda **given: SuiteTask.plan(CONFIGS["ruler"](methods="razor", lengths="512", **given)),
+        lambda **given: NeedleTask.plan(NeedleConfig(methods="razor", **given)),
+    ],
+    ids=["sources", "citations", "ruler", "needle"],
+)
+def test_a_shipped_map_is_named_as_by_its_path(planned: Callable[..., Task]) -> None:
+    path = shipped_head_map("smollm2-14-1")
+    for given in ("smollm2-14-1", str(path)):
+        [engine] = planned(head_map=given, haystack="reference").engines.values()
+        assert engine.head_map == str(path)
 
 
 def traced(
