@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import re
 import runpy
+import shlex
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from razor_dist.cli import COMMANDS, FOREIGN_FLAGS, command_line
 
@@ -79,14 +84,15 @@ WORD = re.compile(r"\w+")
 
 
 def test_the_documents_name_what_the_code_has(tracked: list[str]) -> None:
-    """Each word in backticks is a word of a file; `Class.member` is in a file with that class."""
+    """Each word in backticks is a word of a file; `Class.member` is defined by that class."""
     code = [f for f in tracked if not f.endswith((".md", ".jsonl", ".svg", ".png"))]
     texts = {f: (ROOT / f).read_text(errors="ignore") for f in code}
     words = {f: set(WORD.findall(text)) for f, text in texts.items()}
     members: dict[str, set[str]] = {}
-    for f, text in texts.items():
-        for name in re.findall(r"^class (\w+)", text, re.MULTILINE):
-            members.setdefault(name, set()).update(words[f])
+    for f in code:
+        for node in ast.walk(ast.parse(texts[f] if f.endswith(".py") else "")):
+            if isinstance(node, ast.ClassDef):
+                members.setdefault(node.name, set()).update(_members(node))
     known = {word for f in code for word in (*words[f], Path(f).name)} | set(OF_OTHERS.split())
     unknown = set()
     for document in DOCUMENTS:
@@ -100,6 +106,17 @@ def test_the_documents_name_what_the_code_has(tracked: list[str]) -> None:
             if not there and document.name not in HISTORY:
                 unknown.add(f"{document.name}: {name}")
     assert not unknown, "\n".join(sorted(unknown))
+
+
+def _members(of: ast.ClassDef) -> Iterator[str]:
+    """Names of a class's methods, of its fields and of what it sets in ``self``."""
+    for node in ast.walk(of):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 def test_the_documents_name_flags_that_exist() -> None:
@@ -134,6 +151,67 @@ def test_the_commands_of_contributing_are_installed() -> None:
     block = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
     called = set(re.findall(r"^(?:[A-Z]+=\S+ )*(\S+)", block, re.MULTILINE))
     assert called - {"make", ".", "python"} <= set(dev["dev"])
+
+
+def marked_tests(file: Path) -> dict[str, set[str]]:
+    """The tests of a file, and the markers that all cases of a test have."""
+    tree = ast.parse(file.read_text())
+    of_file = " ".join(
+        ast.unparse(node)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    )
+    return {
+        node.name: {
+            *re.findall(r"pytest\.mark\.(\w+)", of_file),
+            *(ast.unparse(mark).split("(")[0].split(".")[-1] for mark in node.decorator_list),
+        }
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[:5] == "test_"
+    }
+
+
+def test_commands_of_pytest_select_tests() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = [line.partition(":")[0] for line in known["markers"]]
+    read = argparse.ArgumentParser()
+    read.add_argument("-m", default=shlex.split(known["addopts"])[-1])
+    read.add_argument("-k", default="")
+    read.add_argument("paths", nargs="+", type=ROOT.joinpath)
+    commands = [
+        (document.name, command)
+        for document in DOCUMENTS
+        for command in re.findall(r"python -m pytest ([^`#\n]+)", document.read_text())
+        if document.name not in HISTORY
+    ]
+    assert commands
+    for document, command in commands:
+        given = read.parse_args(shlex.split(command))
+        assert any(
+            given.k in name and eval(given.m, {mark: mark in marks for mark in markers})
+            for path in given.paths
+            for file in ([path] if path.suffix else path.rglob("test_*.py"))
+            for name, marks in marked_tests(file).items()
+        ), f"{document}: {command}"
+
+
+def test_what_is_proven_is_run_by_make() -> None:
+    """But where a row says `-m slow`: each test that it names, and one at least of each file."""
+    for row in (ROOT / "docs/proof.md").read_text().splitlines():
+        if row[:1] == "|" and "`-m slow`" not in row:
+            for file, test in re.findall(r"`(tests/[\w/]*test_\w+\.py)(?:::(test_\w+))?`", row):
+                found = marked_tests(ROOT / file)
+                named = [found[test]] if test else [*found.values()]
+                # A state machine is a class, and none is slow.
+                assert not named or any("slow" not in marks for marks in named), f"{file}: {row}"
+
+
+def test_the_hooks_are_the_lines_of_make_lint() -> None:
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].split("\n\n")[0]
+    made = [line.replace("$(BIN)", ".venv/bin").strip() for line in lint.splitlines()[1:]]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    # A pattern of files needs a shell, which pre-commit is not.
+    assert [hook["entry"].removeprefix("sh -c '").rstrip("'") for hook in hooks] == made
 
 
 def test_the_page_of_flags_is_what_the_code_says() -> None:
