@@ -287,6 +287,8 @@ def test_each_engine_of_a_host_has_gpus_of_its_own(
     assert "CUDA_VISIBLE_DEVICES" not in share_of_host(config, 0, 1)
     on_cpu = config.model_copy(update={"device": "cpu"})
     assert "CUDA_VISIBLE_DEVICES" not in share_of_host(on_cpu, 2, 3)
+    # Ranks of one engine share GPUs.
+    assert share_of_host(config.model_copy(update={"world_size": 8}), 0, 1) == {}
     with pytest.raises(ConfigError, match=r"engines is 3 and world_size 2, .* has 4 GPUs"):
         share_of_host(config, 0, 3)
 

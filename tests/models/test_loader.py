@@ -110,6 +110,22 @@ def test_processes_share_the_weights() -> None:
         assert pss <= 0.51 * rss
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_are_mapped_if_they_are_computed_with_as_stored(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    file = make_tiny("llama", tmp_path) / "model.safetensors"
+    weights = {name: tensor.to(stored, copy=True) for name, tensor in load_file(file).items()}
+    file.unlink()
+    save_file(weights, file, metadata={"format": "pt"})
+    model = load_model(tmp_path, device=CPU, dtype=torch.float32)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [[int(at, 16) for at in x[0].split("-")] for x in lines if x[-1] == str(file)]
+    inside = {any(a <= p.data_ptr() < b for a, b in spans) for p in model.parameters()}
+    assert inside == {stored == torch.float32}
+
+
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
     file = path / "model.safetensors"
