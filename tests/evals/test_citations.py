@@ -121,5 +121,6 @@ def test_the_command_asks_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     there = {one["kind"]: one for one in results if not one["absent"]}
     assert set(there) == {"text", "pdf", "mixed"}
     for one in there.values():
-        assert one["right"] and one["passage"] == [True] and one["exact"] == [True]
+        # The first is the number's; the model may add a sentence, which cites other prose.
+        assert one["right"] and one["passage"][0] and all(one["exact"])
     assert all(one["streamed"] for one in results)
