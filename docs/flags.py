@@ -24,8 +24,9 @@ _INTRODUCTION = """\
 Every setting of the engine, the server and a job may stand in a YAML file (`--config`) under its
 name with underscores (`max_num_seqs: 4`), or in the environment (`RAZOR_MAX_NUM_SEQS=4`). The
 command line wins over the environment, the environment over YAML, and YAML over the defaults
-shipped for the model in `configs/models/`. Settings of other commands are passed over, in a file
-with a warning, so that `serve` and `prefill` may share one; other names are refused.
+shipped for the model in `configs/models/`. Settings of the server and of jobs are passed over by
+other commands, in a file with a warning, so that `serve` and `prefill` may share one; other names
+are refused.
 `LLM(...)` and `AsyncLLM` look at neither. `serve`, `eval`, `summarize`, `batch` and `prefill` take
 the engine's settings; `plan` takes them from YAML and the environment, and has flags for those that
 a plan depends on. A SIZE may have a unit: `8K` is 8192, `8k` is 8000, `1M` is 1,048,576. [The last

@@ -94,7 +94,7 @@ class GridTask:
         # What heads see is the methods', and so are the blocks that are chosen.
         names = ("prefill", *STREAMING_SETTINGS, "retrieval_share")
         own |= {name: EngineConfig.model_fields[name].default for name in names}
-        own |= {"attention": "full", "head_map": None, "seed": None}
+        own |= {"attention": "full", "head_map": None, "seed": None, "world_size": 1}
         shared = ExternalEngineConfig(opens="razor_dist.evals.one_rank:ReplayModel", **own)
         return cls(shared, grid, tuple(methods), haystack, preset)
 

@@ -297,7 +297,7 @@ def test_what_is_refused(tiny: Tiny) -> None:
     bloom, learned, model = str(tiny("bloom")), str(tiny("gpt2")), str(tiny("llama"))
     for settings_, message in (
         ({"model": bloom}, "is for models with rotary embeddings, and .*bloom has ALiBi"),
-        ({"model": learned}, "is for models with rotary embeddings, which .*gpt2 has not"),
+        ({"model": learned}, "is for models with rotary embeddings, and .*gpt2 has none"),
         ({"model": model, "kv_dtype": "int4"}, "kv_dtype: int4 mixes"),
         ({"model": model, "attention": "streaming"}, "attention: streaming there are none"),
     ):

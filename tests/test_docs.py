@@ -110,13 +110,17 @@ def test_the_documents_name_what_the_code_has(tracked: list[str]) -> None:
 
 def _members(of: ast.ClassDef) -> Iterator[str]:
     """Names of a class's methods, of its fields and of what it sets in ``self``."""
-    for node in ast.walk(of):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
+    for statement in of.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield statement.name
+        stored = [
+            node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", 0), ast.Store)
+        ]
+        for node in stored:
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                yield node.attr
+            elif isinstance(node, ast.Name) and isinstance(statement, ast.Assign | ast.AnnAssign):
+                yield node.id
 
 
 def test_the_documents_name_flags_that_exist() -> None:
@@ -196,7 +200,7 @@ def test_commands_of_pytest_select_tests() -> None:
 
 
 def test_what_is_proven_is_run_by_make() -> None:
-    """But where a row says `-m slow`: each test that it names, and one at least of each file."""
+    """But where a row says `-m slow`: each ``file::test``, and one test at least of each file."""
     for row in (ROOT / "docs/proof.md").read_text().splitlines():
         if row[:1] == "|" and "`-m slow`" not in row:
             for file, test in re.findall(r"`(tests/[\w/]*test_\w+\.py)(?:::(test_\w+))?`", row):

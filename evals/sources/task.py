@@ -82,7 +82,7 @@ class SourcesTask:
         check_lengths(config, shape_of(config), max(config.lengths), beside)
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
-        own |= {"source_heads": 1 << 20, "prefix_cache": False}
+        own |= {"source_heads": 1 << 20, "prefix_cache": False, "world_size": 1}
         traced = ExternalEngineConfig(opens="razor_dist.evals.one_rank:TracedModel", **own)
         haystack = Corpus.of(config.haystack)
         return cls(config, traced, haystack, data_fingerprints(config.files))

@@ -130,9 +130,11 @@ class StreamingPolicy:
 
 
 def saves_from(heads: Mapping[StreamingPolicy, int], copies: int) -> int | None:
-    """Tokens from which on ``copies`` of all heads' windows together are shorter than the contexts.
+    """Return the longest context, in tokens, up to which windows save nothing.
 
-    ``heads`` are the streaming heads of each policy. None if windows never are, or no head streams.
+    Up to it ``copies`` of each streaming head's window take as much as the heads' whole context.
+    ``heads`` counts the streaming heads of each policy. None if windows never save anything, or no
+    head streams.
     """
 
     def saves(tokens: int) -> bool:

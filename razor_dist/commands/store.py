@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -167,7 +168,7 @@ def _folders(directory: Path) -> list[Path]:
     if not found:
         try:  # what `folders` passes over: a server of another user has its store for itself
             for name in os.listdir(directory):
-                if (inside := directory / name).is_dir():
+                if re.fullmatch("[0-9a-f]+", name) and (inside := directory / name).is_dir():
                     os.listdir(inside)
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -52,22 +52,22 @@ def load_config(
     yaml_path: str | os.PathLike[str] | None = None,
     *,
     implied: Mapping[str, Setting] | None = None,
-    warns: bool = True,
+    also: Collection[str] = (),
 ) -> Config:
     """Merge all sources of settings; raise `ConfigError` if one is wrong, unknown or unreadable.
 
     In ``cli``, which holds flags by field name, ``None`` means that a flag was not given, and
     ``"none"`` sets an optional setting to none and empties a list. Of ``env`` only ``RAZOR_*`` is
     looked at. There and in the file settings of other commands are passed over, those of the file
-    with a warning, if it ``warns``. ``implied`` settings follow from the surroundings (torchrun's
-    world size): they are weaker than what the user said, stronger than the model's shipped
-    defaults.
+    with a warning, but for those that are read from it ``also``. ``implied`` settings follow from
+    the surroundings (torchrun's world size): they are weaker than what the user said, stronger than
+    the model's shipped defaults.
     """
     settings = dict(implied or {})
     if yaml_path is not None:
         text, file = _config_text(str(yaml_path)), str(yaml_path)
         settings |= _from_text(cls, text, file)
-        if warns and (others := read_mapping(text, file).keys() - {*cls.model_fields, *RENAMED}):
+        if others := read_mapping(text, file).keys() - {*cls.model_fields, *RENAMED, *also}:
             names = ", ".join(sorted(others))
             _log.warning("%s: settings of other commands are passed over: %s", file, names)
     settings |= _from_env(cls, env or {})

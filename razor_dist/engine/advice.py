@@ -70,7 +70,7 @@ def about_given_windows(config: EngineConfig) -> list[str]:
         return []
     return [
         f"{', '.join(given)}: without effect, for each streaming head of the head map has a window "
-        "of its own; shorter ones take another map, such as of identify with a smaller --budget"
+        "of its own; make a map with shorter ones, such as by identify with a smaller --budget"
     ]
 
 

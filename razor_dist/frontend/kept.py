@@ -68,7 +68,8 @@ def keep(text: str, length: int, ids: Ints, ends: Ints) -> KeptText | None:
 def continued(encoder: PromptEncoder, kept: KeptText, text: str) -> tuple[Ints, Ints]:
     """Return the tokens of a text that begins as a kept one, and where they end in it.
 
-    Raises `RequestError` if it begins otherwise, or with other tokens.
+    Raises `RequestError` if it begins otherwise, or if the tokenizer makes other tokens of the
+    characters before the place where it goes on.
     """
     if len(text) < kept.length or _digest(text[: kept.length]) != kept.digest:
         raise RequestError(
@@ -83,8 +84,8 @@ def continued(encoder: PromptEncoder, kept: KeptText, text: str) -> tuple[Ints, 
     if not np.array_equal(tokens[: len(kept.tokens)], kept.tokens):
         # Stored contexts outlive a release, and a change of the model's folder.
         raise RequestError(
-            "the tokenizer writes this context otherwise than when it was kept: send the whole "
-            "text again",
+            "the tokenizer makes other tokens of this context than when it was kept: send the "
+            "whole text again",
             param="context",
         )
     return tokens, ends

@@ -24,7 +24,7 @@ class Observer:
         """Note that a context is read that an answer's prompt continues."""
 
     def cached(self, request_id: str, tokens: int) -> None:
-        """Note how many of a prompt's tokens were not read for it, nor for its contexts."""
+        """Note how many of a prompt's tokens were in the caches before its request."""
 
     def received(self, message: AboutRequest) -> None:
         """Note a message about an answer."""

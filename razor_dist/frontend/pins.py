@@ -129,7 +129,7 @@ class Pinned:
         return True
 
     def counts(self, cached: int) -> tuple[int, int]:
-        """Return the tokens that were in the caches, of ``cached`` now, and those pinned anew."""
+        """Split ``cached`` tokens of a prompt: those from before, and those of its new contexts."""
         new = sum(pin.tokens - pin.cached for pin in self._awaited if pin.cached is not None)
         return cached - new, new
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
@@ -28,7 +29,7 @@ from razor_dist.llm.progress import ReadingLog
 
 log = logging.getLogger(__name__)
 
-# Between two looks at whether the job is over, while an engine is loading or at work.
+# How often it is looked whether the job is over, while an engine is loading or at work.
 _POLL_SECONDS = 0.5
 # An idle process gets this long to end what it has started, such as a server.
 _CLOSE_SECONDS = 10.0
@@ -117,7 +118,8 @@ class ExternalEngine:
             found = connection.recv()
         except (EOFError, OSError):
             code = self._child.process.wait()
-            advice = "; it may need more memory than there is" if code < 0 else ""
+            killed = code == -signal.SIGKILL
+            advice = "; it may need more memory than there is" if killed else ""
             raise EngineLostError(f"the engine's process ended (code {code}){advice}") from None
         self._busy = isinstance(found, Update)
         if isinstance(found, Exception):
@@ -182,13 +184,12 @@ class HostLLM(LLM):
         ready.result()
 
 
-def share_of_host(config: EngineConfig, number: int, engines: int) -> dict[str, str]:
+def share_of_host(config: EngineConfig, ranks: int, number: int, engines: int) -> dict[str, str]:
     """Return what tells an engine's ranks their part of a host that it shares with others.
 
-    They take their part of memory and cores by ``LOCAL_WORLD_SIZE``. `ConfigError` if there are
-    GPUs, but fewer than ranks.
+    An engine has room for ``ranks``, the most of any engine of the job. They take their part of
+    memory and cores by ``LOCAL_WORLD_SIZE``. `ConfigError` if there are GPUs, but fewer than ranks.
     """
-    ranks = config.world_size
     if engines == 1:
         return {}
     share = {"LOCAL_WORLD_SIZE": str(engines * ranks)}
@@ -217,10 +218,11 @@ def numbered(config: Config, number: int) -> Config:
 @contextmanager
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
     """Open engines of this host."""
+    ranks = max(config.world_size for config in task.engines.values())
 
     def open_engine(name: str, number: int, engines: int, over: threading.Event) -> JobEngine:
         config = task.engines[name]
-        env = share_of_host(config, number, engines)
+        env = share_of_host(config, ranks, number, engines)
         if isinstance(config, ExternalEngineConfig):
             threads = config.threads_per_rank(engines * config.world_size)
             config = config.model_copy(update={"threads": threads})

@@ -59,8 +59,11 @@ class ModelShape:
 
 def _is_rotary(config: PretrainedConfig) -> bool:
     """False if transformers' code of this model has no rotary embeddings; True of other code."""
-    own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return own is None or hasattr(sys.modules[own.__module__], "apply_rotary_pos_emb")
+    try:
+        own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except ImportError:  # what the model needs is missing, as loading it will say
+        return True
+    return own is None or any("rotary" in name.lower() for name in dir(sys.modules[own.__module__]))
 
 
 def experts_of(config: PretrainedConfig) -> int:
@@ -128,7 +131,7 @@ def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
     if shape.alibi:
         return f"is for models with rotary embeddings, and {config.model} has ALiBi"
     if not shape.rotary:
-        return f"is for models with rotary embeddings, which {config.model} has not"
+        return f"is for models with rotary embeddings, and {config.model} has none"
     length, chunk = config.max_model_len or shape.max_positions, shape.dual_chunk
     if chunk is not None and length > chunk:
         return (

@@ -38,8 +38,8 @@ def app(args: dict[str, Any]) -> Application:
     env = {name: value for name, value in os.environ.items() if name not in _OF_SERVE}
     of_jobs = [ENV_PREFIX + name.upper() for name in _OF_JOBS]
     for_jobs = {name: env[name] for name in of_jobs if name in env}
-    job = load_config(JobConfig, given, for_jobs, file, warns=False)
-    config = load_config(ServerConfig, args, env, file, warns=False)
+    job = load_config(JobConfig, given, for_jobs, file, also=ServerConfig.model_fields)
+    config = load_config(ServerConfig, args, env, file, also=_OF_JOBS)
     unset = ServerConfig()
     for name in _OF_PROXIES:
         if getattr(config, name) != getattr(unset, name):

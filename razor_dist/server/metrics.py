@@ -101,7 +101,7 @@ class Answer:
     prompt_tokens: int
     admitted: float | None = None
     read: int | None = None  # tokens of the prompt
-    cached: int = 0  # of these, as usage has it
+    cached: int = 0  # of the prompt, as in usage
     first_token: float | None = None
     last_token: float = 0.0
     tokens: int = 0
@@ -179,6 +179,7 @@ class Metrics(Observer):
     def asked_again(self, before: Sequence[str], ids: Sequence[str]) -> None:
         for old, new in zip(before, ids, strict=True):
             if answer := self._answers.pop(old, None):
+                answer.read = None
                 self._answers[new] = answer
 
     def reading(self, request_id: str) -> None:

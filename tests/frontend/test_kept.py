@@ -57,6 +57,6 @@ def test_a_context_of_another_tokenizer_is_refused() -> None:
     text = "the door of the house"
     kept = keep(text, len(text), *before.with_ends(text))
     assert kept is not None
-    with pytest.raises(RequestError, match="tokenizer writes this context otherwise") as error:
+    with pytest.raises(RequestError, match="tokenizer makes other tokens of this context") as error:
         continued(now, kept, f"{text} is red")
     assert error.value.param == "context"

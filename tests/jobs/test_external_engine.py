@@ -33,6 +33,7 @@ class Model:
         if Path(config.model, "long").exists():
             time.sleep(600)
         self._closed = Path(config.model).with_name("closed")
+        torch.set_num_threads(config.threads_per_rank(1))
 
     def close(self) -> None:
         self._closed.touch()
@@ -148,6 +149,7 @@ def test_engines_of_a_host_divide_its_cores_and_gpus(
     run_task(task, folder / "out", host_pool(task, 2))
     results = [record["result"] for record in read_job(folder / "out").records]
     assert sorted(result["gpus"] for result in results) == ["0", "1"]
+    assert [result["threads"] for result in results] == [3, 3]
     assert len({result["process"] for result in results}) == 2
 
 

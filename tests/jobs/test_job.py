@@ -255,7 +255,7 @@ def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def started_with(config: EngineConfig, number: int, engines: int) -> dict[str, str]:
     """The environment of an engine's first rank."""
-    env = share_of_host(config, number, engines)
+    env = share_of_host(config, config.world_size, number, engines)
     with FakeHostLLM(config, env, threading.Event()) as llm:
         told: dict[str, str] = llm.stats()["env"]
         return told
@@ -284,13 +284,16 @@ def test_each_engine_of_a_host_has_gpus_of_its_own(
     config = FULL.model_copy(update={"world_size": 2})
     told = [started_with(config, number, 2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
     assert told == shares
-    assert "CUDA_VISIBLE_DEVICES" not in share_of_host(config, 0, 1)
+    assert "CUDA_VISIBLE_DEVICES" not in share_of_host(config, 2, 0, 1)
     on_cpu = config.model_copy(update={"device": "cpu"})
-    assert "CUDA_VISIBLE_DEVICES" not in share_of_host(on_cpu, 2, 3)
+    assert "CUDA_VISIBLE_DEVICES" not in share_of_host(on_cpu, 2, 2, 3)
     # Ranks of one engine share GPUs.
-    assert share_of_host(config.model_copy(update={"world_size": 8}), 0, 1) == {}
+    assert share_of_host(config.model_copy(update={"world_size": 8}), 8, 0, 1) == {}
+    # One of a single rank, beside others of two: kvpress's methods beside ours.
+    alone = config.model_copy(update={"world_size": 1})
+    assert share_of_host(alone, 2, 1, 2)["CUDA_VISIBLE_DEVICES"] == shares[1]
     with pytest.raises(ConfigError, match=r"engines is 3 and world_size 2, .* has 4 GPUs"):
-        share_of_host(config, 0, 3)
+        share_of_host(config, 2, 0, 3)
 
 
 def ranks() -> list[psutil.Process]:

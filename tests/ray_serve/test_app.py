@@ -46,13 +46,19 @@ def test_arguments_of_a_command_line_are_text() -> None:
     assert engine.init_args[0].threads == 1
 
 
-def test_a_file_may_have_the_settings_of_both(tmp_path: Path) -> None:
+def test_a_file_may_have_the_settings_of_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("device: cpu\nengines: 3\ncpus_per_rank: 2\nmax_queue: 5\n")
     engine = engine_of({"config": str(file), "cpus_per_rank": 4})
     assert engine.num_replicas == 3
     assert engine._replica_config.placement_group_bundles == [{"CPU": 4}]
     assert engine.init_args[0].max_queue == 5
+    assert "passed over" not in caplog.text
+    file.write_text("device: cpu\nattempts: 9\n")
+    engine_of({"config": str(file)})
+    assert "passed over: attempts" in caplog.text
 
 
 def test_the_environment_counts_as_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
