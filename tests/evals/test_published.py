@@ -241,4 +241,4 @@ def test_results_among_the_data_are_no_task(evaluate: Callable[..., int], folder
     flags = f"--data {folder} --lengths 600 --methods streaming --samples 1"
     for _ in range(2):
         assert evaluate("published", flags, folder / "out") == 0
-        assert len(read_job(folder / "out").records) == 6
+        assert len(read_job(folder / "out").records) == 13
