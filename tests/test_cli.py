@@ -144,11 +144,11 @@ def test_a_store_that_is_a_file_is_refused(
     assert capfd.readouterr().err == wanted
 
 
-@pytest.mark.parametrize("closed", ["store", "store/fingerprint"])
+@pytest.mark.parametrize("closed", ["store", "store/0af1"])
 def test_a_store_of_another_user_is_said_to_be_closed(
     closed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "store" / "fingerprint").mkdir(parents=True)
+    (tmp_path / "store" / "0af1").mkdir(parents=True)
     command, listed = ["store", "list", str(tmp_path / "store")], os.listdir
     assert cli.main(command) == 2
     assert capfd.readouterr().err.endswith("store holds no stored prefixes\n")

@@ -66,7 +66,7 @@ def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start()
     """A continuation shares the pages of its prefix, but has a window of its own."""
     core, runner = make_core(pages=60, places=WIDEST - TAIL + 8)
     add(core, "doc", 30, pin=True)
-    with pytest.raises(RequestError, match=r"needs 37 tokens of the str.*has 30; .* window_max"):
+    with pytest.raises(RequestError, match=r"needs 37 tokens of the str.*has 30; .*window_max"):
         add(core, "question", 2, 4, prefix="doc")
     with pytest.raises(RequestError, match=r"hold 17 of the 30 .* needs 14; .*: doc\)$") as no:
         add(core, "other", 20, 4)
