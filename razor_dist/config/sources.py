@@ -65,9 +65,10 @@ def load_config(
     """
     settings = dict(implied or {})
     if yaml_path is not None:
-        text, file = _config_text(str(yaml_path)), str(yaml_path)
-        settings |= _from_text(cls, text, file)
-        if others := read_mapping(text, file).keys() - {*cls.model_fields, *RENAMED, *also}:
+        file = str(yaml_path)
+        values = read_mapping(_config_text(file), file)
+        settings |= _from_mapping(cls, values, file)
+        if others := values.keys() - {*cls.model_fields, *RENAMED, *also}:
             names = ", ".join(sorted(others))
             _log.warning("%s: settings of other commands are passed over: %s", file, names)
     settings |= _from_env(cls, env or {})
@@ -90,8 +91,8 @@ def _build(cls: type[Config], settings: Settings) -> Config:
     if isinstance(model, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]*", model):
         file = resources.files("razor_dist.configs") / "models" / f"{model}.yaml"
         if file.is_file():
-            shipped = _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
-            settings = shipped | settings
+            source = f"configs/models/{model}.yaml"
+            settings = _from_mapping(cls, read_mapping(file.read_text(), source), source) | settings
     try:
         return cls(**{name: _value(cls, name, given.value) for name, given in settings.items()})
     except SettingError as error:
@@ -136,8 +137,8 @@ def _of_commands(cls: type[Config]) -> set[str]:
     return {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
 
 
-def _from_text(cls: type[Config], text: str, source: str) -> Settings:
-    known, values = _of_commands(cls), read_mapping(text, source)
+def _from_mapping(cls: type[Config], values: Mapping[str, Any], source: str) -> Settings:
+    known = _of_commands(cls)
     for given in values:
         if RENAMED.get(given, given) not in known:
             raise ConfigError(f"{unknown(given, known)}{_in(source)}")

@@ -30,7 +30,7 @@ class ModelShape:
     max_positions: int  # longest context, in tokens, that the model was made for and is served
     alibi: bool = False  # heads are biased by distance, which has no last position
     dual_chunk: int | None = None  # tokens of a chunk, if contexts may have several of them
-    rotary: bool = True  # positions turn queries and keys, as far as can be told without weights
+    rotary: bool = True  # False for models that are known to have no rotary embeddings
 
     def __post_init__(self) -> None:
         assert self.query_heads % self.kv_heads == 0

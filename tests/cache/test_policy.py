@@ -76,7 +76,7 @@ def test_from_where_windows_are_together_shorter_than_the_context(
 
 @pytest.mark.parametrize(("copies", "begin"), [(1, 10), (2, 33), (3, 50)])
 def test_from_where_windows_of_two_lengths_save_together(copies: int, begin: int) -> None:
-    """Of 2 heads that keep 10 tokens and 1 that keeps 30, on as many ranks."""
+    """Two heads keep 10 tokens and one keeps 30; `copies` is the number of ranks."""
     policy = StreamingPolicy()
     own = {policy.with_window(10, alibi=False): 2, policy.with_window(30, alibi=False): 1}
     shorter = [n for n in range(1, 1000) if copies * (2 * min(n, 10) + min(n, 30)) < 3 * n]

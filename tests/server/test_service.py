@@ -65,7 +65,9 @@ async def respond(made: Service, endpoint: Any, raw: bytes, reader: BodyReader) 
 
 
 @pytest.mark.parametrize("dies_in", ["compile", "submit"])
-def test_a_request_that_the_engine_never_had_may_come_again(dies_in: str) -> None:
+def test_a_request_that_the_engine_never_had_may_come_again(
+    dies_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, reader = service(), BodyReader(ServerConfig())
 
     async def compiled(prompts: Any, *_: Any) -> Any:
@@ -74,7 +76,7 @@ def test_a_request_that_the_engine_never_had_may_come_again(dies_in: str) -> Non
             made.client.require_ready()
         return prompts
 
-    made.client.compiled = compiled  # type: ignore[method-assign]
+    monkeypatch.setattr(made.client, "compiled", compiled)
     asked = {"model": "smollm2", "prompt": "a", "structured_outputs": {"regex": "a"}}
     failed = asyncio.run(respond(made, "completions", json.dumps(asked).encode(), reader))
     assert (failed.status, failed.code) == (503, "engine_restarting")
