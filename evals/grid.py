@@ -18,7 +18,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.methods import FULL, FULL_METHOD, Method, check_lengths, shape_of
 from razor_dist.evals.needle.config import GridConfig, Place
-from razor_dist.evals.needle.documents import Reading, Spot, readings
+from razor_dist.evals.needle.documents import Documents, Reading, Spot
 from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import PRESETS, Preset
 from razor_dist.evals.needle.results import NeedleResults
@@ -58,7 +58,8 @@ def grid_reading(
     """Make the document at a place, and its question; the same for every method."""
     length, depth, needle = place
     spots, own = [Spot(depth, needle)], place_seed(place, seed)
-    [made] = readings(preset, "after", prompter, haystack, length, spots, own, document_alone=True)
+    documents = Documents(preset, prompter, haystack)
+    [made] = documents.readings("after", length, spots, own, document_alone=True)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
@@ -86,49 +87,71 @@ def share_out(depths: Sequence[float], needles: int, *, together: bool) -> list[
     ]
 
 
-def readings(
-    preset: Preset,
-    query: str,
-    prompter: Prompter,
-    haystack: Haystack | None,
-    length: int,
-    spots: Sequence[Spot],
-    seed: int,
-    *,
-    document_alone: bool = False,
-) -> list[Reading]:
-    """Make one document with its questions; no haystack for a preset that makes its own text.
+@dataclass(frozen=True)
+class Documents:
+    """Documents of a preset, as token ids; without a haystack the preset makes its own text."""
 
-    Asked after the document, all questions continue one prefix; else each has its own. ``length``
-    is of the document if ``document_alone``, else of the longest prompt with its answer; raises
-    `ConfigError` if the document does not hold the needles.
-    """
-    if haystack is None:
-        return [_of_words(preset, prompter, length, spots, seed)]
-    layout, depths = preset.layouts[query], [spot.depth for spot in spots]
-    facts, parts = preset.draw(depths, seed), ("before", "after", "cue")
-    frames = [
-        prompter.around(*(layout.fill(part, fact) for part in parts), chat=preset.chat)
-        for fact in facts
-    ]
-    room = length
-    if not document_alone:
-        room -= preset.answer_tokens + max(len(head) + len(tail) for head, tail in frames)
-    questions = [
-        Question(spot, fact.answer, tail)
-        for spot, fact, (_, tail) in zip(spots, facts, frames, strict=True)
-    ]
+    preset: Preset
+    prompter: Prompter
+    haystack: Haystack | None
 
-    def document(asked: Fact | None) -> list[int]:
-        hidden = [layout.fill("hidden", f) if f is asked else f.sentence for f in facts]
-        return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)
+    def readings(
+        self,
+        query: str,
+        length: int,
+        spots: Sequence[Spot],
+        seed: int,
+        *,
+        document_alone: bool = False,
+    ) -> list[Reading]:
+        """Make one document with its questions.
 
-    if query == "after":
-        return [Reading(frames[0][0] + document(None), questions)]
-    return [
-        Reading(head + document(fact), [question])
-        for fact, (head, _), question in zip(facts, frames, questions, strict=True)
-    ]
+        Asked after the document, all questions continue one prefix; else each has its own.
+        ``length`` is of the document if ``document_alone``, else of the longest prompt with its
+        answer; raises `ConfigError` if the document does not hold the needles.
+        """
+        haystack, preset = self.haystack, self.preset
+        if haystack is None:
+            return [self._of_words(length, spots, seed)]
+        layout, depths = preset.layouts[query], [spot.depth for spot in spots]
+        facts, parts = preset.draw(depths, seed), ("before", "after", "cue")
+        frames = [
+            self.prompter.around(*(layout.fill(part, fact) for part in parts), chat=preset.chat)
+            for fact in facts
+        ]
+        room = length
+        if not document_alone:
+            room -= preset.answer_tokens + max(len(head) + len(tail) for head, tail in frames)
+        questions = [
+            Question(spot, fact.answer, tail)
+            for spot, fact, (_, tail) in zip(spots, facts, frames, strict=True)
+        ]
+
+        def document(asked: Fact | None) -> list[int]:
+            hidden = [layout.fill("hidden", f) if f is asked else f.sentence for f in facts]
+            return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)
+
+        if query == "after":
+            return [Reading(frames[0][0] + document(None), questions)]
+        return [
+            Reading(head + document(fact), [question])
+            for fact, (head, _), question in zip(facts, frames, questions, strict=True)
+        ]
+
+    def _of_words(self, length: int, spots: Sequence[Spot], seed: int) -> Reading:
+        layout = self.preset.layouts["after"]
+        # Every question is the same two words long: "remember" and the key.
+        tail = len(self.prompter.encode(layout.after.format(question="remember me")))
+        room = length - self.preset.answer_tokens - tail
+        try:
+            text, facts = hide_words(room, [spot.depth for spot in spots], seed)
+        except ConfigError as error:
+            raise ConfigError(f"a prompt of {length} tokens is too short: {error}") from None
+        questions = [
+            Question(spot, fact.answer, self.prompter.encode(layout.fill("after", fact)))
+            for spot, fact in zip(spots, facts, strict=True)
+        ]
+        return Reading(self.prompter.around(text, "", chat=False)[0], questions)
 
 
 def with_questions(made: Sequence[Reading]) -> list[Reading]:
@@ -138,21 +161,3 @@ def with_questions(made: Sequence[Reading]) -> list[Reading]:
         for reading in made
         for question in reading.questions
     ]
-
-
-def _of_words(
-    preset: Preset, prompter: Prompter, length: int, spots: Sequence[Spot], seed: int
-) -> Reading:
-    layout = preset.layouts["after"]
-    # Every question is the same two words long: "remember" and the key.
-    tail = len(prompter.encode(layout.after.format(question="remember me")))
-    room = length - preset.answer_tokens - tail
-    try:
-        text, facts = hide_words(room, [spot.depth for spot in spots], seed)
-    except ConfigError as error:
-        raise ConfigError(f"a prompt of {length} tokens is too short: {error}") from None
-    questions = [
-        Question(spot, fact.answer, prompter.encode(layout.fill("after", fact)))
-        for spot, fact in zip(spots, facts, strict=True)
-    ]
-    return Reading(prompter.around(text, "", chat=False)[0], questions)

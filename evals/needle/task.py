@@ -15,7 +15,13 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
-from razor_dist.evals.needle.documents import Reading, Spot, readings, share_out, with_questions
+from razor_dist.evals.needle.documents import (
+    Documents,
+    Reading,
+    Spot,
+    share_out,
+    with_questions,
+)
 from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
@@ -105,7 +111,7 @@ class NeedleTask:
             haystack = same_haystack(*self.haystack, prompter.tokenizer)
         number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
         query, spots = self.config.query, self._documents[document]
-        made = readings(preset, query, prompter, haystack, length, spots, number)
+        made = Documents(preset, prompter, haystack).readings(query, length, spots, number)
         press = self.config.method_settings[item.engine].get("press")
         if press is not None and PRESSES[press].with_question:
             made = with_questions(made)

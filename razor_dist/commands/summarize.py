@@ -72,13 +72,12 @@ def summarize(
     from razor_dist.jobs.summarize import SummaryTask
     from razor_dist.jobs.summary_pages import write_pages
 
-    style = replace(style, seed=config.seed or 0)
     if template is not None:
         style = replace(style, template=read_text(template, "the --template file"))
     sources = documents(inputs, encoding)
     log_from("info")
     engines: dict[str, EngineConfig] = {"default": config}
-    task = SummaryTask(engines, style, sources)
+    task = SummaryTask(engines, replace(style, seed=config.seed or 0), sources)
 
     def keep_prefixes(folder: Path) -> None:  # no engine is open yet
         engines["default"] = resuming(config, folder.absolute() / _PREFIXES, len(sources))
@@ -90,16 +89,15 @@ def summarize(
     folder = run_job(task, config, out, on_open=keep_prefixes, on_done=drop_prefixes).folder
     found = {record["id"]: record for record in read_job(folder).records}
     records = [found[item.id] for item in task.items()]
-    pages = ""
-    if markdown:
-        pages = f" and {len(write_pages(records, folder / 'pages'))} pages beside it"
+    count = len(write_pages(records, folder / "pages")) if markdown else 0
+    pages = f" and {count} pages beside it" if markdown else ""
     _name_failures([source.id for source in sources], records)
     done = sum(record["error"] is None for record in records)
     if (kept := folder / _PREFIXES).exists():
-        size = f"{_gigabytes(kept):.1f} GiB"
-        typer.echo(f"kept {kept} ({size}) for documents that are not done", err=True)
-    wrote = f"wrote {folder / RESULTS}{pages}"
-    typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
+        size = _gigabytes(kept)
+        typer.echo(f"kept {kept} ({size:.1f} GiB) for documents that are not done", err=True)
+    summarised = f"{done} of {len(records)} documents summarised"
+    typer.echo(f"{summarised}; wrote {folder / RESULTS}{pages}")
     raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)
 
 

@@ -130,7 +130,7 @@ def read_document(
     """
     limits = limits or ReadLimits()
     if kind == "text" and not gz:
-        return _read(data, kind, encoding, limits)
+        return read_here(data, kind, encoding, limits)
     require_reader(kind)
     arguments = reader_arguments(kind, gz=gz, encoding=encoding, limits=limits)
     try:
@@ -207,7 +207,7 @@ def main() -> None:
         if kind is None:
             kind = detect_kind(data, given["named"])
             require_reader(kind)
-        text, pages = _read(data, kind, given["encoding"], limits)
+        text, pages = read_here(data, kind, given["encoding"], limits)
         answer, code = f"{json.dumps(pages)}\n{text}", 0
     except DocumentError as error:
         answer, code = str(error), _REFUSED
@@ -221,7 +221,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _read(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> Document:
+def read_here(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> Document:
+    """Read a document in this process, as `read_document` does in one of its own."""
     limits.check_bytes(len(data))
     pages: Iterable[str]
     if kind == "text":

@@ -61,6 +61,7 @@ def build_app(
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
     _add_answers(app, service, bodies)
     _add_descriptions(app, service)
+    _add_contexts(app, service)
     return app
 
 
@@ -152,20 +153,6 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
             raise no_such_model(name, service.config.name)
         return service.model_card()
 
-    @app.get("/v1/contexts")
-    async def contexts() -> dict[str, Any]:
-        found = await service.described_contexts()
-        return {"object": "list", "data": found, "limit_bytes": service.contexts.most}
-
-    @app.get("/v1/contexts/{name}")
-    async def context(name: str) -> dict[str, Any]:
-        return (await service.described_contexts(name))[0]
-
-    @app.delete("/v1/contexts/{name}")
-    async def end_context(name: str) -> dict[str, Any]:
-        await service.contexts.end(name, current_record().key)
-        return {"id": name, "object": "context", "deleted": True}
-
     @app.api_route("/ping", methods=["GET", "POST"])
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
@@ -187,6 +174,24 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         response = await page.get_response(name, request.scope)
         response.headers.update(HEADERS)
         return response
+
+
+def _add_contexts(app: FastAPI, service: Service) -> None:
+    """Add the routes that list, show and end stored contexts."""
+
+    @app.get("/v1/contexts")
+    async def contexts() -> dict[str, Any]:
+        found = await service.described_contexts()
+        return {"object": "list", "data": found, "limit_bytes": service.contexts.most}
+
+    @app.get("/v1/contexts/{name}")
+    async def context(name: str) -> dict[str, Any]:
+        return (await service.described_contexts(name))[0]
+
+    @app.delete("/v1/contexts/{name}")
+    async def end_context(name: str) -> dict[str, Any]:
+        await service.contexts.end(name, current_record().key)
+        return {"id": name, "object": "context", "deleted": True}
 
 
 async def _as_text(file: Awaitable[Document], body: Body) -> Response:

@@ -41,7 +41,6 @@ async def stream(
     if the format `opens_late`. With ``include_usage`` the last chunk has the token counts, and the
     others ``"usage": null``, or the counts so far with ``continuous_usage``.
     """
-
     sent = 0  # tokens of the answers
     clock = asyncio.get_running_loop().time
 
@@ -55,10 +54,8 @@ async def stream(
 
     def framed(event: ChoiceEvent) -> list[str]:
         if isinstance(event.what, TextPiece):
-            chunks = form.piece(event.index, event.what)
-        else:
-            chunks = form.progress(event.index, event.what)
-        return [line(chunk) for chunk in chunks]
+            return list(map(line, form.piece(event.index, event.what)))
+        return list(map(line, form.progress(event.index, event.what)))
 
     try:
         opening = opened()

@@ -13,6 +13,8 @@ from docx.oxml import parse_xml
 from docx.oxml.ns import nsdecls
 from fpdf import FPDF
 
+from razor_dist.documents.read import ReadLimits, read_here
+
 TITLE, FIRST, SECOND = "The Fox", "The quick brown fox jumps.", "It is lazy & old."
 
 _RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
@@ -174,3 +176,8 @@ def docx_of_paragraphs(count: int) -> bytes:
                 data = data.replace(b"<w:sectPr", b"<w:p/>" * count + b"<w:sectPr", 1)
             archive.writestr(name, data)
     return buffer.getvalue()
+
+
+def text_of(data: bytes, kind: str) -> str:
+    """Return a document's text, read in this process."""
+    return read_here(data, kind, None, ReadLimits()).text
