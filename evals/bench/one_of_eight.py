@@ -24,7 +24,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.graph import CudaRecorder, Recorder
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tape import Step, Tape
+from razor_dist.engine.tape import StepFunction, Tape
 from razor_dist.evals.bench.engine import greedy
 from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import Table, fastest
@@ -128,12 +128,12 @@ def _prompts_taken_as_read(runner: ModelRunner) -> Iterator[None]:
         runner._run = run  # type: ignore[method-assign]
 
 
-def _remembered(recorder: Recorder) -> list[Step]:
+def _remembered(recorder: Recorder) -> list[StepFunction]:
     """Have a recorder keep what replays each of its recordings in a list."""
-    replays: list[Step] = []
+    replays: list[StepFunction] = []
     record = recorder.record
 
-    def remember(step: Step) -> Step:
+    def remember(step: StepFunction) -> StepFunction:
         replays.append(record(step))
         return replays[-1]
 

@@ -38,7 +38,7 @@ _COUNTS = (1, 2, 4, 8, 16, 32)
 _SHOWN = 5
 
 
-class Asked(NamedTuple):
+class Answered(NamedTuple):
     """A document that was asked, and what its answer's tokens attended to."""
 
     document: Document
@@ -137,7 +137,7 @@ def bm25(
 class SourcesReport:
     """The results of a `SourcesTask`; ``count`` is the engine's number of heads."""
 
-    asked: Sequence[Asked]
+    asked: Sequence[Answered]
     count: int
     layers: Sequence[int]  # of the traced heads
     last: int  # the model's last layer
@@ -154,7 +154,7 @@ class SourcesReport:
         for item, result in zip(task.items(), results, strict=True):
             document = task.document(prompter, item)
             text = prompter.place(document.content)
-            asked.append(Asked(document, text, result, *_arrays(result)))
+            asked.append(Answered(document, text, result, *_arrays(result)))
         return cls(asked, min(config.source_heads, len(layers)), layers, shape.layers - 1)
 
     @property
@@ -194,7 +194,7 @@ class SourcesReport:
             "answers": [self._answer(one, own) for one in self.asked],
         }
 
-    def _figures(self, asked: Sequence[Asked], own: list[int]) -> dict[str, Any]:
+    def _figures(self, asked: Sequence[Answered], own: list[int]) -> dict[str, Any]:
         there = [one for one in asked if one.document.places]
         rows = []
         for name, choices in self.heads.items():
@@ -212,7 +212,7 @@ class SourcesReport:
         }
 
     @staticmethod
-    def _precision(there: Sequence[Asked], heads: list[int]) -> list[dict[str, float]]:
+    def _precision(there: Sequence[Answered], heads: list[int]) -> list[dict[str, float]]:
         """Return the share of passages above a weight that hold what was asked for."""
         pairs = [
             (source.weight, 1 in one.ranks([source]))
@@ -226,7 +226,7 @@ class SourcesReport:
         ]
 
     @staticmethod
-    def _answer(one: Asked, heads: list[int]) -> dict[str, Any]:
+    def _answer(one: Answered, heads: list[int]) -> dict[str, Any]:
         sources, grounded = one.sources(heads)
         names = ("kind", "length", "depth", "number", "expected", "answer")
         return {
@@ -260,7 +260,7 @@ _NUMBERS = {
 }
 
 
-def _row(found: Sequence[tuple[Asked, list[Source], float | None]]) -> dict[str, float]:
+def _row(found: Sequence[tuple[Answered, list[Source], float | None]]) -> dict[str, float]:
     """Return the figures of documents with their sources and `grounded`; none of no documents."""
     lists: defaultdict[str, list[float]] = defaultdict(list)
     for one, sources, grounded in found:

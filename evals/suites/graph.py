@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units, never_twice
+from razor_dist.evals.suites.sample import QUESTIONS, HiddenText, SuiteQuestion, Units, never_twice
 from razor_dist.evals.suites.tasks import Making, Suite, Task
 
 Edge = tuple[str, str]
@@ -32,10 +32,10 @@ class Walk:
     no_more_to: frozenset[str] = frozenset()
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> SuiteQuestion:
         stated = {node: f"{a} -> {b}" for node, (a, b) in self.answers.items()}
         question = f"{self.question} Answer with a list in brackets."
-        return Asked(question, "The nodes are [", list(self.answers), stated)
+        return SuiteQuestion(question, "The nodes are [", list(self.answers), stated)
 
 
 def _further(walks: Sequence[Walk], draw: random.Random, names: Iterator[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.suites.sample import Asked, HiddenText, Units, prose
+from razor_dist.evals.suites.sample import HiddenText, SuiteQuestion, Units, prose
 from razor_dist.evals.suites.tasks import Making, Suite, Task, first_word
 
 
@@ -77,7 +77,9 @@ def _units(making: Making) -> Units:
         unsaid |= _stems_of(fact)
         for task, what in (("literal", fact.said), ("near", fact.near), ("far", fact.far)):
             question = f"Who {what}, by the text above? Answer with the name alone."
-            asked.append(Asked(question, f"The one who {what} is", [name], {name: said}, task))
+            asked.append(
+                SuiteQuestion(question, f"The one who {what} is", [name], {name: said}, task)
+            )
     leads = re.compile(rf"\b(?:{'|'.join(sorted(unsaid))})", re.IGNORECASE)
     essay = [sentence for sentence in making.material.essay if not leads.search(sentence)]
     if not essay:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units
+from razor_dist.evals.suites.sample import QUESTIONS, HiddenText, SuiteQuestion, Units
 from razor_dist.evals.suites.tasks import Making, Suite, Task, words_from_start
 
 _ABOUT = "Below is a conversation. One of its texts is to be repeated afterwards."
@@ -74,7 +74,7 @@ def _task(alike: int) -> Task:
         for number in draw.sample(range(alike), min(alike, QUESTIONS)):
             which, own = f"{_ORDINALS[number]} {kind} about {topic}", texts[number]
             question = f"What, word for word, was the {which} in the conversation above?"
-            asked.append(Asked(question, f"The {which} was:", [own], {own: own}))
+            asked.append(SuiteQuestion(question, f"The {which} was:", [own], {own: own}))
         others = _others(draw, _texts(draw), kind, topic)
         return HiddenText(_ABOUT, hidden, others, asked).units
 

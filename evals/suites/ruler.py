@@ -13,11 +13,11 @@ from typing import Literal
 from razor_dist.documents.corpus import NOISE
 from razor_dist.evals.suites.qa import QA
 from razor_dist.evals.suites.sample import (
-    Asked,
     Filler,
     HiddenText,
     Question,
     Sample,
+    SuiteQuestion,
     Units,
     never_twice,
     numbers,
@@ -101,7 +101,7 @@ class RulerNeedles:
     def _needle(self, key: str, value: str) -> str:
         return f"The special magic {self.values[:-1]} of {key} is {value}."
 
-    def _asked(self, asked: Sequence[tuple[str, list[str]]]) -> Asked:
+    def _asked(self, asked: Sequence[tuple[str, list[str]]]) -> SuiteQuestion:
         *first, last = (key for key, _ in asked)
         subject = f"{', '.join(first)}, and {last}" if first else last
         answers = {value: self._needle(key, value) for key, own in asked for value in own}
@@ -110,7 +110,7 @@ class RulerNeedles:
             what, verb = f"all {what}s", "are"
         question = f"According to the text above, what {verb} {what} of {subject}?"
         cue = f"According to the text, {what} of {subject} {verb}"
-        return Asked(question, cue, list(answers), answers)
+        return SuiteQuestion(question, cue, list(answers), answers)
 
 
 def variable_tracking(making: Making) -> Units:
@@ -138,7 +138,7 @@ def _chain(
     """Return a text of noise with a chain; ``places``, ascending, are its statements'."""
     sources = [value, *(f"VAR {name}" for name in names[:-1])]
     statements = [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
-    asked = Asked(
+    asked = SuiteQuestion(
         f"Which variables hold the value {value} in the text above?",
         f"By the assignments in the text above, {_VARIABLES} variables hold the value {value}. "
         "They are:",

@@ -102,7 +102,7 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SuiteQuestion:
     """A question about a text in which lines are hidden, and the beginning of its answer."""
 
     question: str
@@ -128,7 +128,7 @@ class HiddenText:
     about: str  # its first lines
     hidden: Sequence[tuple[float, str]]  # lines, each after its part of the others
     others: Iterator[str]
-    asked: Sequence[Asked]
+    asked: Sequence[SuiteQuestion]
     separator: str = "\n"
     slots: int = 1  # more than there are other lines: 1 for parts in [0, 1), 0 in [0, 1]
 

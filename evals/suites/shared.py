@@ -16,10 +16,10 @@ from typing import NamedTuple
 from razor_dist.documents.corpus import NOISE
 from razor_dist.evals.suites.sample import (
     QUESTIONS,
-    Asked,
     HiddenText,
     Question,
     Sample,
+    SuiteQuestion,
     Units,
     never_twice,
     numbers,
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     """Questions of one kind, lines that mislead, and filler that answers none of them."""
 
     # Each with the lines that hold its answer, in their order in the text.
-    asked: list[tuple[Asked, list[str]]]
+    asked: list[tuple[SuiteQuestion, list[str]]]
     filler: Iterator[str]
     decoys: tuple[str, ...] = ()
 
@@ -59,7 +59,7 @@ def _keys(draw: random.Random, count: int) -> Part:
         key, value = next(names), next(names)
         line = f'"{key}": "{value}",'
         what = f'the value of the key "{key}"'
-        own = Asked(f"What is {what}?", f'T{what[1:]} is "', [value], {value: line})
+        own = SuiteQuestion(f"What is {what}?", f'T{what[1:]} is "', [value], {value: line})
         asked.append((own, [line]))
     return Part(asked, iter(pair, None))
 
@@ -77,7 +77,9 @@ def _strings(draw: random.Random, count: int) -> Part:
     for first, last in zip(ends[:count], ends[count:], strict=True):
         own = line(first, last)
         which = f'begins with "{first}-" and ends with "-{last}"'
-        about = Asked(f"Which line {which}?", f"The line that {which} is", [own], {own: own})
+        about = SuiteQuestion(
+            f"Which line {which}?", f"The line that {which} is", [own], {own: own}
+        )
         asked.append((about, [own]))
         for _ in range(_DECOYS):
             decoys += [line(first, draw.choice(free)), line(draw.choice(free), last)]
@@ -95,7 +97,7 @@ def _variables(draw: random.Random, count: int) -> Part:
         lines += [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(chain)]
         cue = f"By these assignments, VAR {chain[-1]} holds the number"
         question = f"Which number does VAR {chain[-1]} hold?"
-        asked.append((Asked(question, cue, [value], {value: lines[0]}), lines))
+        asked.append((SuiteQuestion(question, cue, [value], {value: lines[0]}), lines))
     return Part(asked, itertools.repeat(NOISE))
 
 
@@ -112,7 +114,7 @@ def _things(draw: random.Random, count: int) -> Part:
         times = draw.choice(_COUNTS)
         question = f"How many {kind}s are brought in? Answer with a number."
         cue = f"The number of {kind}s that are brought in is"
-        asked.append((Asked(question, cue, [str(times)]), [line(kind)] * times))
+        asked.append((SuiteQuestion(question, cue, [str(times)]), [line(kind)] * times))
     return Part(asked, iter(lambda: line(draw.choice(others)), None))
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from razor_dist.evals.suites.sample import QUESTIONS, Asked, HiddenText, Units, prose
+from razor_dist.evals.suites.sample import QUESTIONS, HiddenText, SuiteQuestion, Units, prose
 from razor_dist.evals.suites.tasks import NUMBER_NAMES, Making, Suite, Task, first_word
 
 _ABOUT = (
@@ -88,51 +88,51 @@ class World:
         self.sentences.append(self.draw.choice(wordings).format(**about))
 
 
-def _person(world: World) -> Iterator[Asked]:
+def _person(world: World) -> Iterator[SuiteQuestion]:
     for who, room in world.at.items():
-        yield Asked(f"Where is {who} in the end?", f"In the end, {who} is in the", (room,))
+        yield SuiteQuestion(f"Where is {who} in the end?", f"In the end, {who} is in the", (room,))
 
 
-def _thing(world: World) -> Iterator[Asked]:
+def _thing(world: World) -> Iterator[SuiteQuestion]:
     """Ask for things that were carried away from where they lay in the beginning."""
     for thing, rooms in world.rooms_of.items():
         if len(rooms) > 1:
             question = f"Where is the {thing} in the end?"
-            yield Asked(question, f"In the end, the {thing} is in the", (rooms[-1],))
+            yield SuiteQuestion(question, f"In the end, the {thing} is in the", (rooms[-1],))
 
 
-def _before(world: World) -> Iterator[Asked]:
+def _before(world: World) -> Iterator[SuiteQuestion]:
     for thing, rooms in world.rooms_of.items():
         if len(rooms) > 2:
             when = f"right before it was last brought to the {rooms[-1]}"
             cue = f"Right before it was last brought to the {rooms[-1]}, the {thing} was in the"
-            yield Asked(f"Where was the {thing} {when}?", cue, (rooms[-2],))
+            yield SuiteQuestion(f"Where was the {thing} {when}?", cue, (rooms[-2],))
 
 
-def _giver(world: World) -> Iterator[Asked]:
+def _giver(world: World) -> Iterator[SuiteQuestion]:
     for (who, thing), givers in world.givers.items():
         question = f"From whom did {who} last get the {thing}?"
-        yield Asked(question, f"{who} last got the {thing} from", (givers[-1],))
+        yield SuiteQuestion(question, f"{who} last got the {thing} from", (givers[-1],))
 
 
-def _count(world: World) -> Iterator[Asked]:
+def _count(world: World) -> Iterator[SuiteQuestion]:
     for who in world.at:
         number = sum(carrier == who for carrier in world.carrier.values())
         question = f"How many things does {who} have in the end? Answer with a number."
         cue = f"In the end, the number of things that {who} has is"
-        yield Asked(question, cue, (str(number), NUMBER_NAMES[number]))
+        yield SuiteQuestion(question, cue, (str(number), NUMBER_NAMES[number]))
 
 
 _ASKED = {"person": _person, "thing": _thing, "before": _before, "giver": _giver, "count": _count}
 _COUNTS = ("0", "1", "2")  # each is asked for once, so that none is likelier
 
 
-def _questions(world: World) -> list[Asked]:
+def _questions(world: World) -> list[SuiteQuestion]:
     """Return what each task asks about a world; nothing if there is a task that cannot ask.
 
     Two people at least are asked for as givers: where one gave all, its name is easily guessed.
     """
-    every = list[Asked]()
+    every = list[SuiteQuestion]()
     for task, ask in _ASKED.items():
         found = list(ask(world))
         world.draw.shuffle(found)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from razor_dist.attention.decode import rotates
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import Recorder
-from razor_dist.engine.tape import Step
+from razor_dist.engine.tape import StepFunction
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact, why_not
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.layout import HeadLayout, HeadShare
@@ -192,11 +192,11 @@ def _measure(
 
 
 def _recorded(
-    steps: list[Step],
+    steps: list[StepFunction],
     comm: Communicator,
     device: torch.device,
     recorder: Recorder | None,
-) -> list[Step]:
+) -> list[StepFunction]:
     """Return what replays the steps; the steps themselves, run once, if a rank cannot record."""
     found = []
     for step in steps:

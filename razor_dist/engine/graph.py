@@ -31,7 +31,7 @@ from torch import Tensor
 from razor_dist.attention.step import BlockTables, DecodeBatch, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.tape import Step, Tape, recorded_rows
+from razor_dist.engine.tape import StepFunction, Tape, recorded_rows
 from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
 
@@ -72,7 +72,7 @@ class CudaRecorder:
         """
         return batch_bucket(sequences)
 
-    def warm_up(self, step: Step) -> None:
+    def warm_up(self, step: StepFunction) -> None:
         """Run the step as when it is recorded, but at once.
 
         It loads kernels and makes workspaces, which a capture cannot.
@@ -82,7 +82,7 @@ class CudaRecorder:
             step()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: StepFunction) -> StepFunction:
         """Record the step without running it; return what replays it and gives its results."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # thread_local: NCCL's watchdog thread queries events, which would break a global capture.
@@ -176,7 +176,7 @@ class _Recording:
     inputs: Tensor | None = None
     pages: Tensor | None = None
     tables: tuple[list[int], ...] = ()  # that ``pages`` holds
-    replay: Step | None = None
+    replay: StepFunction | None = None
     compared: int = 0  # of its steps with eager ones
     # Difference of two eager runs of one step, relative to the largest logit: 0, the same bits,
     # unless ranks add up in an order that changes. A replay may differ by no more.

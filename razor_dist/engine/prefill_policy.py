@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from razor_dist.engine.request import Answer, Prefill, Request
-from razor_dist.engine.step_cost import StepCost, Work
+from razor_dist.engine.step_cost import StepCost, StepWork
 
 # Most tokens of a rank in a step, of prompts that join it whole or go on without a chunk. `plan`
 # counts no activations for them.
@@ -243,7 +243,7 @@ class PrefillPolicy:
             pairs += n * (of.position + times * n / 2)
         if read:
             self._recent.append((read, seconds))
-        self.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
+        self.cost.learn(StepWork(1, chunks, wholes, answers, before, tokens, pairs), seconds)
 
     def took(self, prompts: Sequence[Prefill], served: Prefill, seconds: float) -> None:
         """Note that ``served`` was read from for ``seconds``, while ``prompts`` take turns.

@@ -32,7 +32,7 @@ _CHOSEN = _CHOICES[:, :, None] * _CHOICES[:, None]
 _OTHERS = (1 - _CHOICES)[:, :, None] * np.eye(len(_BELIEVED))
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Counts of the work in a step, one for each term of its cost, in the order of `_BELIEVED`."""
 
     step: int = 1
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
 
 class StepCost:
-    """Estimated seconds of a step: a sum of terms, each as often as `Work` says.
+    """Estimated seconds of a step: a sum of terms, each as often as `StepWork` says.
 
     One is for what every step does, such as reading the weights; one for what a chunk adds whatever
     its length, transfers above all, and one for any other part of a prompt; one for reading keys
@@ -73,7 +73,7 @@ class StepCost:
         self._bounds = {term: deque([math.inf], maxlen=_RECENT) for term in (_CHUNK, _WHOLE)}
         self._fitted, self._changed = _BELIEVED, False
 
-    def learn(self, work: Work, seconds: float) -> None:
+    def learn(self, work: StepWork, seconds: float) -> None:
         """Learn from a step."""
         with self._lock:
             reading, expected = work.tokens > 0, float(np.array(work) @ self._fitted)
@@ -115,7 +115,7 @@ class StepCost:
 
     def step(self, answers: int = 0, before: int = 0) -> float:
         """Estimate a step that decodes ``answers`` sequences, with ``before`` tokens cached."""
-        return float(np.array(Work(answers=answers, before=before)) @ self._fit())
+        return float(np.array(StepWork(answers=answers, before=before)) @ self._fit())
 
     def decode_terms(self) -> tuple[float, float, float]:
         """Seconds of a decode step, of each token in it, and of each token that is before one."""

@@ -28,7 +28,7 @@ from razor_dist.kernels.linear import ALIKE
 from razor_dist.parallel.comm import Communicator
 
 Call = Callable[[], object]
-Step = Callable[[], tuple[Tensor, ...]]
+StepFunction = Callable[[], tuple[Tensor, ...]]
 
 # Numbers that come from the host, or go to it, or decide on shapes, would be recorded as they were.
 _FORBIDDEN = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh")
@@ -57,7 +57,7 @@ class Tape:
         """As many as there are if more rows would round otherwise, else a multiple of `ALIKE`."""
         return _rows(sequences)
 
-    def warm_up(self, step: Step) -> None:
+    def warm_up(self, step: StepFunction) -> None:
         """Run the step, and keep what its collectives bring."""
         self._found = []
 
@@ -68,7 +68,7 @@ class Tape:
         with self._comm.handing_to(collective):
             step()
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: StepFunction) -> StepFunction:
         """Run the step again, its collectives as they were, and return what repeats it.
 
         So nothing is sent, and no rank waits for one that cannot record.

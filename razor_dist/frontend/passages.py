@@ -55,8 +55,8 @@ _SENTENCE = 100  # characters of one on average, to estimate how many there are
 
 
 # A passage: its part (-1 for token ids), begin and end; and what is none.
-Place = tuple[int, int, int]
-_NOWHERE: Place = (-1, -1, -1)
+PassagePlace = tuple[int, int, int]
+_NOWHERE: PassagePlace = (-1, -1, -1)
 
 
 class Part(NamedTuple):
@@ -75,7 +75,7 @@ class PromptText:
     parts: Sequence[Part]
     ends: npt.NDArray[np.int32]  # [n], characters of the whole; 0 for a token without text
 
-    def passage(self, position: int) -> Place:
+    def passage(self, position: int) -> PassagePlace:
         """Return the sentence in which a token ends; `_NOWHERE` outside all parts."""
         index = int(self._part_of[position])
         if index < 0:
@@ -213,10 +213,10 @@ class Trace:
         self, tokens: Sequence[Sequence[tuple[int, float]]]
     ) -> tuple[list[Source], float | None]:
         places = self._places(tokens)
-        found: defaultdict[Place, float] = defaultdict(float)
+        found: defaultdict[PassagePlace, float] = defaultdict(float)
         looked_up = grounded = 0.0
         for pairs in filter(None, tokens):
-            own: defaultdict[Place, float] = defaultdict(float)
+            own: defaultdict[PassagePlace, float] = defaultdict(float)
             for position, weight in pairs:
                 own[places[position]] += weight
             looked_up += max(0.0, 1.0 - own.pop(_NOWHERE, 0.0))
@@ -231,7 +231,7 @@ class Trace:
         sources = [self._source(at, weight / looked_up) for at, weight in ordered]
         return sources, grounded / looked_up
 
-    def _places(self, tokens: Sequence[Sequence[tuple[int, float]]]) -> dict[int, Place]:
+    def _places(self, tokens: Sequence[Sequence[tuple[int, float]]]) -> dict[int, PassagePlace]:
         """Return each position's passage, `_NOWHERE` for what is no source."""
         every = {position for pairs in tokens for position, _ in pairs}
         places = dict.fromkeys(every, _NOWHERE)
@@ -244,7 +244,7 @@ class Trace:
             places |= dict.fromkeys(run, (-1, run[0], run[-1] + 1))
         return places
 
-    def _source(self, place: Place, weight: float) -> Source:
+    def _source(self, place: PassagePlace, weight: float) -> Source:
         index, begin, end = place
         if self.text is not None:
             part = self.text.parts[index]

@@ -29,7 +29,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
 from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.jobs.results import Record
-from razor_dist.jobs.task import RETRYABLE, Item, ItemSize, Update, Work
+from razor_dist.jobs.task import RETRYABLE, Item, ItemSize, Update, Updates
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 from razor_dist.protocol.messages import CacheScope
@@ -135,7 +135,7 @@ class BatchTask:
             if entry.problem is None
         ]
 
-    def run(self, llm: LLM, item: Item) -> Work:
+    def run(self, llm: LLM, item: Item) -> Updates:
         request = _parse(item.data["line"].read())
         try:
             limits = self._limits(llm)

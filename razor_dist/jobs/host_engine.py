@@ -23,7 +23,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.guard import child_environment
 from razor_dist.jobs.pool import EngineLostError, EnginePool, JobEngine
 from razor_dist.jobs.process import Child
-from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, work_of
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Updates, work_of
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 
@@ -42,7 +42,7 @@ class HostEngine:
         self._task, self._llm = task, llm
         self.close = llm.close
 
-    def run(self, item: Item) -> Work:
+    def run(self, item: Item) -> Updates:
         self._llm.use_tqdm = ReadingLog(item.id)
         try:
             return (yield from work_of(self._task.run(self._llm, item)))
@@ -58,7 +58,7 @@ class OpenedEngine:
     def __init__(self, task: Task, config: ExternalEngineConfig) -> None:
         self._task, self._model = task, config.open()
 
-    def run(self, item: Item) -> Work:
+    def run(self, item: Item) -> Updates:
         return (yield from work_of(self._task.run(self._model, item)))
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class ExternalEngine:
             self.close()
             raise
 
-    def run(self, item: Item) -> Work:
+    def run(self, item: Item) -> Updates:
         self._busy = True
         with suppress(OSError):  # of a process that has ended, as `_received` says
             self._child.connection.send(item)

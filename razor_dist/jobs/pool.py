@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from razor_dist.config.errors import ClusterError, EngineError, RazorError
-from razor_dist.jobs.task import Item, PartResult, TokensDone, Update, Work, work_of
+from razor_dist.jobs.task import Item, PartResult, TokensDone, Update, Updates, work_of
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class EngineLostError(EngineError):
 
 
 class JobEngine(Protocol):
-    def run(self, item: Item) -> Mapping[str, Any] | Work:
+    def run(self, item: Item) -> Mapping[str, Any] | Updates:
         """Work on an item: return its result, or a stream of updates that returns it.
 
         Threads call it at once, if it is given several items.

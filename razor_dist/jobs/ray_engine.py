@@ -34,7 +34,7 @@ from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, OpenedEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import MOVE_SECONDS, ActorRanks, brief, make_actor
-from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Updates
 from razor_dist.llm.llm import LLM
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RayEngine:
             raise
         self._came_back()
 
-    def run(self, item: Item) -> Work:
+    def run(self, item: Item) -> Updates:
         with self._lock:
             self._busy += 1
         stream = self._actor.run.options(num_returns="streaming").remote(item)

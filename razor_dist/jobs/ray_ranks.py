@@ -31,16 +31,16 @@ _POLL_SECONDS = 1.0
 MOVE_SECONDS = 10.0
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     node: str
     address: str
     pid: int
 
 
 class RankActor:
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         context = ray.get_runtime_context()
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+        return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
 
     def run(self, config_json: str, env: Mapping[str, str], socket_path: str | None) -> int:
         """Be a rank until the frontend says shutdown; return a rank's exit code."""
@@ -107,7 +107,7 @@ class ActorRanks(Ranks):
             if dead := [one for one in found if isinstance(one, RankExit)]:
                 # Return: the supervisor reports which actor died.
                 return cls(actors, [], [asyncio.sleep(0, dead[0])])
-            places = [one for one in found if isinstance(one, Place)]
+            places = [one for one in found if isinstance(one, RankPlace)]
             environments, store = rendezvous(places, folder, engines, ranks_held(bundle))
             refs = [
                 actor.run.remote(config.engine_json(), env, str(socket_path) if rank == 0 else None)
@@ -130,7 +130,7 @@ class ActorRanks(Ranks):
             ray.kill(actor)
 
 
-async def _places(refs: list[Any], group: PlacementGroup) -> list[Place | RankExit]:
+async def _places(refs: list[Any], group: PlacementGroup) -> list[RankPlace | RankExit]:
     """Return where actors are, or how they ended.
 
     `ClusterError` if a bundle of theirs has no node any more, for which Ray waits for ever.
@@ -149,9 +149,9 @@ async def _places(refs: list[Any], group: PlacementGroup) -> list[Place | RankEx
             call.cancel()
 
 
-async def _place(rank: int, ref: Any) -> Place | RankExit:
+async def _place(rank: int, ref: Any) -> RankPlace | RankExit:
     try:
-        place: Place = await ref
+        place: RankPlace = await ref
     except RayError as error:
         return RankExit(rank, 1, brief(error))
     return place
@@ -174,7 +174,7 @@ def brief(error: RayError) -> str:
 
 
 def rendezvous(
-    places: list[Place], folder: Path, engines: int, held: Mapping[str, int]
+    places: list[RankPlace], folder: Path, engines: int, held: Mapping[str, int]
 ) -> tuple[list[dict[str, str]], Any]:
     """Return every rank's environment, and the store at which ranks of several nodes meet.
 

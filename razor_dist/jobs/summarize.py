@@ -41,7 +41,7 @@ from razor_dist.jobs.task import (
     PartResult,
     TokensDone,
     Update,
-    Work,
+    Updates,
 )
 from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
@@ -88,7 +88,7 @@ class Summarizer:
         self._encoder = PromptEncoder(tokenizer)
         self._room = llm.info.max_model_len - (style.sampling.max_tokens or 0)
 
-    def summarize(self, document: Document, stored: Mapping[str, Any]) -> Work:
+    def summarize(self, document: Document, stored: Mapping[str, Any]) -> Updates:
         """Summarise a text, part by part if it is long; ``stored`` parts are not asked for again.
 
         The result has ``tokens`` (the text's), ``summary``, ``finish_reason`` ("stop", "length", or
@@ -329,7 +329,7 @@ class SummaryTask:
             items.append(Item(id, max(1, source.size // 4), data={"source": source}))
         return items
 
-    def run(self, llm: LLM, item: Item) -> Work:
+    def run(self, llm: LLM, item: Item) -> Updates:
         """Read a document and summarise it: `Summarizer.summarize`, with ``id`` and ``source``."""
         source: Source = item.data["source"]
         summary = yield from Summarizer(llm, self.style).summarize(source.read(), item.parts)

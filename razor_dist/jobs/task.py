@@ -125,10 +125,10 @@ class TokensDone:
 
 Update = ItemSize | PartResult | TokensDone
 # A stream of updates that returns the result.
-Work = Generator[Update, None, Mapping[str, Any]]
+Updates = Generator[Update, None, Mapping[str, Any]]
 
 
-def work_of(result: Mapping[str, Any] | Work) -> Work:
+def work_of(result: Mapping[str, Any] | Updates) -> Updates:
     """Turn what a task or an engine returned into a stream; a plain result has no updates."""
     if isinstance(result, Generator):
         result = yield from result
@@ -158,7 +158,7 @@ class Task(Protocol):
     def items(self) -> Sequence[Item]:
         """Return all items, in the order in which the finished results list them."""
 
-    def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Updates:
         """Do one item's work while it has the engine to itself, or shares it (``at_once``).
 
         Runs in a process on the node of the engine's rank 0. Whatever it leaves in ``llm`` (a

@@ -9,7 +9,7 @@ import numpy as np
 
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Prefill, Request
-from razor_dist.engine.step_cost import StepCost, Work
+from razor_dist.engine.step_cost import StepCost, StepWork
 from razor_dist.kernels import torch_cuda
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -36,14 +36,14 @@ def prefill(
 def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: int = 0) -> None:
     """Learn from a step that read tokens of one prompt."""
     pairs = tokens * (context + tokens / 2)
-    cost.learn(Work(1, chunk, 1 - chunk, 0, context, tokens, pairs), seconds)
+    cost.learn(StepWork(1, chunk, 1 - chunk, 0, context, tokens, pairs), seconds)
 
 
 def learned(ranks: int = 1, *, shared: bool = False) -> PrefillPolicy:
     """A policy that knows: 0.05 s a step, on several ranks 0.05 s a chunk, 2 ms a token."""
     policy, chunk = PrefillPolicy(STEP, ranks, shared=shared), int(ranks > 1)
     for tokens in (100, 200, 400) * 20:
-        policy.cost.learn(Work(answers=0), 0.05)
+        policy.cost.learn(StepWork(answers=0), 0.05)
         observe(policy.cost, tokens, 0, 0.05 + 0.002 * tokens)
         if chunk:
             observe(policy.cost, tokens, 0, 0.1 + 0.002 * tokens, chunk)

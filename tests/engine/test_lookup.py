@@ -20,7 +20,7 @@ from razor_dist.config.sources import load_config
 from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.drafts import Drafts, HitRates, Lookup, Ngram
 from razor_dist.engine.ngram_index import NgramIndex
-from razor_dist.engine.step_cost import StepCost, Work
+from razor_dist.engine.step_cost import StepCost, StepWork
 from razor_dist.kernels.linear import ALIKE
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.step_plan import Op, StepPlan
@@ -183,7 +183,7 @@ def test_a_step_that_seems_to_take_no_time_can_have_drafts() -> None:
     cost, position = StepCost(), 0
     for step, n in enumerate((512, 2048, 1024, 4096)):  # of which an answer is in the last two
         answers, pairs = int(step > 1), n * (position + n / 2)
-        cost.learn(Work(1, 0, 1, answers, position + 100 * answers, n, pairs), 1e-5 * n**1.1)
+        cost.learn(StepWork(1, 0, 1, answers, position + 100 * answers, n, pairs), 1e-5 * n**1.1)
         position += n
     assert cost.decode_terms() == (0.0, 0.0, 0.0)
     made = Drafts(SpeculativeConfig(), cost, 64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer
-from razor_dist.engine.step_cost import StepCost, Work
+from razor_dist.engine.step_cost import StepCost, StepWork
 from tests.engine.simulated_prefill import STEP, SimulatedStep, observe, on_eight_h200, prefill
 
 
@@ -38,7 +38,7 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
 def test_chunks_of_about_one_length_tell_what_each_costs_anyway() -> None:
     """The machine's speed varies by more than the 0.05 of 2.05 s that are to be found."""
     cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
-    cost.learn(Work(answers=1), 0.03)
+    cost.learn(StepWork(answers=1), 0.03)
     for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
         observe(cost, tokens, 0, speed * (0.05 + 0.002 * tokens))
     assert cost.seconds(0, 0) <= 0.091
@@ -54,7 +54,7 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
         count = 0
         for key in range(100):
             prompt = prefill(key, 94, 0)
-            policy.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
+            policy.cost.learn(StepWork(answers=1), s * random.uniform(0.8, 1.2))
             while not prompt.done:
                 left = prompt.end - prompt.position
                 tokens = min(left, max(2, int(policy.take(prompt, [], answering=[0])[0])))
@@ -103,14 +103,14 @@ def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
         return random.uniform(0.9, 1.1)
 
     for _ in range(8):
-        policy.cost.learn(Work(answers=1), 0.09 * noise())
+        policy.cost.learn(StepWork(answers=1), 0.09 * noise())
         observe(policy.cost, 2000, 4000, 5.33 * noise(), 1)
     long, lengths = prefill(0, 40_000, 0.0), []
     for answers in [1, 2, 4, 6, 8, 9] + [9] * 60:
         tokens, sharded = policy.take(long, [], answering=[0] * answers)
         assert sharded
         seconds = (0.08 + 0.25 + 0.01 * answers + 0.0024 * tokens) * noise()
-        policy.cost.learn(Work(1, 1, 0, answers, 0, tokens, 4000 * tokens), seconds)
+        policy.cost.learn(StepWork(1, 1, 0, answers, 0, tokens, 4000 * tokens), seconds)
         lengths.append(tokens)
     # 0.17 s are answers, and 0.25 the chunk's: it has 0.42 s of its own, or 0.7 times that.
     assert np.median(lengths[-40:]) == pytest.approx(150, rel=0.25)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Prefill
-from razor_dist.engine.step_cost import Work
+from razor_dist.engine.step_cost import StepWork
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.engine.simulated_prefill import CHUNK, STEP, learned, observe, prefill, request
 
@@ -156,7 +156,7 @@ def test_what_stays_sharded_is_not_repeated() -> None:
     """Each rank reads a question itself, but attends to its own part of a million tokens before."""
     policy = PrefillPolicy(STEP, 8)
     for tokens, context in ((1000, 0), (4000, 500_000), (2000, 10**6), (500, 10**5)) * 15:
-        policy.cost.learn(Work(answers=0), 0.01)
+        policy.cost.learn(StepWork(answers=0), 0.01)
         seconds = 0.03 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
         observe(policy.cost, tokens, context, seconds, chunk=1)
     prefix = request(0, 10**6, 0.0, max_tokens=0)

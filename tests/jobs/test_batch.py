@@ -17,7 +17,7 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.batch import BatchTask, read_batch
-from razor_dist.jobs.task import ItemSize, Work
+from razor_dist.jobs.task import ItemSize, Updates
 from tests.fake_engine import ENDLESS
 from tests.fake_llm import FakeHostLLM, FakeLLM
 from tests.hostile_grammars import chained_references
@@ -333,7 +333,7 @@ def test_draws_depend_on_the_seed_of_the_command(tmp_path: Path) -> None:
     assert len(set(ids)) == 3
 
 
-def _result(work: Work) -> Any:
+def _result(work: Updates) -> Any:
     while True:
         try:
             next(work)

@@ -23,7 +23,7 @@ from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
 from razor_dist.jobs.pool import run_items
 from razor_dist.jobs.results import read_job
-from razor_dist.jobs.task import ExternalEngineConfig, Item, PartResult, Work
+from razor_dist.jobs.task import ExternalEngineConfig, Item, PartResult, Updates
 
 
 class Model:
@@ -66,10 +66,10 @@ class Errands:
     def items(self) -> Sequence[Item]:
         return [Item(name) for name in self.names]
 
-    def run(self, llm: Model, item: Item) -> Mapping[str, Any] | Work:
+    def run(self, llm: Model, item: Item) -> Mapping[str, Any] | Updates:
         return self._in_parts(item) if item.id.endswith("parts") else self._work(item)
 
-    def _in_parts(self, item: Item) -> Work:
+    def _in_parts(self, item: Item) -> Updates:
         yield PartResult("part", {"of": item.id}, 1)
         return self._work(item)
 

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from razor_dist.jobs import cluster, ray_engine, ray_ranks
 from razor_dist.jobs.cluster import Demand, Reservation
 from razor_dist.jobs.ray_engine import RayEngine
-from razor_dist.jobs.ray_ranks import ActorRanks, Place, RankActor, interface_of, rendezvous
+from razor_dist.jobs.ray_ranks import ActorRanks, RankActor, RankPlace, interface_of, rendezvous
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_ray_clients_address_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
     environments, store = rendezvous(
-        [Place("a", "10.0.0.1", 1), Place("a", "10.0.0.1", 2)], tmp_path, 1, {"a": 8}
+        [RankPlace("a", "10.0.0.1", 1), RankPlace("a", "10.0.0.1", 2)], tmp_path, 1, {"a": 8}
     )
     assert store is None
     assert [env["RANK"] for env in environments] == ["0", "1"]
@@ -108,7 +108,7 @@ def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
 
 
 def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> None:
-    places = [Place(node, "127.0.0.1", 1) for node in "aba"]
+    places = [RankPlace(node, "127.0.0.1", 1) for node in "aba"]
     environments, store = rendezvous(places, tmp_path, 1, {})
     assert [env["LOCAL_RANK"] for env in environments] == ["0", "0", "1"]
     assert [env["LOCAL_WORLD_SIZE"] for env in environments] == ["2", "1", "2"]
@@ -126,7 +126,7 @@ def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> 
 def test_ranks_are_told_of_all_that_a_node_may_hold(
     engines: int, held: int, ranks: list[int], tmp_path: Path
 ) -> None:
-    places = [Place(node, "127.0.0.1", 1) for node in "aba"]
+    places = [RankPlace(node, "127.0.0.1", 1) for node in "aba"]
     environments, _ = rendezvous(places, tmp_path, engines, {"a": held, "b": held})
     assert [int(env["LOCAL_WORLD_SIZE"]) for env in environments] == ranks
 
@@ -155,7 +155,7 @@ def reserved(is_placed: bool) -> Reservation:
 
 
 def starting(
-    monkeypatch: pytest.MonkeyPatch, is_placed: bool, *places: Coroutine[Any, Any, Place]
+    monkeypatch: pytest.MonkeyPatch, is_placed: bool, *places: Coroutine[Any, Any, RankPlace]
 ) -> Coroutine[Any, Any, ActorRanks]:
     """Start ranks whose actors answer where they are with ``places``."""
 
@@ -169,7 +169,7 @@ def starting(
     return asyncio.wait_for(start, 5)
 
 
-HERE = Place("a", "127.0.0.1", 1)
+HERE = RankPlace("a", "127.0.0.1", 1)
 
 
 def test_ranks_without_a_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_ranks_without_a_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_actor_that_dies_before_it_is_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def dies() -> Place:
+    async def dies() -> RankPlace:
         raise RayError("its node has died")
 
     async def first_exit() -> str:

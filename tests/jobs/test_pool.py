@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError
 from razor_dist.jobs.pool import EngineLostError, ItemUpdate, Outcome, run_items
-from razor_dist.jobs.task import Item, ItemSize, PartResult, TokensDone, Work
+from razor_dist.jobs.task import Item, ItemSize, PartResult, TokensDone, Updates
 
 OK, FAIL, ENGINE, LOST = "ok", "fail", "engine", "lost"
 
@@ -336,7 +336,7 @@ class InParts:
     def __init__(self) -> None:
         self.ran: list[str] = []
 
-    def run(self, item: Item) -> Work:
+    def run(self, item: Item) -> Updates:
         missing = [key for key in "abc" if key not in item.parts]
         yield ItemSize(10 * len(missing), 3, 3 - len(missing))
         for key in missing:
@@ -370,7 +370,7 @@ def test_engines_go_on_with_what_they_were_reading(ready_first: int) -> None:
         def __init__(self, number: int) -> None:
             self._number = number
 
-        def run(self, item: Item) -> Work:
+        def run(self, item: Item) -> Updates:
             ran.setdefault(item.id, self._number)
             begun.set()
             if len(ran) <= 2:
