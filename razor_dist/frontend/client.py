@@ -71,7 +71,7 @@ class EngineClient:
     """
 
     def __init__(self, socket_path: Path, *, max_queue: int | None = None) -> None:
-        self.rank0 = RankConnection(socket_path, self.loading, self._handle, self.lost)
+        self.rank0 = RankConnection(socket_path, self.loading, self.receive, self.lost)
         self.max_queue = max_queue
         self.observer = Observer()
         # Compiles structured outputs; None until the tokenizer is loaded.
@@ -253,7 +253,8 @@ class EngineClient:
         self._disconnect(self.status.reason)
         self.rank0.close()
 
-    def _handle(self, message: ToFrontend) -> None:
+    def receive(self, message: ToFrontend) -> None:
+        """Take in a message of rank 0: the engine's state, or a part of an answer."""
         match message:
             case Alive():
                 self.rank0_pid, self._seconds_left = message.pid, message.seconds_left

@@ -21,6 +21,7 @@ from razor_dist.server.context_files import GRACE_SECONDS, ContextFiles
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
 _REMEMBERED = 1000
+
 # Seconds between two looks for contexts that have expired, or that other servers have deleted:
 # fewer than those for which the file of an expired one stays, which may be in use here.
 _WATCH_SECONDS = GRACE_SECONDS / 3
@@ -31,15 +32,21 @@ class Contexts:
 
     Their ids begin with ``tag``, hexadecimal digits by which a router finds this engine. With
     ``has_store`` some may be known only once the engine has said where it stores prefixes.
+    Those that expire, or that other servers delete, are forgotten within ``watch_seconds``.
     """
 
     def __init__(
-        self, client: EngineClient, most: float, tag: str = "", *, has_store: bool = False
+        self,
+        client: EngineClient,
+        most: float,
+        tag: str = "",
+        *,
+        has_store: bool = False,
+        watch_seconds: float = _WATCH_SECONDS,
     ) -> None:
         self._client, self.most, self._tag = client, int(most), tag
-        self._has_store = has_store
-        self._contexts: dict[str, Context] = {}
-        self._by_name: dict[Name, Context] = {}
+        self._has_store, self._watch_seconds = has_store, watch_seconds
+        self._contexts, self._by_name = dict[str, Context](), dict[Name, Context]()
         self._stored_in: ContextFiles | None = None
         self._writing: dict[Context, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -100,11 +107,9 @@ class Contexts:
     async def _watch(self) -> None:
         """Forget contexts that expire, or that other servers delete, as long as there are any."""
         while self._contexts:
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(self._watch_seconds)
             await self._look(list(self._contexts.values()))
-            for context in list(self._contexts.values()):
-                if context.expires > time.time():
-                    continue
+            for context in [c for c in self._contexts.values() if c.expires <= time.time()]:
                 if context.users:
                     self._touch(context)  # else another server would remove its file
                 else:
@@ -150,6 +155,10 @@ class Contexts:
                 self._touch(context, stated=True)  # its time to live may have changed
 
         self._writing[context] = asyncio.create_task(write())
+
+    async def written(self) -> None:
+        """Wait until no context is being written to a file."""
+        await asyncio.gather(*self._writing.values())
 
     async def listed(self, owner: str | None, held: Fields | None) -> list[dict[str, Any]]:
         """Return a key's contexts as `described` does, those that only files have as well.

@@ -82,12 +82,6 @@ def reader(browser: Browser, page_server: ServerProcess) -> Iterator[Reader]:
     context.close()
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers in this process look all the time at what others do to contexts of their store."""
-    monkeypatch.setattr("razor_dist.server.contexts._WATCH_SECONDS", 0.01)
-
-
 @pytest.fixture(scope="module")
 def tight() -> Iterator[ServerProcess]:
     """A server that soon loses patience, with room for 12 connections and 3 MiB of bodies."""

@@ -20,7 +20,7 @@ class FakeClient(EngineClient):
         self.reads, self.sent = reads, list[ToEngine]()
         self.rank0.send = self._take  # type: ignore[method-assign]
         place = None if folder is None else str(folder)
-        self._handle(Ready(EngineInfo(10**6, 49152, prefix_folder=place)))
+        self.receive(Ready(EngineInfo(10**6, 49152, prefix_folder=place)))
 
     @property
     def adds(self) -> list[Add]:
@@ -34,4 +34,4 @@ class FakeClient(EngineClient):
         self.sent.append(message)
         if self.reads and isinstance(message, Add) and message.pin:
             whole = Progress(message.id, processed=1, total=1, prefix=0, cached=0, seconds=0.0)
-            asyncio.get_running_loop().call_soon(self._handle, whole)
+            asyncio.get_running_loop().call_soon(self.receive, whole)

@@ -20,7 +20,7 @@ from tests.server.marked import DOCUMENT
 from tests.server.process import fake_server
 from tests.server.used_contexts import begun, ids, kept, server, stored_in, used
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("watched")]
+pytestmark = pytest.mark.anyio
 
 
 async def test_files_are_read_beside_the_loop(
@@ -124,8 +124,9 @@ async def test_a_disk_that_fails_at_the_end_of_a_request_leaves_no_user(
 ) -> None:
     contexts = server(tmp_path)
     both = [kept("One."), kept("One. " + DOCUMENT)]
+    await used(contexts, *both)
     pinned, found = await begun(contexts, *both)
-    monkeypatch.setattr(contexts, "_write", mock.Mock(side_effect=OSError("it is gone")))
+    monkeypatch.setattr(ContextFiles, "touch", mock.Mock(side_effect=OSError("it is gone")))
     with pytest.raises(OSError, match="it is gone"):
         pinned.close()
     assert len(found) == 2 and [context.users for context in found] == [0, 0]

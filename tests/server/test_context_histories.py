@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -34,9 +33,11 @@ from razor_dist.frontend.prompts import Checked
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Add, CacheScope, Ready, ToEngine, ToFrontend
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.server.context import Context
 from razor_dist.server.contexts import Contexts
 from tests.engine.cores import evict_all, run, tokens
 from tests.prefix.engines import engine_of, ids
+from tests.server.used_contexts import contexts_of
 
 COUNT = int(os.environ.get("HISTORIES", "25"))
 MOST = 60_000  # bytes that a key may have pinned: two texts or three
@@ -98,16 +99,17 @@ class Server:
     contexts: Contexts = field(init=False)
     rank0: Rank0 = field(init=False)
     asked: list[tuple[LiveChoices, tuple[int, ...]]] = field(default_factory=list)
+    used: list[Context] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.client = EngineClient(Path("unused"))
-        self.contexts = Contexts(self.client, MOST)
+        self.contexts = contexts_of(self.client, MOST)
         self.begin()
 
     def begin(self) -> None:
         self.rank0 = Rank0(self.start())
         self.client.rank0 = self.rank0  # type: ignore[assignment]
-        self.client._handle(Ready(self.rank0.engine.info))
+        self.client.receive(Ready(self.rank0.engine.info))
 
     @property
     def core(self) -> Any:
@@ -125,7 +127,7 @@ class Server:
             if self.core.has_work:
                 messages += self.core.step()
             for message in messages:
-                self.client._handle(message)
+                self.client.receive(message)
             for _ in range(4):
                 await asyncio.sleep(0)
             for key in "ab":
@@ -140,15 +142,12 @@ class Server:
                 return
         raise AssertionError("the engine does not come to an end")
 
-    async def saved(self) -> None:
-        while self.contexts._writing:
-            await asyncio.gather(*self.contexts._writing.values())
-
 
 class History:
     """Plays actions on two servers of one store."""
 
-    def __init__(self, start: Callable[[], RankEngine], plain: RankEngine) -> None:
+    def __init__(self, start: Callable[[], RankEngine], plain: RankEngine, store: Path) -> None:
+        self.store = store
         self.servers = [Server(start), Server(start)]
         self.plain, self.known = plain, dict[tuple[int, ...], list[int]]()
         self.given: list[tuple[str, str, tuple[int, ...]]] = []  # key, id, and its text
@@ -165,7 +164,7 @@ class History:
         for server in self.servers:
             await server.drain()
             await self.check(server)
-            await server.saved()
+            await server.contexts.written()
         for server in self.servers:
             for key, id_, _ in self.given:
                 try:
@@ -176,10 +175,6 @@ class History:
                 assert await server.contexts.listed(key, None) == []
             await server.drain()
         for server in self.servers:
-            async with asyncio.timeout(60):
-                while server.contexts._contexts:  # until it sees what the other has deleted
-                    await asyncio.sleep(0.01)
-            await server.drain()
             assert not server.client._streams and not server.core.seconds_left()
             stats = server.core.stats()
             assert sum(stats["kv_bytes_per_rank"]) == stats["running"] == 0
@@ -208,6 +203,7 @@ class History:
         prompt = Checked(np.array(text, np.int32), params)
         choices = LiveChoices(server.client, None, [prompt], pinned=pinned, scope=CacheScope(salt))
         server.asked.append((choices, text))
+        server.used += [context for context in used if context not in server.used]
         self.happened["by handle"] += base is not None
         for context in used:
             begin = tuple(context.kept.text.tokens.tolist())
@@ -216,7 +212,6 @@ class History:
 
     async def do(self, number: int, do: Do) -> None:
         server = self.servers[number]
-        contexts = list(server.contexts._contexts.values())
         self.happened[do.what] += 1
         if do.what == "step":
             await server.step(do.number)
@@ -233,14 +228,14 @@ class History:
                 await server.contexts.end(id_, key)
             except RequestError as error:
                 assert error.code == "context_not_found"
-        elif do.what == "expire" and contexts:
-            context = contexts[do.number % len(contexts)]
+        elif do.what == "expire" and server.used:
+            context = server.used[do.number % len(server.used)]
             context.used = past = time.time() - 2 * TTL
-            if context.stored and server.contexts._files is not None:
-                os.utime(server.contexts._files._path(context.id), (past, past))
+            for path in self.store.rglob(f"{context.id}*"):
+                os.utime(path, (past, past))
         elif do.what in ("die", "restart"):
             await self.check(server)
-            await server.saved()
+            await server.contexts.written()
             server.end()
             await asyncio.sleep(0)
             if do.what == "restart":
@@ -312,15 +307,15 @@ def test_any_history_of_contexts_is_answered_as_if_nothing_were_kept(
     @settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.integers(0, 1), st.one_of(*actions())), min_size=6, max_size=30))
     def check(history: list[tuple[int, Action]]) -> None:
-        store = {"prefix_store": str(tmp_path_factory.mktemp("store"))}
+        store = tmp_path_factory.mktemp("store")
+        own = given_ | {"prefix_store": str(store)}
 
         async def play() -> None:
-            one = History(lambda: engine_of(Communicator(None), path, given_ | store), plain)
+            one = History(lambda: engine_of(Communicator(None), path, own), plain, store)
             await one.play(history)
             happened.update(one.happened)
 
-        with mock.patch("razor_dist.server.contexts._WATCH_SECONDS", 0.01):
-            asyncio.run(play())
+        asyncio.run(play())
 
     # What few random histories may have: a context asked by its handle, too many, and an end.
     def ask(first: int, *marks: int, handle: int | None = None) -> Ask:

@@ -25,6 +25,7 @@ from tests.server.marked import CALLING, DOCUMENT, MARK, parsed, part, user
 from tests.server.used_contexts import (
     MESSAGES,
     begun,
+    contexts_of,
     ids,
     kept,
     server,
@@ -33,12 +34,12 @@ from tests.server.used_contexts import (
     used,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("watched")]
+pytestmark = pytest.mark.anyio
 
 
 async def test_a_context_that_ends_while_its_request_is_read_leaves_no_pin() -> None:
     client = FakeClient(reads=True)
-    contexts = Contexts(client, 1e9)
+    contexts = contexts_of(client)
     context = await used(contexts, kept())
     await contexts.end(context.id, "a")  # between `find` and `use`
     with pytest.raises(RequestError, match="it was deleted") as error:
@@ -51,7 +52,7 @@ async def test_what_was_begun_is_taken_back_if_the_engine_dies_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = FakeClient()
-    contexts = Contexts(client, 1e9)
+    contexts = contexts_of(client)
     died = EngineError("the engine is restarting")
     monkeypatch.setattr(client, "require_ready", mock.Mock(side_effect=[client.info, died]))
     marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
@@ -63,11 +64,11 @@ async def test_what_was_begun_is_taken_back_if_the_engine_dies_meanwhile(
 
 async def test_an_engine_that_dies_does_not_take_contexts_along() -> None:
     client = FakeClient(reads=True)
-    contexts = Contexts(client, 1e9)
+    contexts = contexts_of(client)
     context = await used(contexts, kept())
     info = client.require_ready()
     client.lost("it was killed")
-    client._handle(Ready(info))
+    client.receive(Ready(info))
     client.reads = False  # the client hangs up meanwhile, or there is no room now
     pinned, _ = await begun(contexts, base=context)
     pinned.close()
@@ -96,9 +97,9 @@ async def test_a_disk_that_refuses_costs_no_context(
 
 
 async def test_while_the_ranks_start_again_contexts_stay_and_can_be_deleted(tmp_path: Path) -> None:
-    contexts = server(tmp_path)
+    contexts = contexts_of(client := FakeClient(tmp_path, reads=True))
     context = await used(contexts, kept())
-    contexts._client.info = None
+    client.info = None
     assert await contexts.find(context.id, "a") is context
     await contexts.end(context.id, "a")
     assert await ids(contexts) == [] == stored_in(tmp_path)
@@ -173,7 +174,7 @@ async def test_a_file_is_renewed_while_a_request_goes_on(tmp_path: Path) -> None
 
 async def test_another_server_deletes_and_this_one_lists_it_no_more(tmp_path: Path) -> None:
     client = FakeClient(tmp_path, reads=True)
-    first, second = Contexts(client, 1e9), server(tmp_path)
+    first, second = contexts_of(client), server(tmp_path)
     context = await used(first, kept())
     await second.end(context.id, "a")
     assert await ids(first) == [] and client.aborted == [add.id for add in client.adds]
@@ -186,11 +187,11 @@ async def test_another_server_deletes_and_this_one_lists_it_no_more(tmp_path: Pa
 
 async def test_what_another_server_deletes_stays_pinned_nowhere(tmp_path: Path) -> None:
     client = FakeClient(tmp_path, reads=True)
-    first, second = Contexts(client, 1e9), server(tmp_path)
+    first, second = contexts_of(client), server(tmp_path)
     context = await used(first, kept())
     await second.end(context.id, "a")
     await until(lambda: not context.is_pinned)
-    assert client.aborted == [add.id for add in client.adds] and not first._contexts
+    assert client.aborted == [add.id for add in client.adds]
 
 
 async def test_what_is_deleted_while_its_file_is_read_is_not_taken_in(
@@ -213,19 +214,17 @@ async def test_what_is_deleted_while_its_file_is_read_is_not_taken_in(
     deleted.set()
     with pytest.raises(RequestError, match="it was deleted"):
         await finding
-    assert not second._contexts
 
 
 async def test_a_context_expires_when_it_was_not_used() -> None:
     client = FakeClient(reads=True)
-    contexts = Contexts(client, 1e9)
+    contexts = contexts_of(client)
     pinned, [context] = await begun(contexts, kept())
     context.ttl = 0
-    contexts._touch(context)
     await asyncio.sleep(0.05)
     assert await contexts.find(context.id, "a") is context  # its request has not ended
     pinned.close()
-    await until(lambda: not contexts._contexts)
+    await until(lambda: not context.is_pinned)
     assert await ids(contexts) == [] and client.aborted == [context.pin.stream.request_id]
     with pytest.raises(RequestError, match=r"it expired at 20\d\d-.*: send the text again"):
         await contexts.find(context.id, "a")
@@ -243,11 +242,11 @@ async def test_messages_that_only_call_tools_are_kept_and_listed(
     told = {"role": "tool", "tool_call_id": "c1", "content": MESSAGES[0]["content"]}
 
     client = FakeClient(tmp_path if stored else None, reads=True)
-    contexts = Contexts(client, 1e9)
+    contexts = contexts_of(client)
     both = parsed("chat", by=CALLING, messages=[call, told, *MESSAGES]).contexts
     pinned, found = await begun(contexts, *both)
     pinned.close()
-    await asyncio.gather(*contexts._writing.values())
+    await contexts.written()
     assert [context.users for context in found] == [0, 0]
     assert await ids(contexts) == [context.id for context in found]
     assert all(one["begins"] for one in await contexts.listed("a", None))
@@ -260,7 +259,7 @@ async def test_a_pinned_prefix_is_the_last(tmp_path: Path) -> None:
     """Marks of one request continue each other, and what was pinned is not read anew."""
 
     client = FakeClient(reads=True)
-    contexts = Contexts(client, 1e9)
+    contexts = contexts_of(client)
     marks = [part(DOCUMENT, cache_control=MARK), part(DOCUMENT, cache_control=MARK)]
     both = parsed("chat", messages=[user(*marks)]).contexts
     pinned, [first, second] = await begun(contexts, *both)

@@ -52,12 +52,12 @@ class Server:
         return choices, used, self.client.adds[before:]
 
     async def read(self, add: Add, begin: int, end: int, *, cached: int) -> None:
-        self.client._handle(Progress(add.id, end, end, begin, cached, 0.0))
+        self.client.receive(Progress(add.id, end, end, begin, cached, 0.0))
         await asyncio.sleep(0.01)
 
     async def answered(self, choices: LiveChoices, add: Add) -> list[Any]:
         """Answer with a token; return the events."""
-        self.client._handle(Token(add.id, 5, finish="length"))
+        self.client.receive(Token(add.id, 5, finish="length"))
         events = [event async for event in choices.events()]
         choices.close()
         return events
@@ -135,7 +135,7 @@ async def test_a_request_goes_on_without_a_context_that_is_refused_beside_it(
 ) -> None:
     await server.keep(1000)
     choices, [short, long], [pin, add] = await server.ask(300, 1000)
-    server.client._handle(Failed(pin.id, "this context would take more", code=FULL))
+    server.client.receive(Failed(pin.id, "this context would take more", code=FULL))
     await server.read(add, 1000, 1100, cached=1000)
     await server.answered(choices, add)
     with pytest.raises(RequestError, match="there is no context"):
@@ -150,8 +150,8 @@ async def test_a_mark_that_is_refused_is_a_hint(code: str, kept: int, server: Se
         await server.keep(kept)
     choices, used, [pin, add] = await server.ask(1000)
     assert (pin.prefix is not None) is bool(kept)
-    server.client._handle(Failed(pin.id, "this context would take more", code=code))
-    server.client._handle(Failed(add.id, "there is no pinned prefix", "prefix"))
+    server.client.receive(Failed(pin.id, "this context would take more", code=code))
+    server.client.receive(Failed(add.id, "there is no pinned prefix", "prefix"))
     await asyncio.sleep(0.01)
     again = server.client.adds[-1]
     assert again not in (pin, add) and not again.pin
@@ -190,12 +190,12 @@ async def test_a_context_leaves_room_for_its_own_request(
     choices, _, [pin, add] = await server.ask(1000)
     await server.read(pin, 0, 1000, cached=0)
     held = "pinned_prefixes_hold_cache"
-    server.client._handle(Failed(add.id, "pinned prefixes hold 3 of the 3", code=held))
+    server.client.receive(Failed(add.id, "pinned prefixes hold 3 of the 3", code=held))
     await asyncio.sleep(0.01)
     again = server.client.adds[-1]
     assert again.prefix is None and server.client.aborted == [pin.id]
     assert "is given up for its own request: pinned prefixes hold 3" in caplog.text
-    server.client._handle(Failed(again.id, "pinned prefixes hold 3 of the 3", code=held))
+    server.client.receive(Failed(again.id, "pinned prefixes hold 3 of the 3", code=held))
     with pytest.raises(RequestError, match="hold 3 of the 3"):
         _ = [event async for event in choices.events()]
     choices.close()
@@ -206,10 +206,10 @@ async def test_an_answer_that_has_begun_is_not_begun_again(server: Server) -> No
     choices, [context], [pin, add] = await server.ask(1000)
     await server.read(pin, 0, 1000, cached=0)
     await server.read(add, 1000, 1100, cached=1000)
-    server.client._handle(Token(add.id, 5))
+    server.client.receive(Token(add.id, 5))
     await asyncio.sleep(0.01)
     await server.contexts.end(context.id, "a")
-    server.client._handle(Failed(add.id, "the grammar failed", "structured_outputs"))
+    server.client.receive(Failed(add.id, "the grammar failed", "structured_outputs"))
     with pytest.raises(RequestError, match="the grammar failed"):
         _ = [event async for event in choices.events()]
     choices.close()
@@ -222,14 +222,14 @@ async def test_a_request_that_goes_on_without_its_context_counts_once(server: Se
     metrics.on_end = lambda answer, reason, now: ended.append(reason)
     choices, _, [pin, add] = await server.ask(1000, n=2)
     await asyncio.sleep(0.01)  # both answers are waited for
-    server.client._handle(Failed(pin.id, "this context would take more", code=FULL))
+    server.client.receive(Failed(pin.id, "this context would take more", code=FULL))
     for id_ in choices.ids:
-        server.client._handle(Failed(id_, "there is no pinned prefix", "prefix"))
+        server.client.receive(Failed(id_, "there is no pinned prefix", "prefix"))
     await asyncio.sleep(0.01)
     assert not ended and server.client.adds[2:] == [again := server.client.adds[-1]]
     assert choices.ids == [again.id, f"{again.id}/1"] and add.id != again.id
     for id_ in choices.ids:
-        server.client._handle(Token(id_, 5, finish="length"))
+        server.client.receive(Token(id_, 5, finish="length"))
     _ = [event async for event in choices.events()]
     choices.close()
     lines = metrics.render(True, None).decode().splitlines()

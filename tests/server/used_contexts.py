@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from razor_dist.api.contexts import KeptContext
+from razor_dist.frontend.client import EngineClient
 from razor_dist.server.context import Context
 from razor_dist.server.contexts import Contexts
 from tests.server.fake_client import FakeClient
@@ -25,7 +26,12 @@ def kept(text: str = "", ttl: int = 3600) -> KeptContext:
 
 
 def server(folder: Path) -> Contexts:
-    return Contexts(FakeClient(folder, reads=True), 1e9)
+    return contexts_of(FakeClient(folder, reads=True))
+
+
+def contexts_of(client: EngineClient, most: float = 1e9) -> Contexts:
+    """Contexts of a server that looks all the time at what others do to those of its store."""
+    return Contexts(client, most, watch_seconds=0.01)
 
 
 async def begun(contexts: Contexts, *new: KeptContext, base: Context | None = None) -> Any:
@@ -39,7 +45,7 @@ async def used(contexts: Contexts, *new: KeptContext, base: Context | None = Non
     """A whole request; the last context that it uses."""
     pinned, found = await begun(contexts, *new, base=base)
     pinned.close()
-    await asyncio.gather(*contexts._writing.values())
+    await contexts.written()
     last: Context = found[-1]
     return last
 
