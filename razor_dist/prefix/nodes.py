@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -63,7 +64,7 @@ class Node(Entry):
         return found[::-1]
 
     def written_by(self, world_size: int) -> bool:
-        """True if all ``ranks`` have written all of them."""
+        """True if an engine of ``world_size`` ranks has written all of them."""
         return all(node.manifest.world_size == world_size for node in self.chain)
 
     def layout(self, world_size: int) -> list[Chunk]:
@@ -100,8 +101,11 @@ class Nodes:
         self.bytes: dict[Tier, int] = {"host": 0, "disk": 0}
         self.refresh()
 
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
     def entries(self, tier: Tier) -> int:
-        return sum(tier in node.where for node in self._nodes.values())
+        return sum(tier in node.where for node in self)
 
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
         """Return what a prompt can begin from, of at most ``most`` tokens."""
@@ -268,7 +272,7 @@ class Nodes:
             lost = self._with(node, tier)
             return node in keep or any(other != tier or stays(child) for child, other in lost)
 
-        nodes = [node for node in self._nodes.values() if tier in node.where and not stays(node)]
+        nodes = [node for node in self if tier in node.where and not stays(node)]
         evictable = sum(node.manifest.nbytes for node in nodes)
         if self.bytes[tier] - evictable + nbytes > self.room[tier]:
             self.counts[f"{tier}_no_room"] += 1

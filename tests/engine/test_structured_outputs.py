@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import llguidance
 import pytest
 
 from razor_dist.config.errors import ModelError, RequestError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import build
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
 from razor_dist.heads.decision import HeadRoles
+from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import StepPlan
-from razor_dist.protocol.structured_outputs import Grammar, GrammarCompiler
+from razor_dist.protocol.structured_outputs import Grammar
 from tests.cases import model_and_shape
 from tests.engine.cores import evict_all, make_core, prompt, run, tokens
 from tests.logits import split_of
@@ -210,17 +213,15 @@ def test_a_refused_grammar_reads_no_prompt(core: EngineCore) -> None:
 
 
 def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_, asked, may = GrammarCompiler._compile, [], threading.Event()
+    compile_, may = llguidance.LLMatcher, threading.Event()
 
-    def slow(self: GrammarCompiler, description: str) -> Grammar:
-        asked.append(description)
+    def slow(*given: Any, **settings: Any) -> Any:
         assert may.wait(60)
-        return compile_(self, description)
+        return compile_(*given, **settings)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
-    grammars = GrammarCompiler(core.grammars._load, core.runner.shape.vocab_size, [2])
-    monkeypatch.setattr(core._intake, "_grammars", grammars)
-    params = SamplingParams(n=3, max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
+    compiled = mock.Mock(wraps=compile_, side_effect=slow)
+    monkeypatch.setattr(llguidance, "LLMatcher", compiled)
+    params = SamplingParams(n=3, max_tokens=9, structured_outputs={"regex": "[c-z]{4}"})
     with pytest.raises(RequestError):  # nothing is compiled for who is refused
         core.add("long", [5] * (core.max_model_len - 8), params)
     core.add("a", [50], params)
@@ -233,7 +234,7 @@ def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.Monkey
     assert all(len(tokens(found)) == 5 for found in run(core).values())
     core.add("again", [50], params)
     run(core)
-    assert len(asked) == 1
+    compiled.assert_called_once()
 
 
 def test_a_grammar_may_be_ready_while_a_step_is_scheduled(
@@ -243,7 +244,7 @@ def test_a_grammar_may_be_ready_while_a_step_is_scheduled(
     assert params.structured_outputs is not None
     compiled = core.grammars.compile(params.structured_outputs).result()
     ready: Future[Grammar] = Future()
-    monkeypatch.setattr(core._intake._grammars, "compile", lambda _: ready)
+    monkeypatch.setattr(core.grammars, "compile", lambda _: ready)
     next_plan = core.scheduler.next
 
     def plan() -> StepPlan | None:
@@ -258,11 +259,11 @@ def test_a_grammar_may_be_ready_while_a_step_is_scheduled(
 
 @pytest.mark.parametrize("error", [ModelError("it is broken"), FileNotFoundError("it is gone")])
 def test_a_tokenizer_that_is_gone_fails_its_request_alone(
-    core: EngineCore, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    core = make_core(copy_with_letters(tiny("llama"), tmp_path / "llama"))
     load = mock.Mock(side_effect=error)
-    grammars = GrammarCompiler(load, core.runner.shape.vocab_size, [2])
-    monkeypatch.setattr(core._intake, "_grammars", grammars)
+    monkeypatch.setattr(build, "load_tokenizer", load)
     params = SamplingParams(n=2, max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
     core.add("free", [50], SamplingParams(max_tokens=3, ignore_eos=True))
     core.add("a", [50], params)
@@ -271,6 +272,6 @@ def test_a_tokenizer_that_is_gone_fails_its_request_alone(
     for name in ("a", "a/1"):
         [failed] = found[name]
         assert failed.code == "engine_error" and failed.message.endswith(f"loaded: {error}")
-    load.side_effect, load.return_value = None, core.grammars._load()
+    load.side_effect = load_tokenizer
     core.add("again", [50], params)
     assert len(tokens(run(core)["again"])) == 5

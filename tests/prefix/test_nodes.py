@@ -53,11 +53,11 @@ def enter(
         "f", copy, copy, before, begin, end, "space", 1, rows, (), 1, (), (), length, ""
     )
     nodes.enter(manifest, np.full(length, name, np.int32), parent, tier)
-    return nodes._nodes[manifest.sha256]
+    return next(node for node in nodes if node.manifest is manifest)
 
 
 def names(nodes: Nodes) -> set[int]:
-    return {int(node.manifest.node, 16) for node in nodes._nodes.values()}
+    return {int(node.manifest.node, 16) for node in nodes}
 
 
 def test_what_was_used_last_stays_after_something_old_went_for_little() -> None:
@@ -109,8 +109,8 @@ def test_room_for_much_values_what_is_cached_once(monkeypatch: pytest.MonkeyPatc
         of.open(key, None, 0, 8, 8)
         of[key].chunks = [Chunk(0, 8, 1)]
         of.keep(key, 8)
+        cache.index.clock["device"] = used
         cache.add(NO_SALT, np.full(8, key, np.int32), key)
-        cache._entries[key].used_at["device"] = used
     valued: list[int] = []
     exclusive = of.exclusive
     monkeypatch.setattr(of, "exclusive", lambda key: valued.append(key) or exclusive(key))
@@ -133,8 +133,8 @@ def test_what_alone_is_left_of_shared_pages_goes_before_what_was_used_later() ->
         if key != 1:
             of[key].chunks = [Chunk(0, len(text), 1)]
         of.keep(key, len(text))
+        cache.index.clock["device"] = 0.0 if key < 2 else 5.0
         cache.add(NO_SALT, text, key)
-        cache._entries[key].used_at["device"] = 0.0 if key < 2 else 5.0
     need = of.free
     need[0] += 100
     plans = room.make(need)
@@ -146,23 +146,26 @@ def test_the_least_worth_goes_first_and_is_looked_for_once(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small nodes are evicted for a long one in the order of their worth."""
-    draw, nodes, all_ = random.Random(seed), host(math.inf), []
+    draw, index, all_ = random.Random(seed), PrefixIndex(Cost().work), list[Node]()
+    nodes = Nodes(accounts(), index, None, {"host": math.inf})
     for name in range(40):
         parent = draw.choice([None, *all_])
         all_.append(enter(nodes, name, draw.randint(1, 9), parent))
         all_[-1].used_at["host"], all_[-1].last_use = draw.randint(0, 9), name
-    kept, left, wanted = draw.choice(all_), set(all_), 50
+    kept, left, wanted, worth = draw.choice(all_), set(all_), 50, index.worth
     nodes.room["host"], want = nodes.bytes["host"], 0
     while want < wanted:
         leaves = [n for n in left if not n.children & left and n not in kept.chain]
-        gone = min(leaves, key=lambda n: (nodes._worth(n, "host"), n.last_use))
+        gone = min(
+            leaves,
+            key=lambda n: (worth(n, "host", n.manifest.begin, n.manifest.nbytes), n.last_use),
+        )
         left.remove(gone)
         want += gone.manifest.nbytes
     looked: list[Node] = []
-    worth = nodes._worth
-    monkeypatch.setattr(nodes, "_worth", lambda n, tier: looked.append(n) or worth(n, tier))
+    monkeypatch.setattr(index, "worth", lambda n, *given: looked.append(n) or worth(n, *given))
     assert nodes.make_room("host", wanted, {kept})
-    assert set(nodes._nodes.values()) == left and len(set(looked)) == len(looked)
+    assert set(nodes) == left and len(set(looked)) == len(looked)
 
 
 def test_what_another_server_has_used_stays_on_disk() -> None:
@@ -210,5 +213,5 @@ def test_another_copy_takes_the_place_of_a_node_that_cannot_be_read() -> None:
     nodes.failed(first)
     copy = replace(first.manifest, copy="another")
     nodes.enter(copy, np.full(10, 1, np.int32), None, "disk", (1, 1))
-    [node] = nodes._nodes.values()  # what follows is looked for again
+    [node] = nodes  # what follows is looked for again
     assert node.manifest is copy and not node.lost and nodes.bytes["disk"] == 10

@@ -79,7 +79,7 @@ def act(
                     ended[message.id] = answers.pop(message.id)
     stats = core.stats()["prefix_cache"]
     tiers = core.scheduler.room.tiers
-    known = {n.manifest.node for n in tiers.nodes._nodes.values()}
+    known = {n.manifest.node for n in tiers.nodes}
     StepPlan(Op.STOP).send(
         engine.runner.comm
     )  # the other ranks leave `follow`, and the engine stays
@@ -101,8 +101,8 @@ def end(comm: Communicator, number: int, kill: bool) -> None:
     engine, _ = ENGINES.pop(number)
     tiers = engine.core.scheduler.room.tiers
     if kill:
-        if tiers._store is not None:
-            tiers._store.lock.release()
+        if (store := tiers._store) is not None:
+            store.lock.release()
     elif comm.rank:
         follow(engine)
     else:
