@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor
 
 from razor_dist.engine.graph import batch_bucket
@@ -10,7 +12,10 @@ from razor_dist.parallel.comm import Communicator
 
 
 class CountingTape(Tape):
-    """Counts how often it ``recorded`` and ``replayed``; pads batches, and short sequences."""
+    """Counts how often it ``recorded`` and ``replayed``; pads batches, and short sequences.
+
+    ``last`` is what replays the last, as long as anybody holds it.
+    """
 
     def __init__(self, comm: Communicator, pad: int = 16) -> None:
         super().__init__(comm)
@@ -27,4 +32,5 @@ class CountingTape(Tape):
             self.replayed += 1
             return replay()
 
+        self.last = weakref.ref(counted)
         return counted

@@ -215,6 +215,12 @@ class DecodeGraphs:
         self.enabled = True
         self.difference = 0.0  # the largest, relative to the largest logit, of those compared
 
+    @property
+    def recorded(self) -> dict[Key, int]:
+        """The steps of each recording that were compared, the least recently used first."""
+        kept = self._recordings.items()
+        return {key: of.compared for key, of in kept if of.replay is not None}
+
     def close(self) -> None:
         """Forget the recordings and record no more; steps still run, eagerly.
 
@@ -302,7 +308,7 @@ class DecodeGraphs:
 
     def _make_room(self, rows: int) -> None:
         """Forget the least recently used recordings until ``rows`` more may be recorded."""
-        recorded = [key for key, of in self._recordings.items() if of.replay is not None]
+        recorded = self.recorded
         rows += sum(key.sequences for key in recorded)
         for key in recorded:
             if rows > self._recorder.most_rows:

@@ -94,7 +94,7 @@ class Both:
     @property
     def compared(self) -> int:
         assert self.graphs.graphs is not None
-        return sum(each.compared for each in self.graphs.graphs._recordings.values())
+        return sum(self.graphs.graphs.recorded.values())
 
     def choose(self, *keys: int) -> None:
         """Feed other tokens, alike on every rank, which know no logits."""

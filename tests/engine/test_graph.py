@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -223,7 +222,7 @@ def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
 
 def rows_of(graphs: DecodeGraphs) -> list[int]:
     """Rows of each recording that is kept, the least recently used first."""
-    return [key.sequences for key, of in graphs._recordings.items() if of.replay is not None]
+    return [key.sequences for key in graphs.recorded]
 
 
 @needs_compiler
@@ -275,11 +274,9 @@ def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
     both.decode(0)
     both.decode(0)
     assert both.graphs.graphs is not None and both.tape.recorded == 1
-    [recording] = both.graphs.graphs._recordings.values()
-    graph = weakref.ref(recording.replay)
-    del recording
+    assert both.tape.last() is not None
     both.graphs.close()
-    assert graph() is None
+    assert both.tape.last() is None
     both.decode(0)
     both.decode(0)
     assert both.tape.recorded == 1 and max(both.errors) <= 1e-5
@@ -297,8 +294,7 @@ def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:
     for count in (3, 3, 3, 2, 2, 2):
         runner.execute(answer(*list(tokens.items())[:count]))
     assert runner.graphs is not None
-    [key] = runner.graphs._recordings
-    assert key.sequences == 2 and runner.graphs._recordings[key].replay is not None
+    assert rows_of(runner.graphs) == [2]
 
 
 @needs_compiler
@@ -316,8 +312,7 @@ def test_recordings_of_more_than_eight_sequences_have_spare_rows_on_cpu(tiny: Ti
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
     graphs = pair[1].graphs
     assert graphs is not None and graphs.enabled
-    recorded = {key.sequences: of.replay is not None for key, of in graphs._recordings.items()}
-    assert recorded == {8: True, 16: True, 24: True}
+    assert sorted(rows_of(graphs)) == [8, 16, 24]
 
 
 @given(st.integers(1, 1 << 21), st.sampled_from([1, 16, 1024]))

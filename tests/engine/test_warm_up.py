@@ -32,8 +32,7 @@ def decoded(
     if warm:
         warm_up(runner, (1, 2, 4))
     assert runner.graphs is not None and not runner.sequences
-    kept = runner.graphs._recordings.items()
-    found = [(key.sequences, recording.compared) for key, recording in kept]
+    found = [(key.sequences, compared) for key, compared in runner.graphs.recorded.items()]
     left = runner.sequences.kv_bytes + runner.sequences.peak_kv_bytes
     sent = sum((comm.bytes_sent - before).values())
     prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
@@ -85,7 +84,7 @@ def choices(comm: Communicator, case: Case) -> tuple[bool, list[int], int]:
     with mock.patch.object(chosen, "choose", wraps=chosen.choose) as choose:
         warm_up(runner, (1, 2))
     assert runner.graphs is not None
-    recorded = [key.sequences for key in runner.graphs._recordings]
+    recorded = [key.sequences for key in runner.graphs.recorded]
     return choose.called, recorded, runner.sequences.kv_bytes
 
 
@@ -94,7 +93,7 @@ def batches(comm: Communicator, case: Case, sequences: int) -> list[int]:
     runner = make_runner(comm, case, sequences, CountingTape(comm))
     warm_up(runner)
     assert runner.graphs is not None and not runner.sequences
-    return [key.sequences for key in runner.graphs._recordings]
+    return [key.sequences for key in runner.graphs.recorded]
 
 
 def passes(comm: Communicator, case: Case) -> int:
