@@ -24,6 +24,7 @@ from razor_dist.kernels.partial import (
     over_keys,
 )
 from razor_dist.kernels.quantized import Codes, KeysOrValues, attend_codes
+from razor_dist.kernels.torch_cuda import PLAN_KEYS
 
 __all__ = [
     "BACKENDS",
@@ -39,10 +40,9 @@ __all__ = [
     "takes_windows",
 ]
 
-# Keys of another dtype than the queries are converted in blocks of this many, by device: otherwise
-# a shard of a long context would be in memory twice. On CUDA they are as many as cuDNN is given.
-_CONVERTED_KEYS = {"cuda": 32768}
-_CONVERTED_ON_OTHERS = 4096
+# Keys of another dtype than the queries are converted in blocks of this many: otherwise a shard of
+# a long context would be in memory twice. On CUDA they are as many as cuDNN is given.
+_CONVERTED_KEYS = 4096
 
 # In order of preference; each module is imported when it is first asked.
 BACKENDS = ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
@@ -137,8 +137,8 @@ def _attend_converted(
         return attend(queries, *keys, scale=scale, causal=causal, bias=part, backend=backend)
 
     # Causal attention is over as many keys as queries: a shard of a chunk, and short.
-    block = k.shape[1] if causal else _CONVERTED_KEYS.get(q.device.type, _CONVERTED_ON_OTHERS)
-    found = over_keys(converted, k.shape[1], block)
+    block = PLAN_KEYS if q.device.type == "cuda" else _CONVERTED_KEYS
+    found = over_keys(converted, k.shape[1], k.shape[1] if causal else block)
     return found._replace(out=v.transform(found.out)) if isinstance(v, Codes) else found
 
 

@@ -29,11 +29,11 @@ _ALIGN = 8
 _DIM = 8
 # cuDNN makes a plan for every shape and every stride, which takes about 20 ms, and torch keeps all
 # of them: a ring's block has other strides in every chunk. So it gets one KV head at a time, keys
-# in blocks of `_KEYS`, and of its query heads together `_QUERIES` queries: one plan. Keys are cut
-# into `_SPLITS`, as a batch, so that there are 128 tiles of 128 queries for a GPU's 132
+# in blocks of `PLAN_KEYS`, and of its query heads together `PLAN_QUERIES` queries: one plan. Keys
+# are cut into `PLAN_SPLITS`, as a batch, so that there are 128 tiles of 128 queries for a GPU's 132
 # multiprocessors, and few queries are enough: beside an answer chunks are short. Other keys and
 # queries, and a chunk's own keys, are flash attention's, which is slower.
-_QUERIES, _KEYS, _SPLITS = 4096, 32768, 4
+PLAN_QUERIES, PLAN_KEYS, PLAN_SPLITS = 4096, 32768, 4
 # By others' measurements it is half as fast again on Hopper; newer ones have given wrong results
 # (pytorch/pytorch#193893).
 CUDNN_ON = (9, 0)
@@ -53,7 +53,7 @@ def attend(
         out, lse = attend(q, k, v, scale, causal, bias)
         return Partial(out[..., :dim], lse)
     flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and dim <= 256
-    long = 2 * queries * group >= _QUERIES and k.shape[1] >= _KEYS
+    long = 2 * queries * group >= PLAN_QUERIES and k.shape[1] >= PLAN_KEYS
     if flash and long and not causal and _takes_cudnn(q, k):
         return _mostly_by_cudnn(q, k, v, scale)
 
@@ -78,31 +78,34 @@ def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
     """Tell if cuDNN is there and computes this on this GPU."""
     if torch.cuda.get_device_capability(q.device) != CUDNN_ON:
         return False
-    rows, keys = q[None, :, 0], k[None, :, :_KEYS]
+    rows, keys = q[None, :, 0], k[None, :, :PLAN_KEYS]
     params = torch.backends.cuda.SDPAParams(rows, keys, keys, None, 0.0, False, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Attention of many queries to at least `_KEYS` keys; few queries of a last block are flash's.
+    """Attention of many queries to at least `PLAN_KEYS` keys.
 
-    It is filled up if it is half full: flash attention takes about twice as long for a query.
+    A last block is filled up if it is half full, and flash's if not: flash attention takes about
+    twice as long for a query.
     """
     heads, group, queries, dim = q.shape
-    rows, whole = max(1, _QUERIES // group), k.shape[1] // _KEYS * _KEYS
+    rows, whole = max(1, PLAN_QUERIES // group), k.shape[1] // PLAN_KEYS * PLAN_KEYS
     count = max(1, (queries + rows // 2) // rows)
     few = min(queries, count * rows)
     out = q.new_empty(heads, group, few, dim, dtype=torch.float32)
     lse = q.new_empty(heads, group, few, dtype=torch.float32)
     for head, begin in product(range(heads), range(0, few, rows)):
         at = slice(begin, min(few, begin + rows))
-        block = q.new_zeros(_SPLITS, group, rows, dim)
+        block = q.new_zeros(PLAN_SPLITS, group, rows, dim)
         block[:, :, : at.stop - at.start] = q[head, :, at]
         found = merge(
-            _by_cudnn(block, k[head, key : key + _KEYS], v[head, key : key + _KEYS], scale)
-            for key in range(0, whole, _KEYS)
+            _by_cudnn(block, k[head, key : key + PLAN_KEYS], v[head, key : key + PLAN_KEYS], scale)
+            for key in range(0, whole, PLAN_KEYS)
         )
-        found = merge(Partial(*(x[split : split + 1] for x in found)) for split in range(_SPLITS))
+        found = merge(
+            Partial(*(x[split : split + 1] for x in found)) for split in range(PLAN_SPLITS)
+        )
         out[head, :, at] = found.out[0, :, : at.stop - at.start]
         lse[head, :, at] = found.lse[0, :, : at.stop - at.start]
     found = Partial(out, lse)
@@ -116,17 +119,20 @@ def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Attention of ``q`` ``[_SPLITS, G, T, D]`` to parts of ``k`` and ``v`` ``[_KEYS, D]``."""
+    """Attention of ``q`` ``[PLAN_SPLITS, G, T, D]`` to ``k`` and ``v`` ``[PLAN_KEYS, D]``."""
     found = _cudnn(q, _split(k), _split(v), None, True, 0.0, False, False, scale=scale)
     return Partial(found[0], found[1].view(q.shape[:-1]))
 
 
 def _split(x: Tensor) -> Tensor:
-    """A view ``[_SPLITS, 1, _KEYS / _SPLITS, D]`` of ``[_KEYS, D]``, of strides that x has too."""
+    """Cut ``x`` ``[PLAN_KEYS, D]`` into a view, of strides that ``x`` has too.
+
+    It is ``[PLAN_SPLITS, 1, PLAN_KEYS / PLAN_SPLITS, D]``.
+    """
     assert x.stride(1) == 1
-    length = _KEYS // _SPLITS
+    length = PLAN_KEYS // PLAN_SPLITS
     part = length * x.stride(0)
-    return x.as_strided((_SPLITS, 1, length, x.shape[1]), (part, part, *x.stride()))
+    return x.as_strided((PLAN_SPLITS, 1, length, x.shape[1]), (part, part, *x.stride()))
 
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from razor_dist.kernels import attend, empty_partial
-from tests.partials import _plain_op, assert_close, draw
+from razor_dist import kernels
+from razor_dist.kernels import attend, empty_partial, torch_cuda
+from tests.partials import CudaOps, _plain_op, assert_close, draw
+
+
+class OnCuda(torch.Tensor):
+    """Says so where there is none."""
+
+    device = torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,11 +28,11 @@ def test_cuda_ops_get_what_they_ask_for(
     """`torch_cuda` around stand-ins for its ops that check what the real ones insist on."""
     calls = []
 
-    def flash(q, k, v, dropout, causal, debug, *, scale):
+    def flash(q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
         assert q.dtype == torch.bfloat16
         return efficient(q, k, v, None, True, dropout, causal, scale=scale)
 
-    def efficient(q, k, v, mask, with_lse, dropout, causal, *, scale):
+    def efficient(q, k, v, mask, with_lse, dropout=0.0, causal=False, *, scale):
         calls.append(k.shape)
         assert with_lse and not dropout
         assert q.shape[:2] == k.shape[:2] == v.shape[:2]
@@ -42,18 +49,15 @@ def test_cuda_ops_get_what_they_ask_for(
             assert mask.storage_offset() % 8 == 0
         out, lse = _plain_op(q, k, v, mask, scale, causal)
         # lse comes with its rows padded.
-        return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -rows % 32)), None, None
+        return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -rows % 32))
 
-    from razor_dist.kernels import torch_cuda
-
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_efficient", efficient)
     monkeypatch.setattr(torch_cuda, "multiprocessors", lambda device: 5)
     q, k, v = (x.to(dtype) for x in draw(*shape))
     heads, _, queries, keys = shape
     bias = torch.linspace(-1.0, 1.0, keys) if biased else None
     causal = queries == keys and not biased
-    got = torch_cuda.attend(q, k, v, 0.3, causal, bias)
+    with CudaOps(flash=flash, efficient=efficient):
+        got = torch_cuda.attend(q, k, v, 0.3, causal, bias)
     want = attend(q, k, v, scale=0.3, causal=causal, bias=bias, backend="reference")
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert_close(got, want, atol=tolerance, rtol=tolerance)
@@ -66,8 +70,6 @@ def test_cuda_ops_get_what_they_ask_for(
 def test_long_queries_are_cudnns_in_few_shapes(
     there: bool, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from razor_dist.kernels import torch_cuda
-
     calls = []
 
     def op(q, k, v, causal, scale):
@@ -75,26 +77,26 @@ def test_long_queries_are_cudnns_in_few_shapes(
         out, lse = _plain_op(q, k, v, None, scale, causal)
         return out.to(q.dtype), lse
 
-    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
+    def cudnn(q, k, v, mask, with_lse, dropout=0.0, causal=False, debug=False, *, scale):
         calls.append("cuDNN")
         assert q.shape == (2, 3, 64, 16) and k.shape == v.shape == (2, 1, 128, 16)
         assert mask is None and with_lse and not dropout and not causal and not debug
         out, lse = op(q, k, v, False, scale)
-        return out, lse.unsqueeze(-1), None, None
+        return out, lse.unsqueeze(-1)
 
-    def flash(q, k, v, dropout, causal, debug, *, scale):
+    def flash(q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
         calls.append("flash")
-        return *op(q, k, v, causal, scale), None
+        return op(q, k, v, causal, scale)
 
-    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: there)
-    monkeypatch.setattr(torch_cuda, "_QUERIES", 3 * 64)
-    monkeypatch.setattr(torch_cuda, "_KEYS", 256)
-    monkeypatch.setattr(torch_cuda, "_SPLITS", 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: torch_cuda.CUDNN_ON)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: there)
+    monkeypatch.setattr(torch_cuda, "PLAN_QUERIES", 3 * 64)
+    monkeypatch.setattr(torch_cuda, "PLAN_KEYS", 256)
+    monkeypatch.setattr(torch_cuda, "PLAN_SPLITS", 2)
     q, k, v = (x.bfloat16() for x in draw(2, 3, queries, keys))
     causal = keys == queries
-    got = torch_cuda.attend(q, k, v, 0.3, causal, None)
+    with CudaOps(cudnn=cudnn, flash=flash):
+        got = torch_cuda.attend(q, k, v, 0.3, causal, None)
     want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-4, rtol=1e-4)
@@ -107,38 +109,30 @@ def test_long_queries_are_cudnns_in_few_shapes(
 def test_keys_of_eight_bits_are_read_in_cudnns_blocks_on_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from razor_dist import kernels
-    from razor_dist.kernels import torch_cuda
-
-    assert kernels._CONVERTED_KEYS["cuda"] == torch_cuda._KEYS
     blocks = []
 
     def op(q, k, v, scale, causal, bias):
         blocks.append(k.shape[1])
-        return empty_partial(q)
+        return empty_partial(q.as_subclass(torch.Tensor))
 
-    monkeypatch.setitem(kernels._CONVERTED_KEYS, "meta", torch_cuda._KEYS)
-    monkeypatch.setattr(kernels._backend("meta"), "attend", op)
-    q = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16, device="meta")
-    keys = torch.empty(1, 70_000, 128, dtype=torch.float32, device="meta")
+    monkeypatch.setattr(kernels, "BACKENDS", ("torch_cuda",))
+    monkeypatch.setattr(torch_cuda, "attend", op)
+    q = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16, device="meta").as_subclass(OnCuda)
+    keys = torch.empty(1, 70_000, 128, device="meta")
     attend(q, keys, keys, scale=0.1)
     assert blocks == [32768, 32768, 70_000 - 2 * 32768]
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_head_dimensions_that_the_ops_do_not_take_are_filled_up(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from razor_dist.kernels import torch_cuda
-
-    def flash(q, k, v, dropout, causal, debug, *, scale):
+def test_head_dimensions_that_the_ops_do_not_take_are_filled_up(causal: bool) -> None:
+    def flash(q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 104
         out, lse = _plain_op(q, k, v, None, scale, causal)
-        return out.to(q.dtype), lse, None
+        return out.to(q.dtype), lse
 
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
     q, k, v = (x.bfloat16() for x in draw(2, 3, 40, 40, dim=100))
-    got = torch_cuda.attend(q, k, v, 0.1, causal, None)
+    with CudaOps(flash=flash):
+        got = torch_cuda.attend(q, k, v, 0.1, causal, None)
     want = attend(q, k, v, scale=0.1, causal=causal, backend="reference")
     assert got.out.shape == q.shape
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)

@@ -77,13 +77,13 @@ def on_eight_h200(
         policy.learn(
             [(answer, 1, False) for answer in running or [mock.Mock(Answer, length=9)]], 0.005
         )
-    rows, operations = torch_cuda._QUERIES // 8, 13.5e15 / 2**39
+    rows, operations = torch_cuda.PLAN_QUERIES // 8, 13.5e15 / 2**39
     while not prompt.done:
         at = prompt.position
         n, sharded = policy.take(prompt, [], answering=[1000] * answers)
         n = min(max(2, int(n)), prompt.end - at)
         blocks = (n // 8 + rows // 2) // rows if sharded else 0
-        keys = at // 8 // torch_cuda._KEYS * torch_cuda._KEYS * 8
+        keys = at // 8 // torch_cuda.PLAN_KEYS * torch_cuda.PLAN_KEYS * 8
         by_cudnn = blocks * rows * 8 * keys
         by_flash = n * (at + n / 2) - min(n, blocks * rows * 8) * keys
         seconds = operations * (by_cudnn / 0.6 + by_flash / 0.35) / 989e12

@@ -25,6 +25,7 @@ from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk
 from tests.engine.simulated_prefill import on_eight_h200
 from tests.literal import literal_attention
+from tests.partials import CudaOps
 from tests.ranks import Ranks
 
 HEADS, GROUP, DIM, TOKENS = 2, 3, 16, 96
@@ -170,18 +171,17 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
         products[name] += q.shape[:3].numel() * k.shape[2]
         return torch.empty_like(q)
 
-    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
+    def cudnn(q, k, v, mask, with_lse, dropout=0.0, causal=False, debug=False, *, scale):
         plans.add(tuple((x.shape, x.stride()) for x in (q, k, v)))
         out = attended("cuDNN", q, k)
-        return out, out.new_empty(*q.shape[:3], 1, dtype=torch.float32), None, None
+        return out, out.new_empty(*q.shape[:3], 1, dtype=torch.float32)
 
-    def flash(q, k, v, dropout, causal, debug, *, scale):
+    def flash(q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
         out = attended("flash", q, k)
-        return out, out.new_empty(out.shape[:3], dtype=torch.float32), None
+        return out, out.new_empty(out.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
-    monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: torch_cuda.CUDNN_ON)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
     monkeypatch.setattr(torch_cuda, "supports", lambda *given: True)
     monkeypatch.setattr(kernels, "BACKENDS", ("torch_cuda",))
     # Results without data: merging them takes two minutes and changes no shape.
@@ -197,7 +197,10 @@ def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
             q = torch.empty(2, 8, chunk.tokens(rank), 128, **of)
             k, v = torch.empty(2, 2, chunk.tokens(rank), 128, **of)
             segments = [pool[:, :, : stored[rank]].unbind()] if stored[rank] else []
-            found = ring_attention(comm, chunk, Query(q, 0.1), k, v, Earlier(segments, [*stored]))
+            with CudaOps(cudnn=cudnn, flash=flash):
+                found = ring_attention(
+                    comm, chunk, Query(q, 0.1), k, v, Earlier(segments, [*stored])
+                )
             assert found.shape == q.shape
             stored = [n + chunk.tokens(r) for r, n in enumerate(stored)]
     assert len(plans) == 1
