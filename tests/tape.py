@@ -7,7 +7,7 @@ import weakref
 from torch import Tensor
 
 from razor_dist.engine.graph import batch_bucket
-from razor_dist.engine.tape import Step, Tape
+from razor_dist.engine.tape import StepFunction, Tape
 from razor_dist.parallel.comm import Communicator
 
 
@@ -24,7 +24,7 @@ class CountingTape(Tape):
     def rows(self, sequences: int) -> int:
         return batch_bucket(sequences)
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: StepFunction) -> StepFunction:
         self.recorded += 1
         replay = super().record(step)
 

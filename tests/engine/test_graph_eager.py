@@ -14,7 +14,7 @@ from torch import Tensor
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import recorder_of
-from razor_dist.engine.tape import Step, Tape
+from razor_dist.engine.tape import StepFunction, Tape
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, prefill
 from tests.engine.recorded import Both, case_of, make_pair
@@ -32,7 +32,7 @@ class Broken(CountingTape):
         super().__init__(comm)
         self.how = how
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: StepFunction) -> StepFunction:
         if self.how == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
         replay = super().record(step)
