@@ -93,6 +93,11 @@ class StreamingSlot:
         """Places that it takes; its ring begins at index ``ring``."""
         return ring + self.capacity + self.tail_capacity
 
+    def read_to(self, start: int) -> None:
+        """Note ``start`` while a prompt is read whose window is not replicated."""
+        assert self.start <= start
+        self.start = start
+
     def advance(self, start: int) -> None:
         """Note that the window in the ring begins at ``start``, and the tail goes up to there."""
         assert self.ring_begin <= start

@@ -78,4 +78,4 @@ def _commit_windows(parts: Seq[WindowPart]) -> None:
             part.slot.length = part.plan.window.end
             part.slot.advance(part.plan.keep)
         elif part.plan is not None:
-            part.slot.start = part.plan.keep
+            part.slot.read_to(part.plan.keep)

@@ -55,7 +55,7 @@ def skip(runner: ModelRunner, done: Seq[Chunk]) -> None:
         return
     slots = zip(runner.caches.streaming, sequence.streaming, strict=True)
     for index, (cache, slot) in enumerate(slots):
-        slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
+        slot.read_to(max(cache.policy.sinks, cache.policy.start(sequence.length)))
         kept = Interval(slot.start - slot.tail_capacity, sequence.length)
         own = [at for at, holder in holdings(done, kept) if holder == rank]
         prefill.windows[index] = {
