@@ -1,4 +1,4 @@
-"""Tensor mode: ranks that share short steps compute what one rank does, with its part of the heads.
+"""Tensor-parallel decode: ranks that share short steps compute what one rank does.
 
 The truth is one rank's logits. Cases of replicated decode are tested in this mode beside it, in
 `tests.test_invariance`, `tests.test_short_steps` and `tests.prefix.test_logits`.

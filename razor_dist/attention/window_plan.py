@@ -58,7 +58,7 @@ class WindowPlan:
     # of the window.
     window: Interval | None
     keep: int  # where the window of the next query begins; earlier tokens are in the sums
-    # In tensor mode: brings them to the ranks that keep them, each for heads of its own.
+    # With tensor-parallel decode: brings windows to the ranks that keep them, each for its heads.
     handover: Exchange | None = None
 
     @property

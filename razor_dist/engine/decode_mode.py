@@ -1,4 +1,4 @@
-"""The choice whether the ranks share short steps (tensor mode) or all compute all of them."""
+"""The choice between tensor-parallel decode, where ranks share short steps, and replicated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARING_IS_WORTH = 1.4
 
 class DecodeMode(NamedTuple):
     layout: HeadLayout
-    tensor: TensorParallel | None = None  # what shares short steps, in tensor mode; of ``layout``
+    tensor: TensorParallel | None = None  # shares the short steps of ``layout``; None: replicated
     reason: str = ""  # why it is this mode, for people
 
 
@@ -164,7 +164,7 @@ def _measure(
 ) -> tuple[float, float]:
     """Seconds of one token's step without attention: every rank alone, and all together.
 
-    Attention is left out: tensor mode's is never more work than the other's.
+    Attention is left out: tensor-parallel decode's is never more work than the other's.
     """
 
     whole = _every_head(model)  # once, not in each step that is timed

@@ -1,4 +1,4 @@
-"""Tensor mode: in short steps the ranks share heads and weights; in long ones each has them whole.
+"""Tensor-parallel decode: ranks share heads and weights in short steps; each has all in long ones.
 
 A rank computes the queries, keys and values of its heads (`razor_dist.heads.layout.ShortHeads`),
 the columns of the out-projection that belong to them, a range of the MLP's inner features, whole
@@ -151,8 +151,8 @@ def part_of(n: int, rank: int, size: int) -> tuple[int, int]:
 class TensorParallel:
     """Makes a model compute this rank's part of a step, while `sharing`.
 
-    ``layout`` is tensor mode's. All ranks run the same shared steps; the logits of such a step are
-    gathered by `gather_logits`. ``kind`` is the device's, where it is not the model's: a plan's.
+    ``layout`` is that of tensor-parallel decode. All ranks run the same shared steps, whose logits
+    `gather_logits` gathers. ``kind`` is the device's, where it is not the model's: a plan's.
     """
 
     def __init__(

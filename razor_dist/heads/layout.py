@@ -1,8 +1,8 @@
 """The place of each KV head's keys and values, from a head map's decision.
 
-In tensor mode the ranks share the heads of short steps. Each streaming head belongs to one rank,
-which alone keeps its window and computes it. Retrieval heads are computed by all, each over its own
-shard; once their partial results are merged, every rank projects the outputs of some of them.
+With tensor-parallel decode the ranks share the heads of short steps. Each streaming head belongs to
+one rank, which alone keeps its window and computes it. Retrieval heads are computed by all, each
+over its own shard; once their partial results are merged, every rank projects the outputs of some.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StreamingGroup:
     index: int  # in `HeadLayout.windows`
     part: slice  # of `LayerHeads.streaming`
     rows: slice  # among that window's heads of all layers; in its cache, unless ranks share heads
-    # In tensor mode: the heads that each rank keeps, as parts of the group, and the rows of this
-    # rank's in its cache.
+    # With tensor-parallel decode: the heads that each rank keeps, as parts of the group, and the
+    # rows of this rank's in its cache.
     shares: tuple[slice, ...] = ()
     kept: slice | None = None
 
@@ -66,8 +66,8 @@ class ShortHeads:
     groups: tuple[StreamingGroup, ...]  # `part` is of ``streaming``, `rows` in this rank's caches
     retrieval_rows: slice  # in the page pool
     inverse: Tensor | None  # the model's order of the KV heads [*retrieval, *streaming], if another
-    # In tensor mode: of the retrieval heads' results, one for each query head, those that this rank
-    # projects, beside those of its streaming heads.
+    # With tensor-parallel decode: of the retrieval heads' results, one for each query head, those
+    # that this rank projects, beside those of its streaming heads.
     taken: slice | None
     # Of the query heads that are handed to attention, int64: the row of its result among those that
     # this rank projects, or -1. None if it projects all in their order.
@@ -77,7 +77,7 @@ class ShortHeads:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The part that a rank has in tensor mode.
+    """The part that a rank has with tensor-parallel decode.
 
     ``group`` is the number of query heads for each KV head. With ``compact``, the model hands only
     those heads to attention that the rank computes, as [*retrieval, *streaming].
@@ -100,7 +100,7 @@ class HeadLayout:
     # For each of them, the rows of its heads of all layers that each rank keeps; one list, if every
     # rank keeps all.
     kept: tuple[tuple[list[int], ...], ...]
-    share: HeadShare | None  # in tensor mode
+    share: HeadShare | None  # with tensor-parallel decode
 
     @property
     def retrieval_rows(self) -> int:
@@ -139,7 +139,7 @@ class HeadLayout:
         """Build the layout, with index tensors on ``device``; tables are ``[layers][KV heads]``.
 
         A streaming head without a window of its own in ``windows`` has that of the settings. With a
-        ``share`` it is tensor mode's, for one rank.
+        ``share`` it is tensor-parallel decode's, for one rank.
         """
         if windows is None:
             windows = tuple((None,) * len(decision) for decision in retrieval)
@@ -265,7 +265,7 @@ def _shared(
     share: HeadShare,
     owners: dict[int, int],
 ) -> ShortHeads:
-    """The share of a rank in tensor mode; ``rest`` are all ranks' streaming heads."""
+    """The share of a rank with tensor-parallel decode; ``rest`` are all ranks' streaming heads."""
     device = layer.retrieval.device
     streaming: list[int] = []
     groups = []

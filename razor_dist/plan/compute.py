@@ -18,8 +18,8 @@ P ranks, K heads of D numbers, G query heads each:
 * halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·row`` each;
 * compensation: an all-reduce of ``[edges - 1, 2, K, D]`` float32 per layer;
 * merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
-* tensor: in tensor mode, per decode step two all-reduces of the hidden state in every layer, and a
-  rank's part of the logits to rank 0;
+* tensor: with tensor-parallel decode, per decode step two all-reduces of the hidden state in every
+  layer, and a rank's part of the logits to rank 0;
 * control: the frames of step plans (`razor_dist.protocol.step_plan`).
 """
 
@@ -357,7 +357,7 @@ def _waited_for(d: Deployment, window: int) -> int:
 
 
 def collectives(d: Deployment, context: int) -> int:
-    """Count a decode step's collectives: merges, and in tensor mode sums and logits.
+    """Count a decode step's collectives: merges, and with tensor-parallel decode sums and logits.
 
     Where blocks are chosen, masses and estimates are gathered before what they have is merged.
     """

@@ -193,7 +193,7 @@ class Deployment:
     stored: torch.dtype | str | None  # dtype of the weights' files, if config.json says it
     # The head map that the settings name, if it does not exist: the one here is a guess.
     missing: str | None = None
-    shared: bool = False  # the ranks share short steps (tensor mode)
+    shared: bool = False  # the ranks share short steps (tensor-parallel decode)
 
     @classmethod
     def of(
@@ -276,7 +276,7 @@ class Deployment:
         return tuple(sum(row) for row in self.head_map.retrieval)
 
     def share(self, rank: int) -> HeadShare | None:
-        """A rank's part in tensor mode, if it is that."""
+        """A rank's part with tensor-parallel decode, if it is that."""
         if not self.shared:
             return None
         return HeadShare(rank, self.world_size, self.shape.group, is_compact(self._first_layer))

@@ -46,7 +46,7 @@ class Plan:
     work: Operations
     prefill_time: Estimate
     decode_times: dict[str, Estimate]  # by mode, as many as there can be; the planned one is first
-    not_shared: str | None  # why tensor mode cannot be
+    not_shared: str | None  # why tensor-parallel decode cannot be
     # Bytes sent: by purpose, for the prompt and for one token after it, and in sum.
     links: dict[str, Any]
     retrieval: float | None  # fraction of KV heads that was planned with instead of a head map
@@ -287,8 +287,8 @@ def _deploy(
 ) -> tuple[Deployment, dict[str, Estimate]]:
     """The deployment in the mode of its settings, and how long a token takes in each, that first.
 
-    ``decode: auto`` is planned as tensor mode, unless that takes `SHARING_IS_WORTH` times as long;
-    the engine measures it.
+    ``decode: auto`` is planned as tensor-parallel decode, unless that takes `SHARING_IS_WORTH` times
+    as long; the engine measures it.
     """
     d = Deployment.of(config, device.kind, retrieval)
     modes = {"replicated": dataclasses.replace(d, shared=False)}

@@ -96,7 +96,7 @@ def test_ratios_and_their_bars() -> None:
         (1.0, 1.5, True),
         (1.5, 2.0, True),
     ]
-    # Of several ranks one may be compared with, which has no tensor mode.
+    # Of several ranks one may be compared with, which has no tensor-parallel decode.
     found = ratios(single, parallel, (8, 1))
     assert [r.value for r in found[4:]] == pytest.approx([0.5, 0.1])
     of_floors = {OWN["razor"]: Floor(prefill=10.0, decode=0.02)}

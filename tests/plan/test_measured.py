@@ -122,7 +122,7 @@ def measure(
 @pytest.mark.parametrize(
     ("prefill", "size", "family"),
     [
-        # In tensor mode.
+        # With tensor-parallel decode.
         *(("local", 4, "llama+"), ("exact", 2, "llama+"), ("local", 2, "glm+")),
         *itertools.product(("local", "exact"), (1, 2, 4), ("llama",)),
         # What is theirs, rope on half of a head and positions beside keys, in each of both; glm
