@@ -287,8 +287,8 @@ def _deploy(
 ) -> tuple[Deployment, dict[str, Estimate]]:
     """The deployment in the mode of its settings, and how long a token takes in each, that first.
 
-    ``decode: auto`` is planned as tensor-parallel decode, unless that takes `SHARING_IS_WORTH` times
-    as long; the engine measures it.
+    ``decode: auto`` is planned as tensor-parallel decode, unless that takes `SHARING_IS_WORTH`
+    times as long; the engine measures it.
     """
     d = Deployment.of(config, device.kind, retrieval)
     modes = {"replicated": dataclasses.replace(d, shared=False)}
