@@ -324,10 +324,9 @@ class ToolParser:
         # Tokens that the text leaves out, since they are special.
         self._markers: dict[int, str] = {}
         if tokenizer is not None and skip_special:
-            left_out = token_texts(tokenizer).special
-            for marker in (self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"):
-                if (token := tokenizer.get_vocab().get(marker)) in left_out:
-                    self._markers[token] = marker
+            markers = {self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"}
+            special = token_texts(tokenizer).special
+            self._markers = {token: text for token, text in special.items() if text in markers}
         self._finish_reason = "stop" if use.format == "named" else "tool_calls"
 
     def push(self, piece: TextPiece) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ class TokenTexts:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    special: frozenset[int]  # without text
+    special: Mapping[int, str]  # left out of texts, each with how it is written
     bytes: frozenset[int]  # of byte fallback
     anchor: tuple[int, ...]  # none if the decoder puts spaces between tokens by itself
 
@@ -47,7 +47,7 @@ class TokenTexts:
 
 @lru_cache(maxsize=4)
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
-    special = frozenset(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
+    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     vocabulary = tokenizer.get_vocab()
     in_bytes = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
     plain = TokenTexts(tokenizer, special, in_bytes, ())

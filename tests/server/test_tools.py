@@ -69,6 +69,16 @@ def test_a_forced_call_of_mistrals_models_has_a_short_id_too() -> None:
         assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
+def test_the_vocabulary_is_read_once_and_not_for_each_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dictionary of 150,000 tokens takes a tenth of a second, and all requests wait for it."""
+    tokenizer, use = copy.deepcopy(smollm2_tokenizer()), ToolUse("mistral", NAMES)
+    ToolParser(use, tokenizer)
+    monkeypatch.setattr(tokenizer, "get_vocab", lambda: pytest.fail("the vocabulary is read again"))
+    ToolParser(use, tokenizer)
+
+
 @pytest.mark.parametrize("before", ["", "Sure#", "Sure##", "#"])
 def test_what_may_begin_a_stop_string_stays_before_the_marker(before: str) -> None:
     tokenizer = copy.deepcopy(smollm2_tokenizer())
