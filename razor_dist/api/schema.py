@@ -66,7 +66,8 @@ class CommonFields(Strict):
     top_p: Annotated[float, in_range("top_p")] | None = None
     top_k: Annotated[Int64, in_range("top_k")] | None = None
     seed: Int64 | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    # Each of a request's prompts carries it to the engine.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
 

@@ -169,6 +169,7 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
             "exclude each other",
         ),
         ({"guided_regex": "a"}, "guided_regex", 'did you mean \'structured_outputs: {"regex"'),
+        ({"cache_salt": "x" * 1025}, "cache_salt", "must have at most 1024 characters"),
         ({"n": 129}, "n", "n must be at most 128, got 129"),
         ({"n": 5}, "n", "n must ask for at most 4 answers, got 5"),
         ({"store": 0}, "store", "store must be a valid boolean"),
