@@ -29,6 +29,7 @@ Json = dict[str, Any]
 
 _INT64 = 2**63
 _TOKEN_ID = re.compile("[0-9]{1,9}")
+_MOST_BIASES = 1024  # of a request; each of its prompts and answers has a copy of them
 _TEXT: Json = {"type": "string"}
 
 
@@ -87,6 +88,8 @@ def _token_keys(value: object) -> object:
     """Take the keys of a JSON object, which are strings, for token ids."""
     if not isinstance(value, dict):
         return value
+    if len(value) > _MOST_BIASES:
+        raise ValueError(f"must have at most {_MOST_BIASES} token ids, got {len(value)}")
     for key in value:
         if not _TOKEN_ID.fullmatch(str(key)):
             raise ValueError(f"must have token ids for keys, got {key!r:.80}")
@@ -100,6 +103,7 @@ LogitBias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+            "maxProperties": _MOST_BIASES,
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
     ),

@@ -147,6 +147,11 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"repetition_penalty": 0}, "repetition_penalty", "must be at least 0.01, got 0"),
         ({"min_p": "a"}, "min_p", "min_p must be a valid number"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "must have token ids for keys, got 'x'"),
+        (
+            {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)},
+            "logit_bias",
+            "must have at most 1024 token ids, got 1025",
+        ),
         ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be at most 100, got 101"),
         ({"logit_bias": {"49152": 1}}, "logit_bias", "token id 49152 in logit_bias is not in"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text', 'json_ob"),
