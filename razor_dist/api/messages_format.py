@@ -67,7 +67,7 @@ class MessagesFormat(EventFormat):
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         piece = self._read(piece)
-        if isinstance(piece.stop_reason, str):
+        if isinstance(piece.stop_reason, str) and not self._calls:
             self._stop = piece.stop_reason
         self._sentences += piece.sentences
         return self._advance()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -318,10 +319,12 @@ def test_tools_are_those_of_a_chat() -> None:
         parse_request("messages", asked | {"messages": messages[:2]}, encoder(HERMES), LIMITS)
 
 
+@pytest.mark.parametrize("stop", [None, "\n\nHuman:"])
 @pytest.mark.parametrize("case", [a for a in ANSWERS if a[0] in ("hermes", "named")])
-def test_calls_are_blocks_behind_the_text(case: Any) -> None:
+def test_calls_are_blocks_behind_the_text(case: Any, stop: str | None) -> None:
     name, answer, text, calls = case
-    pieces = letters(answer)
+    *pieces, last = letters(answer)
+    pieces.append(replace(last, stop_reason=stop))
     asked = parse("messages", asking())
     request = ParsedRequest(asked.prompts, tools=ToolUse(name, NAMES), described=asked.described)
 
@@ -334,7 +337,9 @@ def test_calls_are_blocks_behind_the_text(case: Any) -> None:
         assert "".join(b.text for b in message.content if b.type == "text") == text
         used = [(b.name, b.input) for b in message.content if b.type == "tool_use"]
         assert used == [(called, json.loads(arguments)) for called, arguments in calls]
-        assert message.stop_reason == ("tool_use" if calls else "end_turn")
+        found = message.stop_reason, message.stop_sequence
+        plain = ("stop_sequence", stop) if stop else ("end_turn", None)
+        assert found == (("tool_use", None) if calls else plain)
         assert len(message.content) == len(calls) + bool(text)
     deltas = [e.delta.type for e in events if e.type == "content_block_delta"]
     assert deltas.count("input_json_delta") == len(calls)
