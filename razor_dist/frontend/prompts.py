@@ -264,14 +264,18 @@ def _content(content: object, where: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a call with its arguments as an object, or as they are if they are no JSON."""
+    """Return a call with its arguments as an object, or as they are if they are no JSON.
+
+    Clients write none, for a tool without parameters, as an empty string or null.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        arguments = json.loads(function["arguments"].strip() or "{}")
     except (ValueError, RecursionError):
         return call
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 class Checked(NamedTuple):

@@ -120,6 +120,15 @@ def test_tools_and_their_results_reach_the_template() -> None:
     assert none.tools is None and prompt_of(none) == prompt_of(request)
 
 
+@pytest.mark.parametrize("arguments", ["", " ", "null", "{}"])
+def test_calls_without_arguments_have_an_object_of_none(arguments: str) -> None:
+    template = HERMES.replace("arguments.city", "arguments.items() | list")
+    function = {"name": NAMES[0], "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    request = parse_chat(template, messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert "assistant: <tool_call>[]</tool_call>" in prompt_of(request)
+
+
 def _history(*calls: str) -> list[dict[str, Any]]:
     called = [
         {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": PARIS}}
