@@ -93,7 +93,7 @@ class CompletionBody(GenerateBody):
 
         With ``echo``, 0 tokens are computed as 1, which is not shown.
         """
-        field, limit = self.limit("max_tokens")
+        field, limit = self.limit
         if limit is None:
             limit = _COMPLETION_TOKENS
         elif (field, limit) == UNLIMITED:

@@ -27,6 +27,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",  # if neither is given
     "response_format": "text.format",
 }
 # Characters of the instructions, of all tools and of the text's format that a response repeats. A

@@ -118,6 +118,7 @@ class GenerateBody(SharedFields):
     return_sources: Annotated[Int, in_range("return_sources")] | None = None
     n: Int | None = None
     asks_in: ClassVar[str]  # the field that holds what is asked
+    limited_by: ClassVar[Sequence[str]] = ("max_tokens",)  # beside `n_predict`
 
     def go_on_with(self, kept: KeptContext) -> None:
         """Continue a context; `RequestError` for fields that make no sense with one."""
@@ -172,10 +173,12 @@ class GenerateBody(SharedFields):
             )
         return next(iter(found.values()), None)
 
-    def limit(self, *names: str) -> tuple[str, int | None]:
-        """Return which field limits the answer's tokens, and the limit: None, or `UNLIMITED`."""
-        value = self.one_of("n_predict", *names)
-        given = (name for name in (*names, "n_predict") if getattr(self, name) is not None)
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """Which field limits the answer's tokens, and the limit: None, or `UNLIMITED`."""
+        value = self.one_of("n_predict", *self.limited_by)
+        names = *self.limited_by, "n_predict"
+        given = (name for name in names if getattr(self, name) is not None)
         return next(given, "max_tokens"), value
 
     @property
@@ -189,7 +192,8 @@ class GenerateBody(SharedFields):
         """The fields that ask for what the engine may refuse, by the engine's names."""
         annotates = self.annotates and not self.return_sources
         sources = "return_annotations" if annotates else "return_sources"
-        return {STRUCTURED: self.constrained_by, "return_sources": sources}
+        own = {STRUCTURED: self.constrained_by, "return_sources": sources}
+        return own | {"max_tokens": self.limit[0]}
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         if self.response_format is None or self.response_format.type == "text":
@@ -232,6 +236,7 @@ class GenerateBody(SharedFields):
 
 class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's fields first
     asks_in = "messages"
+    limited_by = "max_completion_tokens", "max_tokens"
     tool_type = "function"
     echoes: ClassVar[bool] = False
     prompt_count: ClassVar[int] = 1
@@ -389,7 +394,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit, ``max_tokens`` is None."""
-        field, limit = self.limit("max_completion_tokens", "max_tokens")
+        field, limit = self.limit
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         with renamed({"max_tokens": field, "logprobs": "top_logprobs"}):
             return self._sampling(

@@ -139,8 +139,8 @@ class CacheNeed:
             raise RequestError(
                 f"this context would take {request.nbytes} bytes of the KV cache, and your others "
                 f"hold {held} of the {quota[1]} that they may take together (--pinned-gb): "
-                "end one, wait until one expires, or leave cache_control out",
-                param="cache_control",
+                "end one, or wait until one expires",
+                param="context",
                 code="pinned_contexts_full",
             )
 

@@ -81,15 +81,15 @@ class KeyHolder:
             return
         if tokens > self.max_tokens:
             raise RequestError(
-                f"this request asks for {tokens} tokens, prompt and max_tokens together; one key "
-                f"may have {self.max_tokens} (--max-tokens-per-key): give max_tokens, or a lower "
+                f"this request asks for {tokens} tokens, prompt and answers together; one key "
+                f"may have {self.max_tokens} (--max-tokens-per-key): give 'max_tokens', or a lower "
                 "one, or shorten the prompt",
                 param="max_tokens",
             )
         if self.tokens + tokens > self.max_tokens:
             raise self._limited(
                 f"this key has {self.tokens} tokens in flight and asks for {tokens} more, prompt "
-                f"and max_tokens together; one key may have {self.max_tokens}"
+                f"and answers together; one key may have {self.max_tokens}"
             )
 
     def _limited(self, message: str) -> RateLimitError:

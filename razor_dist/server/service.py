@@ -139,7 +139,8 @@ class Service:
                     return raw.answered(parsed.answer)
                 del raw  # megabytes, for as long as the answer takes
                 _, reader = self._require_ready()  # again: it may have died meanwhile
-                charge(sum(self._reserved(len(ids), p) for ids, p, _ in parsed.prompts))
+                with renamed(parsed.names):
+                    charge(sum(self._reserved(len(ids), p) for ids, p, _ in parsed.prompts))
                 seconds = min(seconds, parsed.timeout or math.inf)
                 timeout.reschedule(arrived + seconds)
                 try:

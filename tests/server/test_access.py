@@ -147,7 +147,11 @@ def test_a_key_has_its_own_limits(guarded: ServerProcess) -> None:
     many = ask(ADA, prompt=[5, 6], max_tokens=99)
     assert many.status_code == 400 and many.json()["error"]["param"] == "max_tokens"
     assert "asks for 101 tokens" in many.json()["error"]["message"]
-    assert "give max_tokens" in many.json()["error"]["message"]
+    assert "give 'max_tokens'" in many.json()["error"]["message"]
+    asked = {"model": "smollm2", "input": "a", "max_output_tokens": 99}
+    many = httpx.post(f"{guarded.url()}/v1/responses", json=asked, headers=with_key(ADA))
+    assert many.status_code == 400 and many.json()["error"]["param"] == "max_output_tokens"
+    assert "give 'max_output_tokens'" in many.json()["error"]["message"]
     hang = {**TEXT, "prompt": [fake_engine.HANG], "max_tokens": 40, "stream": True}
     with httpx.stream("POST", url, json=hang, headers=with_key(ADA), timeout=20):
         assert "41 tokens in flight" in ask(ADA, prompt=[5], max_tokens=99).text
