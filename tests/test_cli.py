@@ -21,6 +21,7 @@ from razor_dist.config.errors import ClusterError, EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 from razor_dist.models.registry import config_folder
+from razor_dist.prefix.store import write_title
 
 
 def options(command: Any) -> set[str]:
@@ -164,6 +165,16 @@ def test_a_store_of_another_user_is_said_to_be_closed(
         capfd.readouterr().err
         == f"razor-dist: cannot read {tmp_path / closed}: Permission denied\n"
     )
+
+
+def test_a_store_shows_documents_names_as_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "0af1" / "damaged").mkdir(parents=True)
+    (tmp_path / "0af1" / "about.json").write_text("{}")
+    write_title(tmp_path / "0af1" / "damaged", "[draft] a[/b] :smile:.txt")
+    assert cli.main(["store", "list", str(tmp_path)]) == 0
+    assert "[draft] a[/b] :smile:.txt" in capfd.readouterr().out
 
 
 def test_a_store_by_the_engines_number_is_refused_where_there_is_no_number(

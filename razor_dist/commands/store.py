@@ -57,7 +57,7 @@ def list_(directory: Directory) -> None:
             table.add_row(title, path.name[:12], str(found.end), own, ranks, size, used)
         if table.row_count:
             typer.echo(f"{folder.name}: {name}")
-            Console(width=_WIDTH).print(table)
+            Console(width=_WIDTH, markup=False, emoji=False).print(table)
         else:
             typer.echo(f"{folder.name}: {name}: no prefixes")
 
