@@ -20,6 +20,7 @@ Json = dict[str, Any]
 
 # Marks of a request at most, as Anthropic has it; and tokens from which on a beginning is kept.
 MOST_MARKS, LEAST_TOKENS = 4, 64
+_MESSAGE = "messages[].cache_control"  # a chat's
 
 
 class KeptContext(msgspec.Struct, frozen=True):
@@ -95,9 +96,10 @@ def contexts(
             f"at most {MOST_MARKS} blocks may have cache_control, got {len(marks)}",
             param="messages",
         )
-    found, uncut = list[KeptContext](), list[str]()
+    found = list[KeptContext]()
+    uncut = [_MESSAGE for m in messages if m.cache_control is not None and m.content is None]
     if encoded is None:
-        return found, [_field(mark) for mark in marks]
+        return found, uncut + [_field(mark) for mark in marks]
     text, ids, ends = encoded
     for mark in sorted(marks, key=lambda mark: mark[:2]):
         name = f"<mark-{uuid.uuid4().hex}>"
@@ -126,4 +128,4 @@ def contexts(
 
 
 def _field(mark: Mark) -> str:
-    return re.sub(r"\d+", "", mark.field or "messages[]") + ".cache_control"
+    return re.sub(r"\d+", "", mark.field) + ".cache_control" if mark.field else _MESSAGE

@@ -109,7 +109,7 @@ class PdfSource(Strict):
 
 
 class Citations(Strict):
-    enabled: bool
+    enabled: bool = False
 
 
 class DocumentBlock(Block):
@@ -164,6 +164,7 @@ Result = Annotated[TextBlock | ToolReference, Kinds("type")]
 
 
 class ToolResultBlock(Block):
+    added = frozenset({"toolset_name"})
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[

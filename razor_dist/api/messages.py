@@ -33,7 +33,9 @@ NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
 
 
 class CustomTool(Block):
-    added = frozenset({"eager_input_streaming", "defer_loading", "allowed_callers"})
+    added = frozenset(
+        {"eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"}
+    )
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None

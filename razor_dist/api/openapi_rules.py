@@ -63,7 +63,7 @@ RULES: dict[str, list[Json]] = {
     "ChatBody": [
         _STREAMED,
         _ONE_FORMAT,
-        _only_if("logprobs", True, {"top_logprobs": NULL}),
+        _only_if("logprobs", True, {"top_logprobs": or_null({"const": 0})}),
         {
             "anyOf": [
                 {"properties": {"max_tokens": NULL}},

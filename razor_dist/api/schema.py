@@ -364,8 +364,6 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         return ((), ()) if self._kept is None else self._kept.cited(self.messages)
 
     def contexts(self, encoder: PromptEncoder) -> tuple[list[KeptContext], list[str]]:
-        if not self.marks:
-            return [], []
         chat = self.messages, self.template, self._encoded
         return contexts(encoder, self.marks, *chat, *self.cited)
 
@@ -389,7 +387,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
             raise RequestError("messages must hold at least one message", param="messages")
         self.one_of("n_predict", "max_tokens", "max_completion_tokens")
         self.check_ending()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:

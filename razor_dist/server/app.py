@@ -120,9 +120,10 @@ def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
 
     @app.post("/documents/text")
     async def document_text(request: Request, name: str = "") -> Response:
+        arrived = asyncio.get_running_loop().time()
         service.require_open()
         body = await bodies.read(request, "application/octet-stream", "a file")
-        read = service.documents.read(body, name, current_record().turn)
+        read = service.read_file(body, name, arrived)
         return await _unless_gone(request, asyncio.create_task(_as_text(read, body)))
 
 
@@ -132,11 +133,11 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
 
     @app.get("/openapi.json")
     async def openapi_json() -> dict[str, Any]:
-        return service.openapi()
+        return await asyncio.to_thread(service.openapi)
 
     @app.get("/docs")
     async def docs(request: Request) -> HTMLResponse:
-        text = docs_page(service.openapi(), str(request.base_url))
+        text = docs_page(await asyncio.to_thread(service.openapi), str(request.base_url))
         return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
     @app.get("/version")

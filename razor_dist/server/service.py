@@ -21,6 +21,7 @@ from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.documents.read import Document
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
@@ -174,6 +175,15 @@ class Service:
         except BaseException:
             choices.close()
             raise
+
+    async def read_file(self, data: Body, name: str, arrived: float) -> Document:
+        """Return what `DocumentReader.read` does, within the time-out of `respond`."""
+        seconds = self.config.request_timeout or math.inf
+        try:
+            async with asyncio.timeout_at(arrived + seconds):
+                return await self.documents.read(data, name, current_record().turn)
+        except TimeoutError:
+            raise _late(seconds) from None
 
     async def _submit(
         self, parsed: ParsedRequest, context: Context | None, reader: RequestReader

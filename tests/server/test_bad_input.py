@@ -264,7 +264,7 @@ def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {}}
     part |= {"cache_control": {"type": "ephemeral", "scope": "global"}}
     parts = {"messages": [{"role": "user", "content": [part]}]}
-    other = {"n": 1, "user": "somebody", "stop": None}
+    other = {"n": 1, "user": "somebody", "stop": None, "logprobs": False, "top_logprobs": 0}
     for fields in (nothing, nulls, hints, best, parts, other):
         response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
         assert response.status_code == 200, response.text

@@ -147,6 +147,22 @@ async def test_files_take_turns_by_key_or_by_address(keys: Sequence[str], tmp_pa
     assert keys or turns == ["10.0.0.0", "10.0.0.1", "10.0.0.0"]
 
 
+@pytest.mark.anyio
+async def test_a_file_is_read_within_the_time_of_a_request(tmp_path: Path) -> None:
+    class Reader:
+        async def read(self, data: bytes, name: str, key: str | None = None) -> Document:
+            await asyncio.sleep(60)
+            return Document("text")
+
+    config = ServerConfig(request_timeout=0.1)
+    service = Service(config, EngineClient(tmp_path / "engine"))
+    service.documents = cast(DocumentReader, Reader())
+    transport = httpx.ASGITransport(build_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        late = await http.post("/documents/text", content=b"a", headers=OCTETS)
+    assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
+
+
 def test_a_file_has_bounds(url: str) -> None:
     assert send(url, "a.txt", b"x" * (2**20 + 1)).status_code == 413
     refused = httpx.post(

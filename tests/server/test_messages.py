@@ -194,6 +194,17 @@ def test_documents_are_sent_as_the_page_sends_them() -> None:
     assert f"user\n{page}{QUESTION}<|im_end|>" in text
 
 
+def test_documents_may_leave_open_whether_they_are_cited() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "A castle."}
+    document = {"type": "document", "source": source}
+    plain, empty = (
+        parse("messages", asking(messages=[{"role": "user", "content": [one]}]))
+        for one in (document, document | {"citations": {}})
+    )
+    assert prompt_of(empty) == prompt_of(plain)
+    assert empty.prompts[0].params.return_sources == 0
+
+
 def test_turns_of_one_side_become_one_message() -> None:
     messages = [
         {"role": "user", "content": "One"},
@@ -285,11 +296,12 @@ def test_thoughts_of_earlier_answers_ask_for_nothing() -> None:
 
 def test_tools_are_those_of_a_chat() -> None:
     names = [*NAMES, "mcp__" + "x" * 123]  # as long as Anthropic's may be
-    hints = {"eager_input_streaming": True, "defer_loading": False}
+    hints = {"eager_input_streaming": True, "defer_loading": False, "input_examples": [{}]}
     tools = [{"name": name, "input_schema": PARAMETERS, **hints} for name in names]
     call = {"type": "tool_use", "id": "c1", "name": NAMES[0], "input": json.loads(PARIS)}
     call["caller"] = {"type": "direct"}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "no rain", "is_error": True}
+    result["toolset_name"] = "weather"
     messages = [
         {"role": "user", "content": "Paris?"},
         {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]},

@@ -298,6 +298,14 @@ def test_a_format_of_answers_and_free_calls_exclude_each_other() -> None:
     parse_chat(HERMES, response_format={"type": "text"})
 
 
+def test_a_mark_on_calls_without_content_keeps_nothing_and_is_told() -> None:
+    history = _history(NAMES[0])
+    history[1] |= {"content": None, "cache_control": {"type": "ephemeral"}}
+    body = {"model": "m", "messages": history}
+    found = parse_request("chat", body, encoder(HERMES), LIMITS._replace(pins=True))
+    assert (found.contexts, found.ignored) == ([], ["messages[].cache_control"])
+
+
 def test_responses_say_the_same_as_a_chat() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
     chat = parse_chat(
