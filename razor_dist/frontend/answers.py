@@ -57,6 +57,12 @@ class Choice:
     sources: list[Source] | None = None
     grounded: float | None = None
     question_match: float | None = None
+    sent: int = 0  # pieces that a stream has sent
+
+    def forget_sent(self) -> None:
+        """Forget the log-probabilities of the next piece, which a stream has sent."""
+        self.pieces[self.sent] = replace(self.pieces[self.sent], logprobs=None)
+        self.sent += 1
 
     async def traced(self, trace: Trace, piece: TextPiece) -> TextPiece:
         """Return a piece with the sentences that have ended; at the end, keep the sources."""
@@ -144,8 +150,14 @@ class LiveChoices:
             whole = structs.replace(message, total=len(self.choices[0].prompt))
             self._events.put_nowait(ChoiceEvent(0, whole))
 
-    async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
-        """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``."""
+    async def events(
+        self, heartbeat: float | None = None, *, forgets: bool = False
+    ) -> AsyncIterator[ChoiceEvent | None]:
+        """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``.
+
+        With ``forgets`` the choices' pieces lose their log-probabilities, kilobytes each, once the
+        next event is asked for.
+        """
         while self._unfinished or not self._events.empty():
             try:
                 event = await asyncio.wait_for(self._events.get(), heartbeat)
@@ -155,6 +167,8 @@ class LiveChoices:
             if isinstance(event, Exception):
                 raise event
             yield event
+            if forgets and isinstance(event.what, TextPiece):
+                self.choices[event.index].forget_sent()
 
     def fail_at(self, time: float, error: Exception) -> None:
         """Abort what is unfinished at a time by the loop's clock; `events` then raises ``error``.

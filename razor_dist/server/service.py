@@ -162,7 +162,7 @@ class Service:
                 # Thousands of tokens with twenty log-probabilities each take seconds.
                 whole = await asyncio.to_thread(lambda: dumped(form.whole()))
                 return Response(whole, media_type="application/json")
-            events = choices.events(self._heartbeat)
+            events = choices.events(self._heartbeat, forgets=True)
             events = await _unless_refused(_naming(events, parsed.names))
             lines = stream(
                 events,

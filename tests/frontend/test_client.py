@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from razor_dist.config.errors import ClusterError, EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend import managed_engine
 from razor_dist.frontend.answers import LiveChoices
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.pins import Pin, Pinned
@@ -137,6 +139,21 @@ async def test_a_request_does_not_wait_while_its_context_is_read() -> None:
         }
         assert told == {"num_requests_waiting": 0, "request_queue_time_seconds_count": 1}
         choices.close()
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_a_stream_forgets_the_log_probabilities_that_it_has_sent(forgets: bool) -> None:
+    async with running() as engine:
+        await engine.client.ready()
+        params = replace(MANY, n=2, max_tokens=3, logprobs=2)
+        prompt = Checked(np.array([5, 6, 7, 8], np.int32), params)
+        choices = LiveChoices(engine.client, None, [prompt])
+        sent = [e.what async for e in choices.events(forgets=forgets) if e is not None]
+        choices.close()
+    assert len(sent) == 6
+    assert all(isinstance(piece, TextPiece) and piece.logprobs for piece in sent)
+    kept = [piece.logprobs is not None for choice in choices.choices for piece in choice.pieces]
+    assert kept == [not forgets] * 6
 
 
 async def test_nor_while_its_context_is_read_for_another_request() -> None:
