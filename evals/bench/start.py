@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from razor_dist.evals.bench.measure import BenchRecord, Table
-from razor_dist.evals.bench.prefix import prose, words_of
+from razor_dist.evals.bench.prefix import Asker, prose, words_of
 from razor_dist.evals.bench.settings import RanksBenchSettings
-from razor_dist.evals.serving import ask, connect, serve
+from razor_dist.evals.serving import connect, serve
 
 _PROMPTS = 3  # of each length; for the first of them nothing is prepared
 _SHORT_WORDS = 12
@@ -47,11 +47,8 @@ def _start(settings: RanksBenchSettings, size: int, kernels: str) -> dict[str, A
         ready = time.perf_counter() - begun
         # Of all processes and of those that they have ended: the compiler is one.
         cpu = sum(sum(one.cpu_times()[:4]) for one in process.family())
-        model = client.get("/v1/models").json()["data"][0]["id"]
-        answers = []
-        for text in prompts(settings.prompt_tokens):
-            message = {"role": "user", "content": text}
-            answers.append(ask(client, model, [message], settings.new_tokens))
+        server = Asker(client, process, settings.new_tokens)
+        answers = [server.ask(text) for text in prompts(settings.prompt_tokens)]
     seconds = [answer.first_token_seconds for answer in answers]
     return {
         "world_size": size,
