@@ -120,7 +120,6 @@ class ComparingConfig(JobConfig):
 
     @property
     def presses(self) -> list[str]:
-        """The presses among the methods."""
         return [str(own["press"]) for own in self.method_settings.values() if "press" in own]
 
     @property

@@ -205,7 +205,6 @@ def run(settings: DraftsBenchSettings) -> BenchRecord:
 def compared(
     task: str, size: int, prompt: Sequence[int], timed: dict[str, Timed]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a task's figures and its row of the table."""
     speed = {
         name: (len(of.tokens) - 1) / statistics.median(of.seconds[1:]) for name, of in timed.items()
     }

@@ -142,7 +142,6 @@ def _remembered(recorder: Recorder) -> list[StepFunction]:
 
 
 def fill(runner: ModelRunner) -> None:
-    """Give caches random numbers."""
     for store in runner.caches.stores:
         for tensor in (store.k, store.v):
             if tensor.is_floating_point():

@@ -69,7 +69,6 @@ class Asker:
         return ask(self.client, self._model, messages, new_tokens or self._new_tokens, **more)
 
     def contexts(self) -> list[str]:
-        """Return the ids of all contexts."""
         return [one["id"] for one in self.client.get("/v1/contexts").json()["data"]]
 
     def memory(self) -> dict[str, int]:
@@ -103,7 +102,6 @@ def run(settings: PrefixBenchSettings) -> BenchRecord:
 
 
 def words_of(tokens: int) -> int:
-    """Return the number of words that have about ``tokens`` tokens."""
     return round(tokens * _WORDS_PER_TOKEN)
 
 

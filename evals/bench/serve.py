@@ -62,7 +62,6 @@ class LoadRequest:
         }
 
     def take(self, line: bytes, now: float) -> None:
-        """Take a line of a stream of server-sent events."""
         data = line.removeprefix(b"data:").strip()
         if not line.startswith(b"data:") or data == b"[DONE]":
             return

@@ -96,8 +96,6 @@ class FileBenchSettings(BenchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBenchSettings(FileBenchSettings):
-    """Settings of benches that read prompts of some lengths."""
-
     one_length: ClassVar[bool] = True
     tokens: Annotated[str, Option(help="Tokens of the prompt: 8K is 8192, 8k is 8000.")] = "7000"
     new_tokens: NewTokens = 32

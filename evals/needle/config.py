@@ -209,8 +209,6 @@ class PlacesConfig(GridConfig):
 
 
 class NeedleGridConfig(PlacesConfig):
-    """Settings of ``eval grid``; frozen."""
-
     methods: Methods = Field(
         default=("all",),
         description=f"What to compare: names in configs/{GRID_METHODS}.yaml, or all: every one; "

@@ -40,8 +40,6 @@ _UNITS = ("seconds", "cpu_seconds")
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A task of `razor_dist.jobs`; build it with `plan`."""
-
     config: NeedleConfig
     lengths: tuple[int, ...]  # tokens of prompt and answer
     haystack: Corpus | None  # None where the preset makes the text

@@ -165,8 +165,6 @@ class CitingServer:
 
 @dataclass(frozen=True)
 class CitationsTask:
-    """A task of `razor_dist.jobs`; build it with `plan`."""
-
     config: CitationsConfig
     haystack: Corpus
 
@@ -270,7 +268,6 @@ _COLUMNS = {
 
 
 def page(found: Mapping[str, Mapping[str, Sequence[bool]]]) -> str:
-    """Return the figures as Markdown."""
     rows = [
         [kind, *(_share(lists[name]) if lists[name] else "" for name in _COLUMNS)]
         for kind, lists in found.items()

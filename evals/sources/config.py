@@ -53,8 +53,6 @@ class AbsentConfig(PlacesConfig):
 
 
 class CitationsConfig(AbsentConfig):
-    """Settings of ``eval citations``; frozen."""
-
     kinds: Annotated[tuple[Literal["text", "pdf", "mixed"], ...], LISTED] = Field(
         default=("text", "pdf", "mixed"),
         description="How documents are sent; mixed: one of several, with CJK, emoji and CRLF, of "
@@ -92,5 +90,4 @@ class SourcesConfig(AbsentConfig):
 
     @property
     def files(self) -> Mapping[str, DataFile]:
-        """The question tasks' files, by the task."""
         return question_files(self.task_names, self.squad, self.hotpotqa)

@@ -171,7 +171,6 @@ class SourcesReport:
         return found | ({f"last layer's {len(last)}": [last]} if last else {})
 
     def summary(self) -> dict[str, Any]:
-        """Return all figures as JSON data."""
         names = dict.fromkeys(one.task for one in self.asked)
         own = list(range(self.count))
         return {

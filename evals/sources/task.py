@@ -69,8 +69,6 @@ def document_at(
 
 @dataclass(frozen=True)
 class SourcesTask:
-    """A task of `razor_dist.jobs`; build it with `plan`."""
-
     config: SourcesConfig
     traced: ExternalEngineConfig
     haystack: Corpus

@@ -99,7 +99,6 @@ class SuiteConfig(ComparingConfig):
 
     @property
     def files(self) -> Mapping[str, DataFile]:
-        """The files that tasks read, by the task."""
         return {}
 
     def count(self, task: str) -> int:
@@ -120,8 +119,6 @@ class SuiteConfig(ComparingConfig):
 
 
 class RulerConfig(SuiteConfig):
-    """Settings of ``eval ruler``; frozen."""
-
     own_suite = RULER
     tasks: Annotated[tuple[str, ...], LISTED] = Field(
         default=("synthetic",),
@@ -145,8 +142,6 @@ class RulerConfig(SuiteConfig):
 
 
 class SharedConfig(SuiteConfig):
-    """Settings of ``eval shared``; frozen."""
-
     own_suite = SHARED
 
     tasks: Annotated[tuple[str, ...], LISTED] = Field(
@@ -192,8 +187,6 @@ class NthConfig(SuiteConfig):
 
 
 class PublishedConfig(SuiteConfig):
-    """Settings of ``eval published``; frozen."""
-
     data: str = Field(
         min_length=1,
         description="Folder with files of LongBench v2, InfiniteBench, HELMET or L-CiteEval.",

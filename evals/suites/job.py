@@ -29,8 +29,6 @@ _last: list[tuple[tuple[object, ...], Sample]] = []
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """A task of `razor_dist.jobs`; build it with `plan`."""
-
     config: SuiteConfig
     haystack: Corpus
     data: dict[str, str]  # fingerprint of each file that a task reads
@@ -127,7 +125,6 @@ class SuiteTask:
         return found
 
     def prompts(self, prompter: Prompter, sample: Sample) -> list[list[int]]:
-        """Return the token ids that ask each question of a sample."""
         return [prompter.whole(*asked) for asked in self.conversations(sample)]
 
     def sample(self, prompter: Prompter, task: str, length: int, number: int) -> Sample:

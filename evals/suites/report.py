@@ -146,7 +146,6 @@ def report(
     engines: Mapping[str, Mapping[str, Any]],
     picture: str = "",
 ) -> str:
-    """Return the page of a run."""
     scores = Scores(task, results)
     asked = len(scores.methods) * len(scores.lengths) * sum(scores.asked.values())
     most = max((len(result.get("answers", ())) for result in results), default=1)

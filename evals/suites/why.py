@@ -99,8 +99,6 @@ def verdict(tried: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
 
 
 class WhyModel(FidelityModel):
-    """Explains samples of one method."""
-
     def answer(self, ids: Sequence[int], most: int) -> list[int]:
         """Return full attention's answer to a prompt, greedily, of up to ``most`` tokens."""
         engine = self.read(FULL_METHOD, len(ids) + most, list(ids[:-1]))
