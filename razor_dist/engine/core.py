@@ -62,7 +62,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
-        self.runner, self._clock = runner, clock
+        self.runner, self._clock, self._last_plan = runner, clock, clock()
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
         self.max_step, self._last_step = config.max_step_ms / 1000, 0.0
         prefill_policy = PrefillPolicy(
@@ -123,11 +123,9 @@ class EngineCore:
         ids = answer_ids(request_id, params.n)
         if not self._requests.keys().isdisjoint(ids):
             raise RequestError(f"request id {request_id!r} is in use", param="id")
-        prefix = None
-        if prefix_id is not None:
-            prefix = self._requests.get(prefix_id)
-            if prefix is None or not prefix.pinned:
-                raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
+        prefix = None if prefix_id is None else self._requests.get(prefix_id)
+        if prefix_id is not None and (prefix is None or not prefix.pinned):
+            raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
         request = self._intake.request(
             request_id, prompt, params, prefix=prefix, pin=pin, scope=scope
         )
@@ -141,8 +139,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return
         if request.pinned:
             del self._requests[request_id]
@@ -154,11 +151,10 @@ class EngineCore:
         """End an answer; ``keep`` its caches for later prompts, if they are sound."""
         del self._requests[answer.id]
         self._draws.processors.remove(answer.key)
-        plans = self.scheduler.end(answer, keep=keep)
+        self._run(*self.scheduler.end(answer, keep=keep))
         grammar = answer.request.grammar
         if grammar is not None and not answer.request.answers:
             grammar.cancel()
-        self._run(*plans)
 
     def _run(self, *plans: StepPlan) -> Tensor | None:
         """Have all ranks carry out plans; return what comes of the last one on this rank."""
@@ -167,6 +163,7 @@ class EngineCore:
             plan, self._kept = replace(plan, kept=self._kept), ()
             plan.send(self.runner.comm)
             found = self.runner.execute(plan)
+            self._last_plan = self._clock()
         return found
 
     def step(self) -> list[AboutRequest]:
@@ -175,8 +172,7 @@ class EngineCore:
         if admitted := self._admit():
             return admitted  # now: the first chunk may take long
         moved = self._transfer()
-        plan = self.scheduler.next()
-        if plan is None:
+        if (plan := self.scheduler.next()) is None:
             if not moved:
                 self._wait(compiling)
             return []
@@ -256,16 +252,20 @@ class EngineCore:
 
         While requests run, saving takes an eighth of the last step's time. True if any was moved.
         """
-        loading = saving = self.max_step / 4
+        seconds = dict.fromkeys((Op.LOAD, Op.SAVE), self.max_step / 4)
         if self.scheduler.running:
-            saving = min(saving, self._last_step / 8)
-        seconds = {Op.LOAD: loading, Op.SAVE: saving}
+            seconds[Op.SAVE] = min(self.max_step / 4, self._last_step / 8)
         return self.scheduler.room.move(self._run, self._clock, seconds)
 
     def seconds_left(self) -> dict[str, float]:
         """Estimate for each request the seconds until it ends; any thread may ask."""
         requests = dict.fromkeys(list(self._requests.values()))  # they come and go meanwhile
         return seconds_left(requests, self.scheduler, self._draws)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the ranks carried out a plan."""
+        return self._clock() - self._last_plan
 
     def idle(self) -> list[RankStats]:
         """Hear from every rank, so that none waits for a plan too long; raises as `read_stats`."""

@@ -135,10 +135,10 @@ class Link:
         return messages
 
 
-def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
+def serve_frontend(engine: RankEngine, link: Link, most_idle: float) -> None:
     """Rank 0's loop: take messages, make a step, send what came of it.
 
-    ``idle_seconds`` is the time that the ranks may go without hearing from each other.
+    ``most_idle`` is the time in seconds that the ranks may go without hearing from each other.
 
     Raises `FrontendUnreachableError` if the frontend goes without saying ``shutdown``. The other
     ranks are not asked to stop: they must fail as this one does, so that torchrun on every node
@@ -149,8 +149,8 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
         link.send(Ready(engine.info))
         core.grammars.prepare()
         while True:
-            messages = link.receive(0.0 if core.has_work else idle_seconds)
-            for message in messages:
+            patience = 0.0 if core.has_work else max(0.0, most_idle - core.idle_seconds)
+            for message in link.receive(patience):
                 if isinstance(message, Shutdown):
                     core.stop()
                     return
@@ -159,7 +159,7 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
             if core.has_work:
                 for event in core.step():
                     link.send(event)
-            elif not messages:
+            elif core.idle_seconds >= most_idle:  # no matter what messages came that make no plan
                 core.idle()
     except FrontendClosedError:
         if not link.was_told_to_end():
@@ -257,7 +257,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
                 raise
             started = True
             with contextlib.closing(engine.runner):
-                serve_frontend(engine, link, idle_seconds=config.collective_timeout / 4)
+                serve_frontend(engine, link, most_idle=config.collective_timeout / 4)
     if dist.is_initialized():
         dist.destroy_process_group()
 

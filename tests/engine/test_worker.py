@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -16,19 +17,27 @@ import torch
 from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, worker
-from razor_dist.engine.worker import FrontendClosedError, Link
+from razor_dist.engine.worker import FrontendClosedError, Link, serve_frontend
 from razor_dist.protocol.heartbeat import heartbeat
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
+    Abort,
+    Add,
     Alive,
     Failed,
     FrontendUnreachableError,
+    Ready,
     Shutdown,
     body_length,
     decode_to_frontend,
     encode,
+    pack,
 )
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import Op, StepPlan
+from tests.engine.cores import make_core
 from tests.server.process import wait_until
+from tests.tiny_models import Tiny
 
 
 @contextlib.contextmanager
@@ -91,6 +100,52 @@ def test_an_error_after_the_frontends_shutdown_is_not_raised(
         monkeypatch.setattr(link, "was_told_to_end", lambda: told.append(ask()) or told[-1])
         link.send_failure(ConfigError("world_size must be at least 1"))
         assert told == [True]  # asked for, and so nothing is raised
+
+
+@pytest.mark.parametrize("every", [9.0, 29.0])
+def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
+    every: float, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they end after `collective_timeout`, which is four times as long."""
+    core = make_core(tiny("llama"))
+    now = begin = core._clock()
+    plans: list[tuple[float, Op]] = []
+    sent: list[Any] = []
+    execute = core.runner.execute
+
+    def noted(plan: StepPlan) -> Any:
+        plans.append((now - begin, plan.op))
+        return execute(plan)
+
+    class Refused(Link):
+        """A link by which a message comes ``every`` seconds."""
+
+        def __init__(self) -> None:
+            self.next = begin
+
+        def send(self, message: Any) -> None:
+            sent.append(message)
+
+        def receive(self, timeout: float) -> list[Any]:
+            nonlocal now
+            if now - begin > 200:
+                return [Shutdown()]
+            if self.next > now + timeout:
+                now += timeout
+                return []
+            now, self.next = self.next, self.next + every
+            params = SamplingParams().to_wire()
+            return [Add("a", pack([5] * 1000), params), Abort("unknown")]
+
+    monkeypatch.setattr(core, "_clock", lambda: now)
+    monkeypatch.setattr(core.runner, "execute", noted)
+    info: Any = {}
+    serve_frontend(build.RankEngine(core.runner, core, info), Refused(), most_idle=30.0)
+    assert [type(message) for message in sent[:2]] == [Ready, Failed]
+    times, ops = zip(*plans, strict=True)
+    assert ops[-1] is Op.STOP and set(ops[:-1]) == {Op.STATS}
+    assert max(b - a for a, b in itertools.pairwise((0.0, *times))) <= 30.0 + 1e-6
+    assert len(times) < 10
 
 
 def test_a_heartbeat_holds_nothing_after_its_block() -> None:

@@ -256,6 +256,23 @@ def test_another_rank_that_is_stopped_while_idle_is_replaced(arguments: list[str
         assert complete(url).status_code == 200
 
 
+@pytest.mark.long
+def test_requests_that_rank_0_refuses_do_not_keep_it_from_the_other_ranks(
+    arguments: list[str],
+) -> None:
+    little = ("--kv-tokens", "64", "--page-size", "8", "--max-num-seqs", "1")
+    with ServerProcess(*SERVE, *arguments, *little, "--collective-timeout", "6") as server:
+        url = server.url()
+        pids = {rank: process.pid for rank, process in rank_processes(server).items()}
+        end = time.monotonic() + 9
+        while time.monotonic() < end:
+            refused = complete(url)
+            assert refused.status_code == 400, (refused.text, server.log)
+            assert refused.json()["error"]["code"] == "kv_capacity_exceeded"
+            time.sleep(0.2)
+        assert {rank: one.pid for rank, one in rank_processes(server).items()} == pids
+
+
 # ------------------------------------------------------------------- torchrun
 
 
