@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -235,13 +235,14 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
 
     Raises `FrontendUnreachableError` if rank 0 cannot reach the frontend or loses it: only the
     caller can tell the user. Any other `RazorError` says why the engine cannot be built on some
-    rank: every rank raises the same, and the frontend, which has the message, reports it.
+    rank: every rank raises the same, and the frontend, which has the message, reports it. What
+    fails later is no `RazorError`.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if socket_path is None:
         engine = _engine(config, local_rank)
-        with contextlib.closing(engine.runner):
+        with contextlib.closing(engine.runner), _serving():
             follow(engine)
     else:
         link, started = Link(socket_path), False
@@ -256,10 +257,21 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
                 link.send_failure(error)
                 raise
             started = True
-            with contextlib.closing(engine.runner):
+            with contextlib.closing(engine.runner), _serving():
                 serve_frontend(engine, link, most_idle=config.collective_timeout / 4)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _serving() -> Iterator[None]:
+    """Raise a `RazorError` as a `RuntimeError`: no setting is wrong, the rank has crashed."""
+    try:
+        yield
+    except FrontendUnreachableError:
+        raise
+    except RazorError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _engine(config: EngineConfig, local_rank: int) -> RankEngine:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from razor_dist.config.errors import EngineError
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
 
@@ -19,7 +20,7 @@ def _fail_once(self: ModelRunner, pieces: Any) -> Any:
         and not failed.exists()
     ):
         failed.touch()
-        raise RuntimeError("a rank fails in the middle of a prompt")
+        raise EngineError("a rank fails in the middle of a prompt")
     return _step(self, pieces)
 
 

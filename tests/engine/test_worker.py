@@ -9,12 +9,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, worker
 from razor_dist.engine.worker import FrontendClosedError, Link, serve_frontend
@@ -146,6 +147,25 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     assert ops[-1] is Op.STOP and set(ops[:-1]) == {Op.STATS}
     assert max(b - a for a, b in itertools.pairwise((0.0, *times))) <= 30.0 + 1e-6
     assert len(times) < 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_while_it_serves_is_no_mistake_of_the_users(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the rank ends without a word, for the frontend has not been told why."""
+
+    def fail(*of: Any, **given: Any) -> None:
+        raise EngineError("a defect of razor_dist; please report it")
+
+    runner = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(worker, "_engine", lambda *of: SimpleNamespace(runner=runner))
+    monkeypatch.setattr(worker, "serve_frontend", fail)
+    monkeypatch.setattr(worker, "follow", fail)
+    monkeypatch.setattr(worker, "Link", lambda path: SimpleNamespace(send=lambda message: None))
+    with pytest.raises(RuntimeError, match="a defect of razor_dist") as error:
+        worker.run_rank(EngineConfig(device="cpu"), None if rank else "/the/frontends/socket")
+    assert not isinstance(error.value, RazorError)  # of which callers say that the user is told
 
 
 def test_a_heartbeat_holds_nothing_after_its_block() -> None:

@@ -322,7 +322,10 @@ class FailingLLM(LLM):
 
 @pytest.mark.long
 def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FAILED_ONCE", str(tmp_path / "failed"))
     with FailingLLM(
@@ -335,6 +338,7 @@ def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(
         [answer] = llm.generate(DOCUMENT, GREEDY)
         assert len(answer.outputs[0].token_ids) == 8
         assert held(llm) == 0
+    assert "EngineError: a rank fails in the middle of a prompt" in capfd.readouterr().err
 
 
 @pytest.mark.long
