@@ -17,7 +17,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -109,21 +108,32 @@ class Nodes:
 
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
         """Return what a prompt can begin from, of at most ``most`` tokens."""
-        return self._index.match(Node, namespace, tokens, most, lambda node: not node.lost)
+        return self._index.match(Node, namespace, tokens, most, self._is_loadable)
 
     def held(self, namespace: Namespace, tokens: Tokens, *, on_disk: bool) -> int:
         """Return how many of a text's first tokens a node has, ``on_disk`` if wanted."""
-        among = partial(_is_there, on_disk=on_disk)
+        among = _is_on_disk if on_disk else self._is_loadable
         return self._index.match(Node, namespace, tokens, len(tokens), among).tokens
+
+    def _is_loadable(self, node: Node) -> bool:
+        """True if every rank has what it loads of a node, and of those that it follows on.
+
+        After another number of ranks, that is parts of each rank: host memory has a rank's own.
+        """
+        return not node.lost and ("disk" in node.where or self._is_own(node))
+
+    def _is_own(self, node: Node) -> bool:
+        return node.written_by(self._accounts.world_size)
 
     def sharing(
         self, namespace: Namespace, tokens: Tokens, *, on_disk: bool
     ) -> tuple[Node | None, int]:
         """Return the node that a new one of these tokens follows on, and where the new one begins.
 
-        All that is before is in it and in those that it follows on, on disk if that is wanted.
+        All that is before is in it and in those that it follows on, on disk if that is wanted; else
+        this number of ranks has written it, so that host memory can have the new one.
         """
-        among = partial(_is_there, on_disk=on_disk)
+        among = _is_on_disk if on_disk else self._is_own
         node, begin = self._index.sharing(Node, namespace, tokens, among)
         while node is not None and begin <= node.manifest.begin:
             node = node.parent
@@ -324,5 +334,5 @@ class Nodes:
         return counts | {"entries": self.entries(tier), "bytes": self.bytes[tier]}
 
 
-def _is_there(node: Node, *, on_disk: bool) -> bool:
-    return not node.lost and (not on_disk or "disk" in node.where)
+def _is_on_disk(node: Node) -> bool:
+    return "disk" in node.where and not node.lost

@@ -138,6 +138,7 @@ class Shared:
         self.bound = TO_8_BITS if kv == "int8" else 1e-4
         self.known: dict[int, set[str]] = {}
         self.stats: dict[int, dict[str, Any]] = {}
+        self.at_work: set[int] = set()  # engines that have not taken all steps that there are
         self._number = 0
         self._plain = self._begin(1, {"prefix_cache": False})
 
@@ -163,6 +164,7 @@ class Shared:
         self._number += 1
         self._asked[number] |= asked
         ended, stats, known = self._act(number, asked, steps)
+        self.at_work = self.at_work - {number} | ({number} if steps is not None else set())
         self.stats[number], self.known[number] = stats, known
         for name, answer in ended.items():
             prompt = self._asked[number].pop(name)
@@ -182,6 +184,11 @@ class Shared:
 
     def nodes(self) -> list[Path]:
         return [node for folder in folders(self._store) for node in node_folders(folder)]
+
+    def failures(self, number: int) -> int:
+        """Count what could not be loaded from either tier."""
+        found = self.stats.get(number, {})
+        return sum(found.get(tier, {}).get("failures", 0) for tier in ("host", "disk"))
 
     def counted(self, number: int, tier: str, what: str) -> int:
         return int(self.stats[number][tier][what])
@@ -291,6 +298,25 @@ def test_a_node_on_disk_follows_no_node_that_is_in_host_memory_alone(
     shared.close()
 
 
+def test_host_memory_serves_what_begins_like_a_prefix_of_another_number_of_ranks(
+    ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    shared = Shared(ranks, str(tiny("llama")), "fp32", tmp_path / "store")
+    writer = shared.begin(1, 120)
+    shared.ask(writer, document(1))
+    reader = shared.begin(2, 24, prefix_host_gb=1.0, prefix_tail_tokens=60)
+    longer = document(1) + ids((200, 40))
+    shared.ask(reader, longer + question(0))  # to host memory alone: the first one writes
+    assert shared.counted(reader, "disk", "hits") == 1
+    for seed in (1, 2):
+        shared.ask(reader, document(1 + seed) + question(0))  # takes the device
+        shared.ask(reader, longer + question(seed))
+        assert shared.counted(reader, "host", "hits") == seed
+    assert shared.counted(reader, "host", "hit_tokens") >= 2 * len(longer)
+    assert not shared.counted(reader, "host", "failures")
+    shared.close()
+
+
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """An event for the engines or the store, and then a request to one engine."""
@@ -329,8 +355,12 @@ def turns(draw: st.DrawFn) -> Turn:
 
 
 def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[str]:
-    """Play a history of two or three engines at once; return what happened in it."""
+    """Play a history of two or three engines at once; return what happened in it.
+
+    Only what is damaged, or goes while it is loaded, cannot be loaded.
+    """
     happened: set[str] = set()
+    damaged = False
     chunks = itertools.cycle([24, 120, 40])  # others for two engines that begin after each other
 
     def begin(turn: Turn) -> int:
@@ -344,17 +374,22 @@ def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[st
         elif turn.event in ("evict", "rewrite"):
             for node in shared.nodes():
                 remove_node(node)
+            damaged = False
         elif turn.event == "unlock":  # so that another engine writes as well
             (store / "writer.lock").unlink(missing_ok=True)
         elif turn.event in DAMAGE:
             spoil(store, turn.event, number)
+            damaged = True
         if turn.event == "rewrite" and alive:  # by another engine than the one that wrote it
             shared.end(alive[0])
             shared.ask(begin(turn), document(1) + question(0))
         while len(shared.alive) < 2 or (turn.event == "begin" and len(shared.alive) < 3):
             begin(turn)
         alive = shared.alive
-        shared.ask(alive[turn.which % len(alive)], turn.prompt, steps=turn.steps)
+        one = alive[turn.which % len(alive)]
+        before, loads = shared.failures(one), one in shared.at_work
+        shared.ask(one, turn.prompt, steps=turn.steps)
+        assert damaged or loads or shared.failures(one) == before
         known = [shared.known.get(one, set()) for one in alive]
         if any(a & b for n, a in enumerate(known) for b in known[:n]):
             happened.add("two engines know a node")
