@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ import torch
 from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, worker
+from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import FrontendClosedError, Link, serve_frontend
+from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.heartbeat import heartbeat
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
@@ -108,11 +111,14 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     every: float, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they end after `collective_timeout`, which is four times as long."""
-    core = make_core(tiny("llama"))
-    now = begin = core._clock()
+    now = begin = time.monotonic()
+    runner = make_core(tiny("llama")).runner
+    config = EngineConfig(model=str(tiny("llama")), max_model_len=400, prefix_cache=False)
+    about: Any = {"chunked_prefill_size": 40, "eos_token_ids": ()}
+    core = EngineCore(runner, config, clock=lambda: now, **about)
     plans: list[tuple[float, Op]] = []
     sent: list[Any] = []
-    execute = core.runner.execute
+    execute = runner.execute
 
     def noted(plan: StepPlan) -> Any:
         plans.append((now - begin, plan.op))
@@ -138,10 +144,9 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
             params = SamplingParams().to_wire()
             return [Add("a", pack([5] * 1000), params), Abort("unknown")]
 
-    monkeypatch.setattr(core, "_clock", lambda: now)
-    monkeypatch.setattr(core.runner, "execute", noted)
+    monkeypatch.setattr(runner, "execute", noted)
     info: Any = {}
-    serve_frontend(build.RankEngine(core.runner, core, info), Refused(), most_idle=30.0)
+    serve_frontend(build.RankEngine(runner, core, info), Refused(), most_idle=30.0)
     assert [type(message) for message in sent[:2]] == [Ready, Failed]
     times, ops = zip(*plans, strict=True)
     assert ops[-1] is Op.STOP and set(ops[:-1]) == {Op.STATS}
@@ -159,7 +164,9 @@ def test_what_fails_while_it_serves_is_no_mistake_of_the_users(
         raise EngineError("a defect of razor_dist; please report it")
 
     runner = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(worker, "_engine", lambda *of: SimpleNamespace(runner=runner))
+    monkeypatch.setattr(worker, "init_distributed", lambda *of: Communicator(None))
+    monkeypatch.setattr(worker, "agree", lambda *of: SimpleNamespace(about={}))
+    monkeypatch.setattr(worker, "warmed_up", lambda *of: SimpleNamespace(runner=runner))
     monkeypatch.setattr(worker, "serve_frontend", fail)
     monkeypatch.setattr(worker, "follow", fail)
     monkeypatch.setattr(worker, "Link", lambda path: SimpleNamespace(send=lambda message: None))
