@@ -22,7 +22,7 @@ from torch import Tensor
 from razor_dist.cache.slots import Arena, SlotPool, StreamingSlot
 
 # Bytes that are copied together from one slot to another.
-_TOGETHER = 64 << 20
+_TOGETHER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StreamingCache:
             self.restore(copy, rows, state)
         return copy
 
-    def batches(self, length: int, most: int = _TOGETHER) -> list[slice]:
+    def batches(self, length: int, most: int = _TOGETHER_BYTES) -> list[slice]:
         """Cut the rows into slices whose `state` of ``length`` tokens is about ``most`` bytes.
 
         A slice has one row at least, unless there is none: then there is one slice all the same.

@@ -12,7 +12,7 @@ from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.config.sources import Setting, load_config
-from razor_dist.server.torchrun import HOLD_BACK, Torchrun, serve_as_rank
+from razor_dist.server.torchrun import HOLD_BACK_SECONDS, Torchrun, serve_as_rank
 
 
 @with_config_flags(ServerConfig)
@@ -53,7 +53,7 @@ def _serve_under(torchrun: Torchrun, config_file: str | None, flags: dict[str, A
     except RazorError:
         if torchrun.rank == 0:
             raise
-        time.sleep(HOLD_BACK)
+        time.sleep(HOLD_BACK_SECONDS)
         # Still here, so this is another node than rank 0's: its own user reads what it prints.
         if torchrun.local_rank == 0:
             raise

@@ -287,7 +287,7 @@ class EngineCore:
             "decode": self.runner.decode,
             **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
             "pinned": self.scheduler.room.pinned_elsewhere,
-            "running": self.scheduler.sequences,
+            "running": self.scheduler.active,
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._draws.tokens,

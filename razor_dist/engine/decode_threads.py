@@ -21,7 +21,7 @@ import torch
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at how long threads waited for a core.
-_LOOK = 0.5
+_LOOK_SECONDS = 0.5
 # Share of these seconds that one thread waited, from which on other programs count as busy.
 _BUSY = 0.1
 # Looks in a row at which they are busy before the log says so: a frontend that tokenises a long
@@ -41,7 +41,7 @@ _HOPELESS = 1.3
 _MOST_STEPS = 100
 # Seconds after which the numbers are compared again; doubled each time that all threads were the
 # fastest, up to the second number.
-_AGAIN, _LONGEST = 15.0, 240.0
+_AGAIN_SECONDS, _LONGEST_SECONDS = 15.0, 240.0
 
 
 def seconds_waited() -> dict[str, float] | None:
@@ -64,9 +64,9 @@ def seconds_waited() -> dict[str, float] | None:
 class DecodeThreads:
     """Chooses the number of torch's threads for each step on a CPU.
 
-    All threads compute, unless one of them has waited for a core for `_BUSY` of the last `_LOOK`
-    seconds or more. Then decode steps are timed with all threads and with fewer in turn, until
-    fewer are much slower, and the fastest number is kept for `_AGAIN` seconds.
+    All threads compute, unless one of them has waited for a core for `_BUSY` of the last
+    `_LOOK_SECONDS` or more. Then decode steps are timed with all threads and with fewer in turn,
+    until fewer are much slower, and the fastest number is kept for `_AGAIN_SECONDS`.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class DecodeThreads:
         self._fewer = sorted(fewer, reverse=True)
         self._used = self._best = every  # now, and for decode steps
         self._comparison: _Comparison | None = None
-        self._compare_at, self._again = clock(), _AGAIN
+        self._compare_at, self._again = clock(), _AGAIN_SECONDS
         self._looked_at, self._waited_then = clock(), waited()
         self._crowded, self._busy_looks, self._said = crowded, 0, False
         #: Estimated time of a step over its time on a quiet machine, 1 to `_MAX_SLOWDOWN`: the
@@ -120,7 +120,7 @@ class DecodeThreads:
             comparison.note(self._used, ended - began)
             if comparison.over:
                 self._decide(comparison.best, ended)
-        if ended - self._looked_at >= _LOOK:
+        if ended - self._looked_at >= _LOOK_SECONDS:
             self._look(ended)
 
     def use_all(self) -> None:
@@ -135,7 +135,9 @@ class DecodeThreads:
 
     def _decide(self, best: int, now: float) -> None:
         self._best, self._comparison = best, None
-        self._again = _AGAIN if best < self._every else min(2 * self._again, _LONGEST)
+        self._again = (
+            _AGAIN_SECONDS if best < self._every else min(2 * self._again, _LONGEST_SECONDS)
+        )
         self._compare_at = now + self._again
         log.debug("decode steps are computed by %d of %d threads", best, self._every)
 

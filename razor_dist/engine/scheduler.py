@@ -60,11 +60,15 @@ class Scheduler:
         self.batch = Batch(cache, world_size, prefill_policy, self.admission.checkpoint)
 
     @property
-    def sequences(self) -> int:
-        """Sequences taken of `CacheConfig.max_sequences`, answers that are to fork included."""
+    def active(self) -> int:
+        """Sequences that are read or answered, answers that are to fork included."""
         forks = sum(len(prefill.request.forks) for prefill in self.prefills.values())
-        pinned = 0 if self.cache.max_cached else len(self.pinned)
-        return len(self.prefills) + forks + len(self.running) + pinned
+        return len(self.prefills) + forks + len(self.running)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences taken of `CacheConfig.max_sequences`: `active`, and pinned without a cache."""
+        return self.active + (0 if self.cache.max_cached else len(self.pinned))
 
     @property
     def free_on_ranks(self) -> Ints:

@@ -56,7 +56,7 @@ T = TypeVar("T")
 # that anything is wrong. A rank that dies meanwhile is noticed by its parent process.
 _LOADING = timedelta(days=1)
 # Seconds that the frontend gets to read why rank 0 ends, before rank 0 ends.
-_LAST_WORDS = 5.0
+_LAST_WORDS_SECONDS = 5.0
 
 
 class FrontendClosedError(OSError):
@@ -100,7 +100,7 @@ class Link:
         with contextlib.suppress(FrontendClosedError):
             # The frontend hangs up when it has read that. Our exit makes torchrun's agent end, and
             # that the frontend, which must know the reason by then.
-            self.receive(_LAST_WORDS)
+            self.receive(_LAST_WORDS_SECONDS)
 
     def receive(self, timeout: float) -> list[ToEngine]:
         """Return the messages that have come, after at most ``timeout`` seconds without a byte.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 # What a question hears for which there is no process any more.
 CLOSED = "the process that was to work on the request is being closed"
 # Bytes that are written to the process at a time.
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 # Seconds that a process whose pipes are closed gets to end by itself, for its exit code.
 _LAST_SECONDS = 1.0
 
@@ -222,8 +222,8 @@ async def exchange(process: Process, *parts: bytes | bytearray) -> Fields:
         for part in parts:
             # In pieces: each write copies what the pipe does not take at once.
             with memoryview(part) as view:  # an error's traceback would hold it
-                for begin in range(0, len(part), _PIECE):
-                    process.stdin.write(view[begin : begin + _PIECE])
+                for begin in range(0, len(part), _PIECE_BYTES):
+                    process.stdin.write(view[begin : begin + _PIECE_BYTES])
                     await process.stdin.drain()
         return decode_fields(await read_frame(process.stdout))
     except (asyncio.IncompleteReadError, ConnectionError):

@@ -56,13 +56,13 @@ if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
 # Seconds for the process to start and load the vocabulary.
 _START_SECONDS = 120.0
 # Bytes with which the process is replaced.
-_LARGEST = 1 << 29
+_LARGEST_BYTES = 1 << 29
 # Bytes of the stack on which it compiles: an eighth of that of rank 0's thread.
-_STACK = 8 << 20
+_STACK_BYTES = 8 << 20
 # Constraints whose results are kept, and those of one key that may wait to be compiled.
 _KEPT, MOST_WAITING = 32, 16
 # Seconds for which a time-out is kept: the machine may have been busy.
-_TIME_OUT_KEPT = 60.0
+_TIME_OUT_KEPT_SECONDS = 60.0
 _SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and repetitions"
 
 
@@ -81,7 +81,7 @@ class GrammarProcess(ChildProcess):
         memory: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("razor_dist.frontend.grammar_process", str(memory), largest=_LARGEST)
+        super().__init__("razor_dist.frontend.grammar_process", str(memory), largest=_LARGEST_BYTES)
         self.seconds, self._clock = seconds, clock
         self._tokenizer, self._info = tokenizer, info
         # What `load` made of the tokenizer; the refusal if structured outputs cannot be had.
@@ -153,7 +153,7 @@ class GrammarProcess(ChildProcess):
         except TimeoutError:
             problem = f"compiling it took longer than {self.seconds:g} s; {_SIMPLER}"
             result = _failure(problem, "structured_outputs_timeout")
-            end = self._clock() + _TIME_OUT_KEPT
+            end = self._clock() + _TIME_OUT_KEPT_SECONDS
         except ProcessDiedError as death:
             if self._ended:
                 raise ProcessKilledError(CLOSED) from None
@@ -270,7 +270,7 @@ def _limit_memory(memory: int) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the other signals that end a process
     pipes, memory = Pipes(), int(sys.argv[1])
-    with stack_size(_STACK):
+    with stack_size(_STACK_BYTES):
         thread = threading.Thread(target=_serve, args=(pipes, memory))
         thread.start()
     thread.join()

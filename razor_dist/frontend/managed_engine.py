@@ -22,15 +22,15 @@ from razor_dist.protocol.messages import EXIT_USER_ERROR
 log = logging.getLogger(__name__)
 
 # Seconds that processes which fail together are given to end, or to say why.
-_GRACE = 3.0
+_GRACE_SECONDS = 3.0
 # Consecutive starts that may fail before the engine has served for the first time, and after it.
 _MAX_FAILED_STARTS, _MAX_FAILED_RESTARTS = 3, 10
 # Seconds before the next start, doubled by each failure, and at most.
-_BACKOFF, _LONGEST_PAUSE = 0.5, 30.0
+_BACKOFF_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
 # Seconds that rank 0 gets at least to import its libraries and connect: cold disks take minutes.
-_LEAST_PATIENCE = 120.0
+_LEAST_PATIENCE_SECONDS = 120.0
 # Seconds after which an unlocked folder belongs to a process that was killed.
-_ABANDONED = 60.0
+_ABANDONED_SECONDS = 60.0
 
 
 class ManagedEngine:
@@ -110,7 +110,7 @@ class ManagedEngine:
             if failed_starts >= most:
                 self.client.failed(f"{failed_starts} starts failed in a row; the last: {reason}")
                 return
-            await asyncio.sleep(min(_LONGEST_PAUSE, _BACKOFF * 2**failed_starts))
+            await asyncio.sleep(min(_LONGEST_PAUSE_SECONDS, _BACKOFF_SECONDS * 2**failed_starts))
 
     async def _serve_once(self) -> str:
         """Start the ranks and return, in words, why they ended; none runs any more.
@@ -148,7 +148,7 @@ class ManagedEngine:
                 return stuck.result()
             if not death.done():
                 # A rank 0 that hangs up is about to end, and its exit code tells more.
-                await asyncio.wait({death}, timeout=_GRACE)
+                await asyncio.wait({death}, timeout=_GRACE_SECONDS)
             if not death.done():
                 return self.client.status.reason
             if death.result().code == EXIT_USER_ERROR:
@@ -168,7 +168,7 @@ class ManagedEngine:
         At the first start that is the end: a mistake in the settings does not pass.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE):
+            async with asyncio.timeout(_GRACE_SECONDS):
                 while self.client.status.state not in ("restarting", "failed"):
                     await self.client.wait_change()
         if self.client.status.state not in ("restarting", "failed"):
@@ -198,7 +198,7 @@ async def silence(client: EngineClient, timeout: float) -> str:
 
 def patience(timeout: float) -> float:
     """Return the seconds until rank 0, which connects before it loads anything, must connect."""
-    return max(_LEAST_PATIENCE, 10 * timeout)
+    return max(_LEAST_PATIENCE_SECONDS, 10 * timeout)
 
 
 def lock_folder(folder: Path) -> int:
@@ -219,6 +219,6 @@ def remove_abandoned_folders() -> None:
         with contextlib.suppress(OSError):
             found = socket.lstat()
             own = socket.is_socket() and found.st_uid == os.getuid()
-            if own and time.time() - found.st_mtime > _ABANDONED:
+            if own and time.time() - found.st_mtime > _ABANDONED_SECONDS:
                 os.close(lock_folder(socket.parent))
                 shutil.rmtree(socket.parent, ignore_errors=True)

@@ -43,7 +43,7 @@ from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.chosen import add_chunks, chosen_from, least_keys, least_read, token_bytes
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device, Efficiency
-from razor_dist.protocol.step_plan import FRAME, BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import FRAME_BYTES, BatchEntry, Op, StepPlan
 
 _CHUNK = 1 << 20
 # Kernels of a recorded decode step on CUDA: of each layer (counted in tests/test_launches.py, less
@@ -132,7 +132,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
                 # Of each rank, to sum one token's hidden state over all.
                 reduced = 2 * d.model.hidden_size * d.dtype.itemsize * others // d.world_size
                 sent["tensor"] = d.shares.sums * reduced + logits
-        decode[0]["control"] = others * FRAME
+        decode[0]["control"] = others * FRAME_BYTES
     # Without what is zero.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])
 

@@ -223,7 +223,7 @@ class Nodes:
         """Note that a node is no longer in a tier; what follows on it there is of no use then."""
         if tier not in node.where:
             return
-        for child, other in self._with(node, tier):
+        for child, other in _lost_with(node, tier):
             self.leave(child, other)
         node.where.remove(tier)
         self.bytes[tier] -= node.manifest.nbytes
@@ -237,15 +237,6 @@ class Nodes:
             node.parent.children.discard(node)
         self._index.remove(node)
         del self._nodes[node.manifest.sha256]
-
-    def _with(self, node: Node, tier: Tier) -> list[tuple[Node, Tier]]:
-        """Return the children, and their tiers, that would be lost if a node left a tier.
-
-        What is on disk follows on what is there, and what is in host memory on either.
-        """
-        alone = node.where == {tier}
-        pairs = ((child, other) for child in node.children for other in child.where)
-        return [(child, other) for child, other in pairs if alone or other == tier == "disk"]
 
     def take_left_host(self) -> list[str]:
         """Return the digests of what the ranks are to drop from host memory, once."""
@@ -279,7 +270,7 @@ class Nodes:
             return True
 
         def stays(node: Node) -> bool:
-            lost = self._with(node, tier)
+            lost = _lost_with(node, tier)
             return node in keep or any(other != tier or stays(child) for child, other in lost)
 
         nodes = [node for node in self if tier in node.where and not stays(node)]
@@ -291,7 +282,7 @@ class Nodes:
         worths: list[tuple[float, float, int, Node]] = []
 
         def push(node: Node) -> None:
-            if node in may_go and not self._with(node, tier):
+            if node in may_go and not _lost_with(node, tier):
                 may_go.remove(node)
                 heappush(worths, (self._worth(node, tier), node.last_use, node.key, node))
 
@@ -332,6 +323,16 @@ class Nodes:
         names = ("hits", "hit_tokens", "evictions", "failures", "no_room")
         counts = {name: self.counts[f"{tier}_{name}"] for name in names}
         return counts | {"entries": self.entries(tier), "bytes": self.bytes[tier]}
+
+
+def _lost_with(node: Node, tier: Tier) -> list[tuple[Node, Tier]]:
+    """Return the children, and their tiers, that would be lost if a node left a tier.
+
+    What is on disk follows on what is there, and what is in host memory on either.
+    """
+    alone = node.where == {tier}
+    pairs = ((child, other) for child in node.children for other in child.where)
+    return [(child, other) for child, other in pairs if alone or other == tier == "disk"]
 
 
 def _is_on_disk(node: Node) -> bool:

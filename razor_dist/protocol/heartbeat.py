@@ -15,14 +15,14 @@ from contextlib import contextmanager, suppress
 from razor_dist.protocol.messages import Alive
 
 # Seconds between two signs of life, if that is not too long for the frontend's patience.
-_INTERVAL = 1.0
+_INTERVAL_SECONDS = 1.0
 # Seconds that the thread gets to end, which a frontend that reads no more keeps from it.
-_GRACE = 1.0
+_GRACE_SECONDS = 1.0
 
 
 def interval(timeout: float) -> float:
     """Seconds between two signs of life of which a frontend with that patience misses none."""
-    return min(_INTERVAL, timeout / 4)
+    return min(_INTERVAL_SECONDS, timeout / 4)
 
 
 @contextmanager
@@ -52,4 +52,4 @@ def heartbeat(
         over.set()
         # Its closures may be the last that hold the engine. A daemon thread that frees tensors
         # while the interpreter ends is aborted: "terminate called without an active exception".
-        thread.join(_GRACE)
+        thread.join(_GRACE_SECONDS)

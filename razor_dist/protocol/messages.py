@@ -195,7 +195,8 @@ class Stats(_Message, tag="stats"):
     ``prefix_cache``                 ``queries`` of prompts, ``hits``, their ``query_tokens`` and
                                      ``hit_tokens``, ``evictions``, ``entries``, ``bytes_per_rank``;
                                      the same by tier
-    ``running``, ``waiting``         requests
+    ``running``, ``waiting``         sequences that are read or answered, and requests
+    ``pinned``                       {id: {tier: bytes}} of pinned prefixes beyond the device
     ``prompt_tokens``                prefilled since start, and ``generated_tokens``
     ``step_seconds``                 {"prefill" and "decode": `StepSeconds.fields`}
     ``decode``                       as `EngineInfo.decode`

@@ -1,6 +1,6 @@
 """One step of all ranks, in msgpack, never a pickle.
 
-Rank 0 decides and broadcasts; the others follow. A plan travels in one frame of `FRAME` bytes; one
+Rank 0 decides and broadcasts; the others follow. A plan travels in one frame of `FRAME_BYTES`; one
 that does not fit follows in a second tensor.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from razor_dist.parallel.comm import Communicator
 
-FRAME = 4096  # bytes
+FRAME_BYTES = 4096  # bytes
 _LENGTH = 8  # bytes of the plan's length, with which a frame begins
 # Bytes, of which the second tensor is a multiple: so it hardly depends on how large the keys are.
 _ROUNDED = 256
@@ -99,13 +99,13 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
         return cls(Op.STEP, entries=tuple(ordered))
 
     def frames(self) -> list[Tensor]:
-        """Return what is sent: one tensor of `FRAME` bytes, or two."""
+        """Return what is sent: one tensor of `FRAME_BYTES` bytes, or two."""
         data = _encode(self)
         length = len(data).to_bytes(_LENGTH, "little")
-        if len(data) <= FRAME - _LENGTH:
-            parts = [(length + data).ljust(FRAME, b"\0")]
+        if len(data) <= FRAME_BYTES - _LENGTH:
+            parts = [(length + data).ljust(FRAME_BYTES, b"\0")]
         else:
-            parts = [length.ljust(FRAME, b"\0"), data.ljust(_rounded(len(data)), b"\0")]
+            parts = [length.ljust(FRAME_BYTES, b"\0"), data.ljust(_rounded(len(data)), b"\0")]
         return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
     def send(self, comm: Communicator) -> None:
@@ -117,7 +117,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
     @classmethod
     def receive(cls, comm: Communicator) -> StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
-        frame = torch.empty(FRAME, dtype=torch.uint8)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         comm.host.broadcast(frame, "control")
         length = int.from_bytes(frame[:_LENGTH].numpy().tobytes(), "little")
         data = frame[_LENGTH:]

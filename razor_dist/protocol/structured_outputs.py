@@ -96,7 +96,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         kinds = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
-        if self.json is False:
+        if self.json is False or (isinstance(self.json, str) and self.json.strip() == "false"):
             raise refusal("json: false is a schema that nothing matches")
         if len(kinds) != 1:
             got = " and ".join(kinds) or "none"
@@ -107,6 +107,8 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool | None):
                 raise refusal(f"{name} must be true or false")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise refusal("whitespace_pattern excludes disable_any_whitespace")
         if not isinstance(self.json, str | Mapping | bool | None):
             raise refusal("json must be a JSON schema: an object, or a string that holds one")
         if isinstance(self.json, Mapping | bool):
@@ -153,7 +155,9 @@ class StructuredOutputsParams:
                 return "|".join(self.choice or ())
             case "json_object":
                 return '{"type": "object"}'
-        return str(getattr(self, self._kind))
+        given = str(getattr(self, self._kind))
+        # llguidance puts the pattern of blanks into an object.
+        return "{}" if self._kind == "json" and given.strip() == "true" else given
 
     @property
     def _kind(self) -> str:
@@ -206,7 +210,8 @@ class StructuredOutputsParams:
     def _blanks(self) -> dict[str, Any]:
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
-        return {"whitespace_pattern": self.whitespace_pattern or _WHITESPACE}
+        own = self.whitespace_pattern
+        return {"whitespace_pattern": _WHITESPACE if own is None else own}
 
 
 def _text_of(schema: Mapping[str, Any] | bool) -> str:

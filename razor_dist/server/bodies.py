@@ -12,12 +12,12 @@ from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 
 # Bytes of a body for which it gets a second more, and by which its progress is measured.
-_STEP = 64 * 1024
+_STEP_BYTES = 64 * 1024
 # Seconds in which a body must have come a step further, once it is not small; and while another
 # lacks the room that it takes.
-STALL_TIMEOUT, PATIENCE = 10.0, 3.0
+STALL_SECONDS, PATIENCE_SECONDS = 10.0, 3.0
 # Bytes of a small body, and bytes that only small ones may take beyond the bound.
-_SMALL, _RESERVE = 256 * 1024, 8 * 2**20
+_SMALL_BYTES, _RESERVE_BYTES = 256 * 1024, 8 * 2**20
 _JSON = "application/json"
 
 
@@ -125,15 +125,15 @@ class BodyReader:
                     if len(body) + len(chunk) > self._max_bytes:
                         raise self._too_large()
                     self.make_room(body, len(chunk), loop.time())
-                    steps = len(body) // _STEP
+                    steps = len(body) // _STEP_BYTES
                     body.grow(chunk)
-                    if len(body) // _STEP > steps:
+                    if len(body) // _STEP_BYTES > steps:
                         body.progress_at = loop.time()
                         self._reading.pop(limit, None)
                         self._reading[limit] = body
-                    end = begun + self._seconds + len(body) / _STEP
-                    if len(body) > _SMALL:
-                        end = min(end, body.progress_at + STALL_TIMEOUT)
+                    end = begun + self._seconds + len(body) / _STEP_BYTES
+                    if len(body) > _SMALL_BYTES:
+                        end = min(end, body.progress_at + STALL_SECONDS)
                     limit.reschedule(end)
         except BaseException as error:
             body.drop()  # now: the traceback may keep it for a while
@@ -141,8 +141,8 @@ class BodyReader:
                 raise
             raise RequestError(
                 f"the body came too slowly: it has {self._seconds:g} s and one for each 64 KiB "
-                f"(--body-timeout), beyond 256 KiB {STALL_TIMEOUT:g} s at most for each 64 KiB, "
-                f"and {PATIENCE:g} s when others lack the room",
+                f"(--body-timeout), beyond 256 KiB {STALL_SECONDS:g} s at most for each 64 KiB, "
+                f"and {PATIENCE_SECONDS:g} s when others lack the room",
                 code="body_timeout",
             ) from None
         finally:
@@ -151,14 +151,14 @@ class BodyReader:
 
     def _room(self, size: int) -> int:
         """Return the bytes that all bodies may have with one that has ``size`` of them."""
-        return self._max_total + (_RESERVE if size <= _SMALL else 0)
+        return self._max_total + (_RESERVE_BYTES if size <= _SMALL_BYTES else 0)
 
     def make_room(self, body: Body, size: int, now: float) -> None:
         """See to it that a body can grow by ``size`` bytes, or raise `RequestError`."""
         room = self._room(len(body) + size)
         while size and self.used + size > room:
             limit, stalled = next(iter(self._reading.items()), (None, body))
-            if limit is None or stalled is body or now - stalled.progress_at < PATIENCE:
+            if limit is None or stalled is body or now - stalled.progress_at < PATIENCE_SECONDS:
                 raise RequestError(
                     "the requests that are being read fill the memory set aside for them "
                     "(--max-total-body-mb); try again later",
@@ -195,5 +195,5 @@ def _check_kind(headers: Mapping[str, str], wanted: str, what: str) -> None:
 
 
 async def _pieces(body: Body) -> AsyncIterator[bytes]:
-    for begin in range(0, len(body), _STEP):
-        yield bytes(memoryview(body)[begin : begin + _STEP])
+    for begin in range(0, len(body), _STEP_BYTES):
+        yield bytes(memoryview(body)[begin : begin + _STEP_BYTES])

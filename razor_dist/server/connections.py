@@ -19,7 +19,7 @@ from razor_dist.config.errors import ConfigError
 log = logging.getLogger(__name__)
 
 # Seconds in which a client must take some of what is sent to it.
-SEND_TIMEOUT = 60.0
+SEND_SECONDS = 60.0
 # File descriptors for everything but connections: libraries, the engine's socket, children.
 _OTHER_FILES = 128
 # With fewer there would be no room for connections beside those.
@@ -27,7 +27,7 @@ _LEAST_FILES = 256
 _SECONDS_BETWEEN_WARNINGS = 10.0
 # Bytes of a request line and headers: uvicorn's default. Its ``h11_max_incomplete_event_size`` is
 # without effect, since `BoundedProtocol` makes the connection itself.
-_LARGEST_HEAD = 64 * 1024
+_LARGEST_HEAD_BYTES = 64 * 1024
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
     b"Connection: close\r\n\r\n"
@@ -93,7 +93,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        self.conn = StrictConnection(h11.SERVER, _LARGEST_HEAD)
+        self.conn = StrictConnection(h11.SERVER, _LARGEST_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -130,7 +130,7 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._send_timer = self.loop.call_later(SEND_TIMEOUT, self.transport.abort)
+        self._send_timer = self.loop.call_later(SEND_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -31,7 +31,7 @@ _INT_BYTES = 4
 # Seconds for which an expired file stays: a server that uses it renews it soon after it expires.
 GRACE_SECONDS = 60.0
 # Seconds after its last use in which any context has expired, also one that cannot be read.
-_LONGEST = 604_800
+_LONGEST_SECONDS = 604_800
 
 # What reading a damaged file raises.
 _DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, OverflowError)
@@ -147,7 +147,7 @@ def _sweep(folder: Path, unused_since: float = 0.0) -> tuple[list[Stored], int]:
             stored, used = None, path.stat().st_mtime
             with contextlib.suppress(*_DAMAGED), path.open("rb") as file:
                 stored = _begin(file)
-            expires = used + _LONGEST if stored is None else stored.expires
+            expires = used + _LONGEST_SECONDS if stored is None else stored.expires
             if expires + GRACE_SECONDS < now or used < unused_since:
                 path.unlink()
                 removed += 1

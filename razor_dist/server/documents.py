@@ -29,7 +29,7 @@ from razor_dist.frontend.guard import guarded, send_signal
 # Files that are read at a time, and small ones that are read beside them; others wait.
 _AT_ONCE, _SMALL_AT_ONCE = 2, 1
 # Bytes of a small file.
-_SMALL = 2**20
+_SMALL_BYTES = 2**20
 
 ReadFile = Callable[[bytes | bytearray, str | None, ReadLimits], Awaitable[Document]]
 
@@ -57,7 +57,7 @@ class DocumentReader:
         Raises `RequestError` (``unreadable_document``) that says what is wrong with the file, and
         `ProcessKilledError` if its reader was ended from outside.
         """
-        small = len(data) <= _SMALL
+        small = len(data) <= _SMALL_BYTES
         try:
             async with self._turn(key, small), self._small if small else self._large:
                 return await self._read(data, kind_of(Path(name)), self._limits)

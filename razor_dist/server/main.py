@@ -56,19 +56,19 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
-_GRACE = 2
+_GRACE_SECONDS = 2
 # Seconds that a connection may idle between two requests: longer than load balancers and clients
 # keep theirs (60 s), so that none sends a request on a connection that is being closed.
-_KEEP_ALIVE = 75
+_KEEP_ALIVE_SECONDS = 75
 # Seconds that a collector gets to take the last traces.
-_LAST_TRACES = 3
+_LAST_TRACES_SECONDS = 3
 # Connections that are accepted in one turn of the loop, and that wait for it. One that must make
 # way is closed a few turns later; few are accepted in each, so that `_OTHER_FILES` holds them.
 _ACCEPTED_AT_ONCE, _BACKLOG = 16, 1024
 # How a client is noticed that has vanished without a word, so that nothing more is read or answered
 # for it: seconds of silence until its host is asked, seconds between two questions and their
 # number; and milliseconds in which it must acknowledge what is sent.
-_IDLE, _INTERVAL, _COUNT, _UNACKNOWLEDGED = 30, 10, 3, 60_000
+_IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES, _UNACKNOWLEDGED_MS = 30, 10, 3, 60_000
 
 
 def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) -> int:
@@ -174,8 +174,8 @@ class Frontend:
             "log_config": None,
             "backlog": _ACCEPTED_AT_ONCE,
             "access_log": False,  # it has paths that clients write
-            "timeout_graceful_shutdown": _GRACE,
-            "timeout_keep_alive": _KEEP_ALIVE,
+            "timeout_graceful_shutdown": _GRACE_SECONDS,
+            "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
             "http": protocol
             if tls is None
             else lambda **given: TlsProtocol(protocol(**given), tls),
@@ -249,7 +249,7 @@ async def close(service: Service) -> None:
     if service.traces is not None:
         with contextlib.suppress(TimeoutError):
             closed = in_daemon_thread(service.traces.close)
-            await asyncio.wait_for(closed, _LAST_TRACES)
+            await asyncio.wait_for(closed, _LAST_TRACES_SECONDS)
 
 
 async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -325,10 +325,10 @@ def bind(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":  # where connections have what is set for their listener
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _COUNT)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_SECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     try:
         listener.bind(address)
         listener.listen(_BACKLOG)

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 _FAILED = "the request could not be read; see the server's log"
 # Seconds that the process may take for each megabyte of a body: tokenizers take up to a few.
-_PATIENCE_PER_MB = 60.0
+_SECONDS_PER_MB = 60.0
 
 
 class ParsingProcess(ChildProcess):
@@ -80,7 +80,7 @@ class ParsingProcess(ChildProcess):
 
         async def read() -> Fields:
             size = len(raw) + sum(len(file.text) for file in files)
-            patience = self.patience + _PATIENCE_PER_MB * size / 2**20
+            patience = self.patience + _SECONDS_PER_MB * size / 2**20
             head = encode(
                 {
                     **{"endpoint": endpoint, "limits": limits, "files": files, "kept": kept},

@@ -40,10 +40,10 @@ from razor_dist.server.sse import EventStream, stream
 from razor_dist.server.tracing import Traces, exporting
 
 # Prometheus gives up after 10 s, and has the last counters if the engine is busy.
-_SCRAPE_PATIENCE = 1.0
+_SCRAPE_SECONDS = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
 # and not an event in a stream that has begun with 200.
-_REFUSAL_WAIT = 1.0
+_REFUSAL_SECONDS = 1.0
 _DRAINING = Status("draining", "the server is shutting down")
 
 
@@ -275,7 +275,7 @@ class Service:
         state, stats = self.client.status.state, None
         if state == "ready" and self.client.info is not None:
             with contextlib.suppress(EngineError, TimeoutError):
-                counters = await asyncio.wait_for(self.counters(), _SCRAPE_PATIENCE)
+                counters = await asyncio.wait_for(self.counters(), _SCRAPE_SECONDS)
                 stats = {**self.client.info.fields, **counters}
         return self.metrics.render(state == "ready", stats)
 
@@ -312,7 +312,7 @@ async def _unless_refused(
     """Return the events once the first is there; raises if it is an error that comes soon."""
     first = asyncio.ensure_future(anext(events, None))
     try:
-        await asyncio.wait({first}, timeout=_REFUSAL_WAIT)
+        await asyncio.wait({first}, timeout=_REFUSAL_SECONDS)
         if first.done():
             first.result()
     except BaseException:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 # Seconds of silence after which heartbeats come only this often. A prompt may take 45 minutes to
 # read on a CPU, and Go's most used client ends a stream after 300 lines without data: 53 minutes.
 # Proxies and clients that give a silent stream up wait 30 seconds or more.
-_LONG_SILENCE, _RARE_HEARTBEAT = 60.0, 24.0
+_LONG_SILENCE_SECONDS, _RARE_HEARTBEAT_SECONDS = 60.0, 24.0
 
 
 async def stream(
@@ -74,8 +74,8 @@ async def stream(
                 yield text
                 last = shown = clock()
             due = event is None or clock() - last >= heartbeat
-            rare = clock() - shown > _LONG_SILENCE
-            if not lines and due and (not rare or clock() - last >= _RARE_HEARTBEAT):
+            rare = clock() - shown > _LONG_SILENCE_SECONDS
+            if not lines and due and (not rare or clock() - last >= _RARE_HEARTBEAT_SECONDS):
                 yield form.heartbeat
                 last = clock()
         for chunk in form.closing(include_usage):

@@ -31,7 +31,7 @@ RunRank = Callable[[EngineConfig, str | None], None]
 FRONTEND = "razor_dist.server.main"
 # Seconds that the other ranks leave rank 0 to tell of an error that all of them have met: torchrun
 # ends every process of a node as soon as one has failed.
-HOLD_BACK = 5.0
+HOLD_BACK_SECONDS = 5.0
 
 
 class Torchrun(NamedTuple):

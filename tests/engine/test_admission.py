@@ -40,6 +40,7 @@ def test_pinned_prefixes_in_every_slot_refuse_what_could_never_start() -> None:
     core.abort("one")
     add(core, "question", 3, prefix="two")
     assert [m.finish for m in run(core) if isinstance(m, Token)] == ["length"]
+    assert (core.scheduler.active, core.scheduler.sequences) == (0, 1)
 
 
 def test_pinned_prefixes_in_the_pages_refuse_what_could_never_start() -> None:

@@ -110,6 +110,12 @@ def vocabulary() -> LLTokenizer:
     return load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2]))
 
 
+def test_true_is_the_schema_of_any_json() -> None:
+    for value in (True, "true"):
+        found = StructuredOutputsParams(json=value).llguidance()
+        assert found == StructuredOutputsParams(json={}).llguidance()
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -121,6 +127,11 @@ def vocabulary() -> LLTokenizer:
         ({"choice": "ab"}, "choice must be a list of strings"),
         ({"json": [1]}, "json must be a JSON schema"),
         ({"json": False}, "a schema that nothing matches"),
+        ({"json": " false"}, "a schema that nothing matches"),
+        (
+            {"json": {}, "whitespace_pattern": "", "disable_any_whitespace": True},
+            "whitespace_pattern excludes disable_any_whitespace",
+        ),
         ({"json_object": 1}, "json_object must be true or false"),
         ({"structural_tag": "x"}, "has no field 'structural_tag'; known are: json, json_obj"),
         ("regex", "must be an object, got 'regex'"),

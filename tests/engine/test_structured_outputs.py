@@ -93,6 +93,8 @@ def test_whatever_kind_is_asked_for_is_matched(core: EngineCore, ignore_eos: boo
         assert text == json.dumps(json.loads(text), separators=(",", ":"))
     for text in texts(core, {"json": schema, "whitespace_pattern": " "}, **settings):
         assert text.count(" ") and json.loads(text)
+    for text in texts(core, {"json": schema, "whitespace_pattern": ""}, **settings):
+        assert " " not in text and json.loads(text)
 
 
 def test_a_greedy_answer_in_company_is_the_one_alone(core: EngineCore) -> None:

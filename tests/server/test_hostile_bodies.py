@@ -105,7 +105,7 @@ async def upload(reader: BodyReader, chunks: list[int], *, ends: bool = False) -
 
 
 async def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PATIENCE", 60.0)
+    monkeypatch.setattr(bodies, "PATIENCE_SECONDS", 60.0)
     mb = 2**20
     reader = BodyReader(ServerConfig(max_body_mb=2, max_total_body_mb=3))
     stopped = [
@@ -117,7 +117,7 @@ async def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.Monkey
     small = [mb // 8, mb // 8]  # has room of its own
     assert await upload(reader, small, ends=True) == mb // 4
     assert await upload(reader, [mb // 4, 1], ends=True) == "bodies_full"
-    monkeypatch.setattr(bodies, "PATIENCE", 0.0)
+    monkeypatch.setattr(bodies, "PATIENCE_SECONDS", 0.0)
     assert await upload(reader, [mb, mb - 1], ends=True) == 2 * mb - 1
     assert await stopped[0] == "body_timeout"  # and the other may go on
     assert not stopped[1].done() and reader.used == mb + 1
@@ -127,7 +127,7 @@ async def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.Monkey
 async def test_an_upload_that_stops_is_given_up_however_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "STALL_TIMEOUT", 0.1)
+    monkeypatch.setattr(bodies, "STALL_SECONDS", 0.1)
     reader = BodyReader(ServerConfig())
     async with asyncio.timeout(10):  # it would have 16 minutes more for its size
         assert await upload(reader, [2**26 - 1]) == "body_timeout"

@@ -200,7 +200,7 @@ def test_many_that_come_at_once_make_way_one_by_one() -> None:
 
 @pytest.mark.anyio
 async def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections_module, "SEND_TIMEOUT", 0.2)
+    monkeypatch.setattr(connections_module, "SEND_SECONDS", 0.2)
     sent = 0
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
