@@ -65,7 +65,7 @@ class RankPool:
         self.answers: list[Any] = []  # what ranks returned in the last call, as far as it went
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = f"file://{self._directory.name}/store"
-        self._pipes, self._processes = [], []
+        self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = FORKSERVER.Pipe()
             process = FORKSERVER.Process(
@@ -74,7 +74,7 @@ class RankPool:
             process.start()
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
+            self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
         """``function(comm, *args)`` on every rank; the results in the order of ranks."""
@@ -96,7 +96,7 @@ class RankPool:
         """End the processes."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
+        for process in self.processes:
             process.join(10)
             if process.is_alive():
                 process.kill()

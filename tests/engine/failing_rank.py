@@ -10,21 +10,23 @@ from typing import Any
 from razor_dist.config.errors import EngineError
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
+from razor_dist.protocol.step_plan import Op, StepPlan
 
 
-def _fail_once(self: ModelRunner, pieces: Any) -> Any:
+def _fail_once(self: ModelRunner, plan: StepPlan) -> Any:
     failed = Path(os.environ["FAILED_ONCE"])
     if (
-        self.sequences[pieces[-1].sequence].length > 0
+        plan.op is Op.STEP
+        and self.sequences[plan.entries[-1].sequence].length > 0
         and self.comm.rank == self.comm.size - 1
         and not failed.exists()
     ):
         failed.touch()
         raise EngineError("a rank fails in the middle of a prompt")
-    return _step(self, pieces)
+    return _execute(self, plan)
 
 
 if __name__ == "__main__":
-    _step = ModelRunner._step
-    ModelRunner._step = _fail_once
+    _execute = ModelRunner.execute
+    ModelRunner.execute = _fail_once
     main()

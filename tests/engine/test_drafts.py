@@ -278,16 +278,16 @@ def test_every_feature_in_company(
 
 def without_logits(comm: Communicator, scene: Scene, truth: Truth) -> tuple[Answers, int]:
     """`answered`, with logits that cannot be read in steps of answers alone; and count these."""
-    step, hidden = ModelRunner._step, []
+    execute, hidden = ModelRunner.execute, []
 
-    def hide(runner: ModelRunner, entries: Sequence[BatchEntry]) -> Any:
-        logits = step(runner, entries)
-        if logits is None or runner.likeliest is None:
+    def hide(runner: ModelRunner, plan: StepPlan) -> Any:
+        logits = execute(runner, plan)
+        if plan.op is not Op.STEP or logits is None or runner.likeliest is None:
             return logits
         hidden.append(len(logits))
         return logits.to("meta")
 
-    with mock.patch.object(ModelRunner, "_step", hide):
+    with mock.patch.object(ModelRunner, "execute", hide):
         return answered(comm, scene, truth, 1), len(hidden)
 
 

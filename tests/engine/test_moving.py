@@ -32,15 +32,15 @@ class Movable(PagesOnly):
     def __init__(self, *sizes: Any) -> None:
         super().__init__(*sizes)
         self.parts: Counter[Op] = Counter()
-        self._left: Counter[Op] = Counter()
+        self.left: Counter[Op] = Counter()
 
     def execute(self, plan: StepPlan) -> torch.Tensor | None:
         if plan.op not in (Op.SAVE, Op.LOAD):
             return super().execute(plan)
         self.executed += 1
-        self._left[plan.op] -= 1
+        self.left[plan.op] -= 1
         if plan.payload:
-            self._left[plan.op] = self.parts[plan.op]
+            self.left[plan.op] = self.parts[plan.op]
             if plan.op is Op.LOAD:
                 job, [rank], [caches] = load_job(plan.payload), self.ranks, self.caches
                 rank.restore(plan.sequence, plan.total, job.chunks, job.mark)
@@ -51,7 +51,7 @@ class Movable(PagesOnly):
                     slot.start = slot.ring_begin = slot.tail_begin = max(
                         cache.policy.sinks, cache.policy.start(plan.total)
                     )
-        return torch.tensor([[max(0, self._left[plan.op]), 0, 0]])
+        return torch.tensor([[max(0, self.left[plan.op]), 0, 0]])
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_a_load_ends_with_the_last_request_that_waits_for_it() -> None:
     core.step()
     assert tiers.loading is not None and tiers.loading is not first
     runner.parts.clear()
-    runner._left.clear()
+    runner.left.clear()
     run(core)
     evict_all(core)
     assert runner.lengths == {} and (accounts.free == accounts.sizes).all()
@@ -180,7 +180,7 @@ def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
     assert {one.id for one in core.scheduler.waiting} == {"loads", "same"}
     assert not core.scheduler.running and not core.scheduler.prefills
     runner.parts.clear()
-    runner._left.clear()
+    runner.left.clear()
     run(core)
 
 

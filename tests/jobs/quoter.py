@@ -30,7 +30,7 @@ def document(chapters: int, sentences: int = 10) -> str:
 def plain_tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer without a chat template."""
     tokenizer = smollm2_tokenizer()
-    return type(tokenizer)(tokenizer_object=tokenizer._tokenizer)
+    return type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
 
 
 class Quoter:

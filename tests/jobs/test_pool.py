@@ -219,12 +219,12 @@ class Crowded:
 
     def __init__(self, pool: CrowdedEngines) -> None:
         self._pool = pool
-        self._end = threading.Event()
+        self.end = threading.Event()
         self._all = threading.Barrier(pool.at_once)
         self._under_way: list[str] = []
 
     def run(self, item: Item) -> Mapping[str, Any]:
-        if self._end.is_set():
+        if self.end.is_set():
             raise RuntimeError("it is closed")
         self._under_way.append(item.id)
         self._pool.together.append(list(self._under_way))
@@ -236,14 +236,14 @@ class Crowded:
                 case ("lost", _):
                     raise EngineLostError("the node died")
                 case ("stays", 1):  # until the engine is closed under it
-                    assert self._end.wait(30)
+                    assert self.end.wait(30)
                     raise RuntimeError("the event loop is closed")
             return {"of": item.id}
         finally:
             self._under_way.remove(item.id)
 
     def close(self) -> None:
-        self._end.set()
+        self.end.set()
 
 
 class CrowdedEngines:
@@ -298,7 +298,7 @@ def test_what_was_under_way_on_a_lost_engine_goes_to_another_alone() -> None:
         assert (found[id].result, found[id].attempts) == ({"of": id}, 2)
     assert isinstance(found["guilty"].error, EngineLostError) and found["guilty"].attempts == 3
     assert all(len(there) == 1 for there in pool.together[3:]), "nobody suffers from it again"
-    assert len(pool.opened) >= 3 and all(engine._end.is_set() for engine in pool.opened)
+    assert len(pool.opened) >= 3 and all(engine.end.is_set() for engine in pool.opened)
     assert no_threads_left()
 
 
@@ -306,16 +306,16 @@ class Stubborn:
     """An engine whose item ends only when it is closed."""
 
     def __init__(self) -> None:
-        self._end = threading.Event()
+        self.end = threading.Event()
 
     def run(self, item: Item) -> Mapping[str, Any]:
         if item.size > 1:
-            assert self._end.wait(30)
+            assert self.end.wait(30)
             raise EngineError("closed")
         return {}
 
     def close(self) -> None:
-        self._end.set()
+        self.end.set()
 
 
 def test_a_job_that_is_broken_off_ends_its_engines() -> None:
@@ -326,7 +326,7 @@ def test_a_job_that_is_broken_off_ends_its_engines() -> None:
     first = next(results)
     assert first.item.id == "short"
     results.close()
-    assert all(engine._end.is_set() for engine in engines)
+    assert all(engine.end.is_set() for engine in engines)
     assert no_threads_left()
 
 

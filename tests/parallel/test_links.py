@@ -118,7 +118,7 @@ def own_pool(size: int) -> Iterator[RankPool]:
     try:
         yield pool
     finally:
-        for process in pool._processes:
+        for process in pool.processes:
             process.kill()
         pool.close()
 

@@ -10,19 +10,20 @@ from typing import Any
 
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
+from razor_dist.protocol.step_plan import StepPlan
 
 CHUNK_SECONDS = 1.0
 
 
-def _slowly(self: ModelRunner, pieces: Any) -> Any:
-    if any(piece.sharded for piece in pieces):
+def _slowly(self: ModelRunner, plan: StepPlan) -> Any:
+    if any(entry.sharded for entry in plan.entries):
         with open(os.environ["CHUNKS_LOG"], "a") as log:
             log.write(f"{self.comm.rank} {time.monotonic()}\n")
         time.sleep(CHUNK_SECONDS)
-    return _step(self, pieces)
+    return _execute(self, plan)
 
 
 if __name__ == "__main__":
-    _step = ModelRunner._step
-    ModelRunner._step = _slowly
+    _execute = ModelRunner.execute
+    ModelRunner.execute = _slowly
     main()

@@ -162,8 +162,8 @@ def test_the_log_probabilities_of_prompts_have_a_bound() -> None:
     assert made.reader.limits(made.client.info).most_logprobs == 2 * 2**20
 
 
-def echoed(answers: int) -> CompletionFormat:
-    """Answers to a prompt of three tokens, with log-probabilities."""
+def echoed(answers: int) -> tuple[CompletionFormat, Choice]:
+    """Answers to a prompt of three tokens, with log-probabilities; and the first of them."""
     entries: list[Any] = [None, (-1.0, 1, [(6, -1.0)]), (-2.0, 2, [(9, -0.5)])]
     found = [
         Choice(
@@ -174,7 +174,8 @@ def echoed(answers: int) -> CompletionFormat:
         )
         for answer in range(answers)
     ]
-    return CompletionFormat(ParsedRequest([], echo=True), "m", found, smollm2_tokenizer())
+    request = ParsedRequest([], echo=True)
+    return CompletionFormat(request, "m", found, smollm2_tokenizer()), found[0]
 
 
 def test_an_echoed_prompt_begins_as_it_was_sent() -> None:
@@ -196,8 +197,8 @@ def test_an_echoed_prompt_begins_as_it_was_sent() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_engines_log_probabilities_go_when_the_last_answer_has_them(whole: bool) -> None:
-    form = echoed(2)
-    [piece], entries = form._choices[0].pieces, form._choices[0].prompt_entries
+    form, choice = echoed(2)
+    [piece], entries = choice.pieces, choice.prompt_entries
     if whole:
         choices = form.whole()["choices"]
     else:
@@ -219,10 +220,10 @@ def test_an_echoed_prompt_is_shaped_and_framed_beside_the_loop(
         return frame(form, chunk)
 
     monkeypatch.setattr(CompletionFormat, "frame", noted)
-    form = echoed(1)
+    form, choice = echoed(1)
 
     async def events() -> AsyncIterator[ChoiceEvent]:
-        yield ChoiceEvent(0, form._choices[0].pieces[0])
+        yield ChoiceEvent(0, choice.pieces[0])
 
     async def read() -> list[str]:
         return [line async for line in stream(events(), form, include_usage=False)]
