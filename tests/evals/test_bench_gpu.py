@@ -38,7 +38,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(8 << 20, 128, seconds=0.01))
-    monkeypatch.setitem(attention._SECONDS, "cpu", 0.01)
+    fastest = measure.fastest
+    monkeypatch.setattr(attention, "fastest", lambda of, device, _: fastest(of, device, 0.01))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1024), (16, 512)])
@@ -273,7 +274,9 @@ def test_without_an_answer_of_nvidia_smi_there_are_versions(
 ) -> None:
     late = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 10))
     monkeypatch.setattr(subprocess, "run", late)
-    assert "timed out after 10 s" in gpu_parts._nvidia_smi()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: "a device")
+    [(figures, _)] = gpu_parts.versions(Mock(cuda=True, device=CPU))
+    assert "timed out after 10 s" in figures["versions"]["nvidia-smi"]
 
 
 def make_wheel(folder: Path, name: str) -> None:

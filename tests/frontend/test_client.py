@@ -173,7 +173,7 @@ async def test_nor_while_its_context_is_read_for_another_request() -> None:
             await asyncio.sleep(0.02)
         name, labels = "razor:request_queue_time_seconds_count", {"model_name": "tiny"}
         assert metrics.registry.get_sample_value(name, labels) == 1
-        assert second._events.empty()
+        assert await anext(second.events(heartbeat=0.05)) is None
         second.close()
         pin.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -58,6 +59,9 @@ class Engines:
         self.answers = [Answer(script) for script in scripts]
         self.asked: list[Forwarded] = []
 
+    def options(self, **how: object) -> Engines:
+        return self
+
     def remote(self, request: Forwarded) -> Answer:
         self.asked.append(request)
         return self.answers[len(self.asked) - 1]
@@ -94,9 +98,9 @@ def ask(engines: Engines, path: str = CHAT, route: Route | None = None) -> tuple
 
 def endpoint(engines: Engines, **settings: Any) -> TestClient:
     """The ingress as Serve's proxy calls it, before such engines."""
-    ingress: Any = object.__new__(Ingress)
-    ingress._config = ServerConfig(**settings)
-    ingress._engines, ingress._bodies = engines, BodyReader(ingress._config)
+    ingress = object.__new__(Ingress)
+    with mock.patch("razor_dist.ray_serve.ingress.set_up_logging"):
+        asyncio.run(Ingress.__init__(ingress, ServerConfig(**settings), cast(Any, engines)))
     return TestClient(ingress.__serve_build_asgi_app__(), base_url="http://localhost")
 
 
