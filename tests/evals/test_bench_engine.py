@@ -195,7 +195,7 @@ def test_rates_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Between chunks, of which a busy machine makes more, a prompt holds more than at its end.
-    monkeypatch.setattr("razor_dist.engine.prefill_policy._LONGER", 1000)
+    monkeypatch.setenv("RAZOR_MAX_STEP_MS", "1e6")
     monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64, seconds=0.01))
     folder = make_tiny("llama", tmp_path / "tiny")
     save_head_map(folder, ((False, True),) * 4, folder / "head_map.json")

@@ -188,15 +188,19 @@ def test_settings_that_free_memory_come_the_most_first(
     small = load_device("h200").model_copy(update={"memory_gb": gb})
     found = plan(settings(**given), small, context=N, retrieval=0.3)
     assert not found.fits
-    advice = remedies(found.deployment, N, found.memory.total, found.budget, found._bytes)
+
+    def needed(changes: dict[str, Any]) -> int:
+        config = settings(**given | {"max_model_len": N} | changes)
+        return MemoryPlanner(Deployment.of(config, "cuda", 0.3), small).at(N, N).total
+
+    advice = remedies(found.deployment, N, found.memory.total, found.budget, needed)
     freed = [one.frees for one in advice.alone]
     assert freed == sorted(freed, reverse=True)
     assert set(wanted) <= {one.name for one in advice.alone}
     assert unwanted not in str(advice)
     largest = advice.alone[0]
-    config = settings(**given | {largest.setting: largest.value}, max_model_len=N)
-    less = MemoryPlanner(Deployment.of(config, "cuda", 0.3), small).at(N, N)
-    assert found.memory.total - less.total == largest.frees > 0
+    less = needed({largest.setting: largest.value})
+    assert found.memory.total - less == largest.frees > 0
 
 
 @pytest.mark.parametrize(
