@@ -215,13 +215,11 @@ def logits_of_scattered(comm: Communicator, case: Case) -> tuple[Tensor | None, 
     Short runs of pages are copied 128 tokens at a time.
     """
     generator, read = torch.Generator().manual_seed(1), Counter[str]()
-    at, keys = PagePool.at, PagePool.keys
+    at, keys, in_order = PagePool.at, PagePool.keys, PagePool._take
 
     def take(pool: PagePool, need: int) -> list[int]:
-        free = (torch.from_numpy(pool._references) == 0).nonzero().flatten()
-        taken: list[int] = free[torch.randperm(len(free), generator=generator)[:need]].tolist()
-        pool._references[taken] = pool._users[taken] = 1
-        return taken
+        taken = in_order(pool, need)
+        return [taken[i] for i in torch.randperm(need, generator=generator).tolist()]
 
     def counted(of: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

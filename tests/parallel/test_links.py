@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -192,9 +193,15 @@ def stop_in_turn(comm: Communicator) -> str:
     links, plan = connect(dist.group.WORLD, timedelta(seconds=60)), torch.zeros(2)
     assert links is not None
     if comm.rank == 0:
-        for outbox in links._outboxes:
-            links._write(outbox, memoryview(torch.ones(2).numpy()).cast("B"))
+        write = os.write
+
+        def slowly(file: int, data: Any) -> int:
+            written = write(file, data)
             time.sleep(0.3)
+            return written
+
+        with mock.patch.object(os, "write", slowly):
+            links.broadcast(torch.ones(2), "control")
         return "told"
     links.broadcast(plan, "control")
     if comm.rank == 1:
