@@ -1,4 +1,4 @@
-"""The page at ``/``: a conversation that is changed, interrupted, stored, or too long."""
+"""The page at ``/``: a conversation that is changed, interrupted or stored."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from playwright.sync_api import Browser, Route, expect
 
 from tests import fake_engine
 from tests.server.page_reader import KEY, STORY, Reader
-from tests.server.process import ServerProcess, server_on
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[ServerProcess]:
-    """A server that wants no key and holds little."""
-    with server_on("tests.server.page_rank", "--max-model-len", "1024") as started:
-        started.url()
-        yield started
+from tests.server.process import ServerProcess
 
 
 @pytest.fixture
@@ -284,105 +276,6 @@ def test_the_sample_answers_and_a_reload_stays_where_it_was(reader: Reader) -> N
     assert reader.page.evaluate("scrollY") == 222
     reader.page.emulate_media(media="print")
     assert not reader.page.locator("#ask").is_visible()
-
-
-@pytest.mark.long
-def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -> None:
-    reader = Reader(browser.new_context(bypass_csp=True), small.url(), max_tokens=40)
-    page = reader.page
-    book = "".join(f"Chapter {n}. {STORY[:280]}\n\n" for n in range(40))
-    reader.add(("book.txt", book.encode()))
-    expect(reader.room).to_contain_text("more than the 1,024 that the model holds")
-    expect(reader.send).to_be_disabled()
-    assert reader.faults() == []
-    reader.question.fill("Who?")
-    reader.question.press("Enter")
-    expect(reader.notice).to_contain_text("more than the 1,024")
-    assert page.locator("article").count() == 0
-    reader.pending.get_by_role("button", name=re.compile("Use the first")).click()
-    expect(reader.pending).to_contain_text(re.compile(r"first \d+ of [\d,]+ tokens"))
-    with page.expect_request("**/v1/chat/completions") as sent:
-        reader.answered("Who?")
-    (message,) = sent.value.post_data_json["messages"]
-    sent_text = message["content"].partition(":\n\n")[2].removesuffix("\n\nWho?")
-    assert book.startswith(sent_text) and len(sent_text) > 1500
-    reader.new.click()
-    # A character may have several tokens, and an answer needs room as well.
-    reader.add(("han.txt", ("\u9f98" * 700).encode()))
-    expect(reader.room).to_contain_text("with an answer of 40 more than the 1,024")
-    reader.pending.get_by_role("button", name=re.compile("Use the first")).click()
-    expect(reader.send).to_be_enabled()
-    expect(reader.room).to_contain_text(re.compile(r"About \d+ of 1,024 tokens"))
-    reader.new.click()
-    reader.add(("book.txt", book.encode()))
-    requests: list[str] = []
-    page.on("request", lambda r: requests.append(r.post_data or "") if "chat" in r.url else None)
-    reader.pending.get_by_role("button", name=re.compile(r"Summarise in about \d+ parts")).click()
-    turn = page.locator("article")
-    expect(turn.locator(".copy")).to_be_visible(timeout=60_000)
-    bodies = [json.loads(one) for one in requests]
-    assert all(one["chat_template_kwargs"] == {"enable_thinking": False} for one in bodies)
-    contents = [one["messages"][0]["content"] for one in bodies]
-    about = "\n\nWhat is the text above about? Answer in three sentences."
-    texts = [one.removesuffix(about) for one in contents[:-1]]
-    assert "".join(texts) == book and len(texts) > 2
-    expect(turn.locator(".note")).to_contain_text(f"Read in {len(texts)} parts, each by itself")
-    expect(turn.locator(".answer")).to_contain_text("All together")
-    expect(reader.pending.locator("li")).to_have_count(0)
-    assert reader.problems == []
-    reader.context.close()
-
-
-@pytest.mark.long
-def test_a_document_stays_until_its_summary_is_whole(
-    browser: Browser, small: ServerProcess
-) -> None:
-    reader = Reader(browser.new_context(bypass_csp=True), small.url(), max_tokens=40)
-    page, held = reader.page, list[Route]()
-    listed = reader.pending.locator("[data-ready='too long']")
-    turn = page.locator("article")
-    reader.add(("book.txt", (STORY + "\n\n").encode() * 4))
-    page.route("**/v1/chat/completions", lambda route: held.append(route))
-
-    def asked() -> Route:
-        while not held:
-            page.wait_for_timeout(20)
-        return held.pop()
-
-    def first_part() -> Route:
-        reader.pending.get_by_role("button", name=re.compile("Summarise in about")).click()
-        return asked()
-
-    def refuse(route: Route) -> None:
-        error = {"message": "It is too long.", "code": "context_length_exceeded"}
-        route.fulfill(status=400, json={"error": error})
-
-    def answer(route: Route) -> None:
-        chunk = {"choices": [{"delta": {"content": "Foxes."}, "finish_reason": "stop"}]}
-        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        route.fulfill(body=body, headers={"Content-Type": "text/event-stream"})
-
-    refuse(first_part())
-    expect(reader.notice).to_have_text("It is too long.")
-    expect(listed).to_contain_text("book.txt")
-    expect(turn).to_have_count(0)
-    first_part()
-    reader.open()
-    expect(listed).to_contain_text("book.txt")
-    expect(turn).to_have_count(0)
-    expect(reader.question).to_have_value("")
-    answer(first_part())
-    refuse(asked())
-    expect(turn.locator(".note")).to_have_text("It is too long.")
-    expect(turn.locator(".answer")).to_have_text(re.compile(r"^Part 1 .*\d\s*Foxes\.$"))
-    expect(listed).to_contain_text("book.txt")
-    answer(first_part())
-    asked()
-    reader.stop.click()
-    expect(turn.last.locator(".note")).to_have_text("Stopped.")
-    expect(listed).to_contain_text("book.txt")
-    assert reader.problems == []
-    reader.context.close()
 
 
 @pytest.mark.slow

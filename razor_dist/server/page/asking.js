@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { $ } from "./dom.js";
 import { count, plural } from "./format.js";
-import { partsOf, roomFor } from "./parts.js";
+import { partsOf, roomFor, tokensIn } from "./parts.js";
 import { reader } from "./reader.js";
 import { Reading } from "./reading.js";
 import { ask } from "./session.js";
@@ -250,7 +250,7 @@ export async function summarise(long) {
       summaries.push(await one(title, `${long.text.slice(begin, end)}${ABOUT}`, signal));
     }
     const all = summaries.join("\n\n");
-    if ((await api.tokens(all, signal)) > room) {
+    if ((await tokensIn(all, signal)) > room) {
       note = "The summaries together are longer than the context; there is none of them all.";
       return;
     }

@@ -23,6 +23,9 @@ export function endUploads() {
   for (const abort of uploads.aborts) abort.abort();
 }
 
+// Why the tokens of a document could not be counted, by the document.
+const uncounted = new WeakMap();
+
 export async function addFiles(files) {
   const all = [...files].map(begun); // all are shown and waited for, and read in their order
   for (const one of all) await read(one);
@@ -30,9 +33,20 @@ export async function addFiles(files) {
 
 /** Counts the tokens of documents that were added while the server did not tell how many it holds, or of `all`. */
 export async function countAll(all = false) {
-  const uncounted = app.conversation.pending.filter(({ tokens }) => all || !tokens);
-  for (const document of uncounted) document.tokens = await countTokens(document.text, app.model.max_model_len);
-  if (uncounted.some(({ tokens }) => tokens)) changed();
+  let isNews = false;
+  for (const document of app.conversation.pending.filter(({ tokens }) => all || !tokens)) {
+    const before = uncounted.get(document);
+    try {
+      document.tokens = await countTokens(document.text, app.model.max_model_len);
+      uncounted.delete(document);
+    } catch (error) {
+      if (error.wantsKey) throw error;
+      document.tokens = 0;
+      uncounted.set(document, tell(error)); // the others are counted all the same
+    }
+    isNews ||= document.tokens > 0 || uncounted.get(document) !== before;
+  }
+  if (isNews) changed();
 }
 
 export function addDocument(name, text, tokens = 0) {
@@ -94,6 +108,7 @@ function encodingChoice(file, item) {
     if (app.working) return notice("Documents can be added when the answer is complete.");
     try {
       const text = new TextDecoder(choice.value).decode(await file.arrayBuffer());
+      if (!item.isConnected) return; // pressed twice, or removed
       item.remove();
       await addFiles([new File([text], file.name)]);
     } catch (error) {
@@ -134,8 +149,9 @@ function itemOf(document, state) {
     app.removing(() => app.conversation.remove(document), `${document.name} is removed.`);
     $("files").focus();
   };
-  const size = `${documentSize(document)} · ${state}`;
-  const item = documentItem(document.name, size, remove, false, () => reader.open(null, document));
+  const problem = uncounted.get(document);
+  const size = `${documentSize(document)} · ${problem ?? state}`;
+  const item = documentItem(document.name, size, remove, Boolean(problem), () => reader.open(null, document));
   item.dataset.ready = state;
   return item;
 }
@@ -153,6 +169,7 @@ function needed() {
 /** What can be done with a document of a conversation that takes too many `tokens`. */
 function offers(document, tokens, { summarise }) {
   const room = roomFor(app.model.max_model_len, app.settings.maxTokens);
+  if (!room) return [];
   const own = tokensOf(document);
   const left = room - (tokens - own);
   const parts = Math.ceil(document.tokens / room);
@@ -188,7 +205,8 @@ export function whyNot() {
   const tokens = needed();
   const answer = app.settings.maxTokens;
   if (!limit || !tokens || tokens + answer <= limit) return "";
-  return `About ${count(tokens)} tokens: with an answer of ${count(answer)} more than the ${count(limit)} that the model holds. Shorten or remove a document.`;
+  const remedy = roomFor(limit, answer) ? "Shorten or remove a document." : "Set fewer tokens for an answer (Settings).";
+  return `About ${count(tokens)} tokens: with an answer of ${count(answer)} more than the ${count(limit)} that the model holds. ${remedy}`;
 }
 
 function showRoom(tokens, problem) {

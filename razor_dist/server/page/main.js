@@ -116,7 +116,7 @@ function show() {
   const hasDocuments = conversation.documents.length > 0 || uploads.running > 0;
   $("empty").hidden = !isNew || hasDocuments;
   $("hint").hidden = !isNew || !hasDocuments;
-  $("hint").textContent = problem ? "Too much to ask about at once: shorten a document above, or have it summarised in parts." : "Ask something about them: answers stand here.";
+  $("hint").textContent = problem ? "Too much to ask about at once: what can be done stands above." : "Ask something about them: answers stand here.";
   document.body.classList.toggle("blank", isNew && !hasDocuments);
   $("export").disabled = busy || conversation.turns.length === 0;
   $("model").textContent = model ? model.id : "";
@@ -208,8 +208,8 @@ listen("new", "click", () => {
   endUploads();
   $("pending").replaceChildren();
   const isEmpty = !app.conversation.turns.length && !app.conversation.documents.length;
-  if (isEmpty) notice("");
-  else app.removing(() => (app.conversation = new Conversation()), "A new conversation.");
+  if (!isEmpty) app.removing(() => (app.conversation = new Conversation()), "A new conversation.");
+  else if (!$("notice").querySelector("button")) notice(""); // pressed twice, the first can be undone
   changed();
   $("files").focus();
 });
@@ -218,10 +218,12 @@ listen("open-settings", "click", () => app.openSettings());
 listen("save-settings", "click", takeSettings);
 listen("close-settings", "click", () => $("settings").close());
 listen("settings", "keydown", (event) => {
-  if (event.key === "Enter" && event.target.matches("input")) takeSettings();
+  if (event.key !== "Enter" || !event.target.matches("input")) return;
+  event.preventDefault(); // the button that opened them has the focus then, and would open them again
+  takeSettings();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !hideCard() && !document.querySelector("dialog:modal")) app.working?.abort();
+  if (event.key === "Escape" && !event.isComposing && !hideCard() && !document.querySelector("dialog:modal")) app.working?.abort();
 });
 document.addEventListener("dragover", (event) => {
   event.preventDefault();
@@ -236,7 +238,11 @@ document.addEventListener("drop", (event) => {
   if (app.working) notice("Documents can be added when the answer is complete.");
   else dropped(event.dataTransfer).then(addFolder).catch((error) => notice(tell(error)));
 });
-document.addEventListener("visibilitychange", () => document.hidden || look());
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) return;
+  wasAway = true; // while nobody looked it may have come back with another model
+  look();
+});
 addEventListener("pagehide", () => sessionStorage.setItem(SCROLLED, String(scrollY)));
 
 async function begin() {

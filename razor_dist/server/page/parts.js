@@ -2,10 +2,10 @@
 
 import * as api from "./api.js";
 
-// Characters that are counted at a time; the server takes a few contexts of tokens at once.
-const pieceLength = (limit) => 2 * limit;
 // Tokens beside a part: the chat template, the instruction, the document's name.
 const BESIDE = 200;
+// Tokens of the shortest part that is worth a request.
+const LEAST = 100;
 
 /** The end of a piece of at most `length` characters from `begin`: a paragraph's, line's or word's. */
 export function endOf(text, begin, length) {
@@ -17,33 +17,59 @@ export function endOf(text, begin, length) {
     const at = late.lastIndexOf(between);
     if (at >= 0) return half + at + between.length;
   }
-  const isSplit = text.codePointAt(most - 1) > 0xffff; // not between the halves of a character
-  return isSplit && most - 1 > begin ? most - 1 : most;
+  if (text.codePointAt(most - 1) <= 0xffff) return most;
+  return most - 1 > begin ? most - 1 : most + 1; // not between the halves of a character
 }
 
-/** Tokens of a text, counted by the server; 0 for one that fits, as no byte has more than one. */
+/** Tokens of a text, counted by the server; Infinity for one that is too long to be counted at once. */
+export async function tokensIn(text, signal) {
+  try {
+    return await api.tokens(text, signal);
+  } catch (error) {
+    if (error.status !== 413) throw error;
+    return Infinity;
+  }
+}
+
+/**
+ * Tokens of a text, counted by the server in pieces; 0 for a short one of few characters but ASCII's,
+ * whose tokens can be guessed. It fits, as no byte has more than one.
+ */
 export async function countTokens(text, limit, signal) {
-  if (text.length <= limit && new TextEncoder().encode(text).length <= limit) return 0;
+  if (text.length <= limit && new TextEncoder().encode(text).length <= Math.min(limit, 1.2 * text.length)) return 0;
   let tokens = 0;
-  for (let begin = 0; begin < text.length; ) {
-    const end = endOf(text, begin, pieceLength(limit));
-    tokens += await api.tokens(text.slice(begin, end), signal);
+  // The server counts a few contexts of tokens at once; scripts differ in the tokens of a character.
+  for (let begin = 0, length = 2 * limit; begin < text.length && tokens < Infinity; ) {
+    const end = endOf(text, begin, length);
+    const found = await tokensIn(text.slice(begin, end), signal);
+    if (found === Infinity && length > 1) {
+      length = Math.ceil(length / 2);
+      continue;
+    }
+    tokens += found;
     begin = end;
   }
   return tokens;
 }
 
-/** Tokens of a part that leave room for an answer. */
-export const roomFor = (limit, answer) => Math.max(1, limit - answer - BESIDE);
+/** Tokens of a part that leave room for an answer; 0 if that is too few for parts. */
+export function roomFor(limit, answer) {
+  const room = limit - answer - BESIDE;
+  return room < LEAST ? 0 : room;
+}
 
-/** The end of a piece from `from`, at a paragraph, line or word, that has at most `tokens` tokens. */
+/**
+ * The end of a piece from `from`, at a paragraph, line or word, that has at most `tokens` tokens; of
+ * one character at least, whatever its tokens.
+ */
 export async function beginning(text, from, tokens, perToken, signal) {
-  let length = Math.ceil(tokens * perToken);
+  let length = Math.max(1, Math.ceil(tokens * perToken));
   while (true) {
     const end = endOf(text, from, length);
-    const found = await api.tokens(text.slice(from, end), signal);
-    if (found <= tokens) return { end, tokens: found };
-    length = Math.floor(((end - from) * tokens * 0.97) / found);
+    const found = await tokensIn(text.slice(from, end), signal);
+    if (found <= tokens || length === 1) return { end, tokens: found };
+    const share = found === Infinity ? 0.5 : (0.97 * tokens) / found;
+    length = Math.max(1, Math.floor((end - from) * share));
   }
 }
 
