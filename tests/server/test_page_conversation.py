@@ -208,6 +208,77 @@ def test_what_is_added_while_an_answer_is_asked_again_stays(reader: Reader) -> N
     expect(reader.pending.locator("[data-ready]")).to_contain_text("late.txt")
 
 
+def test_what_is_pressed_twice_is_done_once(reader: Reader) -> None:
+    page, items = reader.page, reader.pending.locator("[data-ready]")
+    undo = reader.notice.get_by_role("button", name="Undo")
+    reader.add(("caf\u00e9.txt", "Le caf\u00e9".encode("latin-1")))
+    page.get_by_role("button", name="Read in this encoding").dblclick()
+    expect(items).to_have_count(1)
+    reader.answered("Quoi?")
+    expect(items).to_have_count(1)
+    reader.new.click()
+    reader.new.click()
+    expect(page.locator("article")).to_have_count(0)
+    undo.click()
+    expect(page.locator("article")).to_have_count(1)
+    context = {"id": "ctx_1", "tokens": 9, "begins": "Kept.", "bytes": {}, "expires_at": 2**32}
+    listed = {"data": [{**context, "last_used_at": 1}], "limit_bytes": 2**20}
+    messages = {"messages": [{"role": "user", "content": "Kept."}], "goes_on": True}
+    page.route("**/v1/contexts", lambda route: route.fulfill(json=listed))
+    page.route("**/v1/contexts/*/messages", lambda route: route.fulfill(json=messages))
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    reader.contexts.get_by_role("button", name="Ask Kept.").dblclick()
+    expect(items).to_contain_text(["Kept text"])
+    undo.click()
+    expect(page.locator("article")).to_have_count(1)
+    page.route("**/v1/contexts*/**", lambda route: route.abort())
+    page.route("**/v1/contexts", lambda route: route.abort())
+    reader.contexts.get_by_role("button", name="End Kept.").click()
+    expect(reader.notice).to_have_text("The server cannot be reached.")
+    page.unroute_all(behavior="ignoreErrors")
+
+
+def test_escape_that_ends_the_composing_of_a_word_stops_no_answer(
+    reader: Reader, unread: Path
+) -> None:
+    turn = reader.ask(STORY)
+    expect(turn.locator(".reading p")).to_contain_text("a second")
+    reader.question.dispatch_event("keydown", {"key": "Escape", "isComposing": True})
+    unread.unlink()
+    expect(turn.locator(".copy")).to_be_visible()
+
+
+def test_an_answer_from_right_to_left(reader: Reader) -> None:
+    turn = reader.told("\u05de\u05d4?", "\u05e9\u05dc\u05d5\u05dd.\n\nAnd so on.")
+    reader.question.fill("\u05de\u05d4?")
+    left = """(one) => {
+      const range = document.createRange();
+      range.selectNodeContents(one);
+      return range.getBoundingClientRect().left - one.getBoundingClientRect().left;
+    }"""
+    hebrew, english = turn.locator(".answer p").all()
+    assert hebrew.evaluate(left) > 100 and english.evaluate(left) < 1
+    assert reader.question.evaluate("(one) => getComputedStyle(one).direction") == "rtl"
+
+
+@pytest.mark.long
+def test_a_server_that_does_not_answer_is_told(reader: Reader) -> None:
+    held: list[Route] = []
+    reader.page.route("**/health", lambda route: held.append(route))
+    expect(reader.state).to_have_text("The server cannot be reached")
+    reader.page.unroute_all(behavior="ignoreErrors")
+    expect(reader.state).to_have_text("Ready")
+
+
+def test_an_answer_of_marks_within_marks_is_shown(reader: Reader) -> None:
+    answers = [">" * 6000, "1. " * 2000, "![" * 1500 + "](" * 1500]
+    for answer in answers:
+        turn = reader.told("Quote.", answer)
+        assert turn.locator(".answer").evaluate("(one) => one.textContent.length") > 1000
+    reader.open()
+    expect(reader.page.locator("article")).to_have_count(len(answers))
+
+
 @pytest.mark.long
 def test_only_what_closed_tabs_have_left_is_removed(reader: Reader) -> None:
     reader.answered("First?")

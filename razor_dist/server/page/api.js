@@ -1,6 +1,8 @@
 // What the page asks the server for, and what can go wrong with it.
 
 const KEY = "razor_dist key";
+// Milliseconds after which a server that does not say how it is counts as gone.
+const PATIENCE = 10_000;
 
 /** An answer that is no success; `status` 0 is a server that cannot be reached. */
 export class ApiError extends Error {
@@ -59,8 +61,9 @@ async function request(path, options = {}) {
 
 /** {status, reason}: "ready", or what the server says instead; "gone" without an answer. */
 export async function health(signal = null) {
+  const patience = AbortSignal.timeout(PATIENCE);
   try {
-    const response = await fetch("health", { cache: "no-store", credentials: "omit", signal });
+    const response = await fetch("health", { cache: "no-store", credentials: "omit", signal: signal ? AbortSignal.any([signal, patience]) : patience });
     return await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;

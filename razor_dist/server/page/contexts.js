@@ -61,12 +61,15 @@ async function attempt(action) {
   } catch (error) {
     notice(tell(error));
   }
-  await showContexts();
+  await showContexts().catch(() => {}); // what went wrong is told; the list is looked at again later
 }
 
 /** Begins a conversation with what is kept. */
 async function ask(context, name) {
   const messages = await api.contextMessages(context.id);
+  const { conversation } = app;
+  const isAsked = conversation.kept?.id === context.id && conversation.holds && !conversation.turns.length;
+  if (isAsked) return $("question").focus(); // pressed twice: Undo goes back to what was there before
   app.removing(() => (app.conversation = Conversation.fromContext(context, messages)), `You ask ${name} now, which is kept.`);
   $("question").focus();
 }

@@ -21,6 +21,8 @@ const INLINE = {
 };
 const HIDDEN = /^(Header|Quote|List|Link|Emphasis|Code|Strikethrough)Mark$|^(CodeInfo|TableDelimiter|LinkTitle|LinkLabel)$/;
 const SAFE_LINK = /^(https?:|mailto:)/i;
+// Blocks or emphases within each other; what is deeper is shown as it is written. The browser has an end as well.
+const DEEPEST = 32;
 const ENTITIES = { "&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&nbsp;": "\u00a0" };
 
 /** The blocks of a text: {from, to, name} of each, to tell which have changed. */
@@ -60,7 +62,7 @@ function element(name, ...children) {
 
 class Renderer {
   constructor(text, marks) {
-    Object.assign(this, { text, marks, begun: new Set() });
+    Object.assign(this, { text, marks, begun: new Set(), depth: 0 });
   }
 
   block(node) {
@@ -80,7 +82,12 @@ class Renderer {
   }
 
   blocksIn(place, node) {
-    for (const child of childrenOf(node)) if (!HIDDEN.test(child.name)) place.append(this.block(child));
+    this.depth++;
+    for (const child of childrenOf(node)) {
+      if (HIDDEN.test(child.name)) continue;
+      place.append(this.depth > DEEPEST ? this.put(element("p"), child.from, child.to) : this.block(child));
+    }
+    this.depth--;
     return place;
   }
 
@@ -129,7 +136,9 @@ class Renderer {
   inlineNode(place, node) {
     const { from, to } = node;
     const raw = this.text.slice(from, to);
-    if (node.name in INLINE) place.append(this.inline(element(INLINE[node.name]), node));
+    this.depth++;
+    if (this.depth > DEEPEST) this.put(place, from, to);
+    else if (node.name in INLINE) place.append(this.inline(element(INLINE[node.name]), node));
     else if (node.name === "InlineCode") place.append(this.inline(element("code"), node));
     else if (node.name === "HardBreak") place.append(element("br"));
     else if (node.name === "Escape") this.put(place, from + 1, to);
@@ -137,6 +146,7 @@ class Renderer {
     else if (/^(Link|Image)$/.test(node.name)) this.link(place, node);
     else if (/^(URL|Autolink)$/.test(node.name)) this.address(place, node, raw);
     else this.put(place, from, to);
+    this.depth--;
   }
 
   /** A link or picture with an address; pictures are not loaded, so theirs are links too. */
