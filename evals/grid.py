@@ -186,7 +186,7 @@ class Check:
         return min(self.most, max(_LEAST_TOKENS, 2 * window))
 
     def _refuse_nothing(self, length: int, window: int | None, *remedies: str) -> None:
-        """Refuse documents of which a streaming head, with its own window if any, drops nothing."""
+        """Refuse documents that fit whole into a streaming head's window (its own, if given)."""
         if dropped_tokens(self.config, window, length):
             return
         if length < self.most:
@@ -200,7 +200,7 @@ class Check:
     def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
         """Return a document's tokens, and the settings that act on the map's streaming heads.
 
-        Refuse a document that fits into the least of the map's own windows, or no streaming head.
+        Refuse documents that fit into the map's smallest window, and maps without streaming heads.
         """
         settings = streaming_settings(self.config, self.config.prefill)
         if head_map.windows is None:

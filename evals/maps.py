@@ -196,7 +196,7 @@ class Study:
 
 
 def _compared(rows: Sequence[Mapping[str, Any]], percent: float) -> list[dict[str, Any]]:
-    """Return the rows of a budget and the default, by mean, each with its distance to the best."""
+    """Return a budget's rows and the default's, sorted by mean, each with its gap to the best."""
     own = sorted((r for r in rows if r["percent"] in (percent, 0)), key=lambda r: r["mean"])
     best = next(row for row in own if row["percent"] == percent)
     compared = []
@@ -228,7 +228,7 @@ def budget_of(config: MapsConfig, shape: ModelShape, percent: float, share: floa
 
 
 def check_lengths(config: MapsConfig, largest: Budget) -> None:
-    """Refuse documents that windows hold whole, and those of other bytes than the budgets'."""
+    """Refuse documents that fit into a window, or are longer than the budgets' ``tokens``."""
     longest = _window(_streaming(largest))
     for length in config.lengths:
         if not longest < length <= config.tokens:
@@ -249,7 +249,7 @@ def _method(config: EngineConfig, name: str, plan: Plan) -> Method:
 
 
 def _streaming(budget: Budget) -> Plan:
-    """The longest window that all heads can have."""
+    """Plan streaming heads only, with the longest window that fits the budget."""
     window = budget.tokens - 1
     while budget.heads * budget.cost(window) > budget.bytes:
         window -= 1
@@ -278,7 +278,7 @@ def _window(plan: Plan) -> int:
 
 
 def texts_of(config: MapsConfig) -> tuple[Text, ...]:
-    """Prose, code, and prose of which a passage is read again from behind all middle windows."""
+    """Prose, code, and prose that repeats a passage from before all middle windows."""
     prompter, prompt = Prompter.of(config), int(_PROMPT * config.tokens)
     _, paragraphs = haystack_paragraphs(config.haystack)
     prose = prompter.encode("\n\n".join(paragraphs))
@@ -318,7 +318,7 @@ def fidelity_task(
 
 
 def upper_bound(config: MapsConfig, folder: Path) -> tuple[HeadMap, float]:
-    """Return the map of what each head alone takes off the KL, and the seconds that it took."""
+    """Return a map scored by the KL that each head alone removes, and the seconds it took."""
     shape = shape_of(config)
     smallest = budget_of(config, shape, min(config.budgets), 0)
     everywhere = [(i, j) for i in range(shape.layers) for j in range(shape.kv_heads)]

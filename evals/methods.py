@@ -172,11 +172,11 @@ def _written(config: EngineConfig, engine: EngineConfig, own: Mapping[str, Any])
 
 
 def _heads(head_map: HeadMap, own: Mapping[str, Any]) -> tuple[Flags, Windows | None]:
-    """Return the heads and windows of a map, or those of `CHOICES` in a method's settings.
+    """Return the retrieval heads and windows of a map, or the heads that `CHOICES` choose.
 
-    That is ``percent`` of the KV heads by the map's scores; ``induction`` and ``echo`` percent of
-    the query heads by RazorAttention's. ``random``, a seed, draws as many KV heads as the others
-    keep, or the map.
+    ``percent`` takes a share of the KV heads by the map's scores; ``induction`` and ``echo`` take
+    percent of the query heads by RazorAttention's scores. ``random``, a seed, draws as many KV
+    heads as the other choices keep, else as the map keeps.
     """
     for key in CHOICES:
         if isinstance(own.get(key), bool) or not isinstance(own.get(key, 0), int | float):

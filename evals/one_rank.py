@@ -71,7 +71,7 @@ class Replay:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.observer: Observer | None = None  # of every forward pass, if there is one
-        self.selected: SelectedHeads | None = None  # whose results replace the engine's own
+        self.selected: SelectedHeads | None = None  # heads whose outputs replace the engine's
         self.watch: Watch | None = None  # of every forward pass, if there is one
         self._shape = ModelShape.from_config(model.config)
         self._layers: Layers | None = None
@@ -89,7 +89,7 @@ class Replay:
             self._layers = None
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
+        """Run a forward pass, or replay one: stored keys and values, no attention, zero logits."""
         positions = plain_positions(inputs["position_ids"][0])
         keep = inputs["logits_to_keep"]
         kept = positions[keep] if isinstance(keep, Tensor) else positions  # 0 keeps all
@@ -115,7 +115,7 @@ class Replay:
 
 
 class _Seen:
-    """An `AttentionContext` that a watch is shown; selected heads replace its own."""
+    """An `AttentionContext` that shows its queries to a watch and replaces selected heads."""
 
     def __init__(self, replay: Replay, inner: AttentionContext, positions: Tensor) -> None:
         self._inner, self._positions = inner, positions
@@ -145,14 +145,14 @@ class InProcess:
 
 
 class TracedModel(InProcess):
-    """A one-rank engine in this process of which every step's trace is seen."""
+    """A one-rank engine in this process that exposes the trace of every step."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine = one_rank_engine(config)
 
     def answer(self, ids: Sequence[int], most: int) -> tuple[list[int], list[Sources]]:
-        """Return up to ``most`` tokens and, of each but the first, its sources head by head."""
+        """Return up to ``most`` tokens, and for each but the first its sources by head."""
         # Greedy, so that the answer is the prompt's and the settings' alone.
         params = SamplingParams(temperature=0, max_tokens=most, return_sources=1)
         self._engine.core.add("question", ids, params)
@@ -161,7 +161,7 @@ class TracedModel(InProcess):
         for message in messages(self._engine.core):
             if isinstance(message, Token):
                 tokens.append(message.token)
-                # A step may have given several tokens, each with its own.
+                # A step may give several tokens, each with its own sources.
                 traced += [of.pop(0) for of in self._engine.runner.sources.values() if of]
         return tokens, traced
 
@@ -189,8 +189,8 @@ class ReplayModel(InProcess):
         own = {name: value for name, value in method.settings.items() if name in known}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
         shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
-        # A prefix would hold another method's keys; a replay has those of one token a step. Blocks
-        # are chosen by methods that say so: what they are compared with reads all.
+        # A cached prefix would hold another method's keys; a replay gives one token a step. Only
+        # methods that say so choose blocks: the methods they are compared with read all.
         shared |= {"prefix_cache": False, "speculative_config": None, "retrieval_share": 0.0}
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
         if method.retrieval is None:
@@ -205,7 +205,7 @@ class ReplayModel(InProcess):
 
     @contextmanager
     def whole_or_forgotten(self) -> Iterator[None]:
-        """Forget the document if an error ends what is asked about it: its engine is half done."""
+        """Forget the document if a question about it fails: its engine's state is then unknown."""
         try:
             yield
         except BaseException:
@@ -250,7 +250,7 @@ class MethodEngine:
 
     @contextmanager
     def prefill(self, ids: list[int]) -> Iterator[str]:
-        """Read a document; yields what `generate` knows it by."""
+        """Read a document; yields the prefix id that `generate` takes."""
         self._core = self.model.read(self.method, self.tokens, ids).core
         try:
             yield "document"
@@ -278,13 +278,13 @@ def one_rank_engine(config: EngineConfig) -> RankEngine:
 
 
 def dropped_tokens(config: EngineConfig, window: int | None, tokens: int) -> int:
-    """Count what leaves a streaming head's window, which may be its own, in a document."""
+    """Count a document's tokens that a streaming head drops; ``window`` replaces the default."""
     policy = StreamingPolicy.of(config).with_window(window, alibi=True)
     return policy.dropped(tokens - 1)
 
 
 def messages(core: EngineCore) -> Iterator[AboutRequest]:
-    """Step until nothing is left to do; yield what each step says, and raise what went wrong."""
+    """Step until no work is left; yield each step's messages, and raise a request's failure."""
     while core.has_work:
         for message in core.step():
             if isinstance(message, Failed):
@@ -293,7 +293,7 @@ def messages(core: EngineCore) -> Iterator[AboutRequest]:
 
 
 def run_core(core: EngineCore) -> list[int]:
-    """Step until nothing is left to do; return the generated tokens."""
+    """Step until no work is left; return the generated tokens."""
     return [message.token for message in messages(core) if isinstance(message, Token)]
 
 
@@ -303,9 +303,9 @@ def prefill(core: EngineCore, document: list[int]) -> None:
 
 
 def kept_layers(runner: ModelRunner) -> Layers:
-    """Return what an engine of one rank whose heads all keep all holds of its one sequence.
+    """Return the keys and values that a one-rank engine with full attention holds of one sequence.
 
-    Codes are read back: rounded again, they are the same.
+    Quantised codes are read back as numbers, which quantise to the same codes again.
     """
     (sequence,) = runner.sequences.values()
     pages, layout = runner.caches.pages, runner.caches.layout

@@ -205,13 +205,13 @@ BESIDE_NOTE = (
 
 
 def beside(changes: Sequence[float], highest: float) -> dict[str, Any]:
-    """Return what a method changes, of each document's score less full attention's.
+    """Summarise ``changes``: for each document, a method's score minus full attention's.
 
-    That is how many documents both answered (``compared``), how many are ``lost`` and ``gained``
-    and, if there are any, their `sign_test` (``p``) and the mean ``change`` with its interval.
+    ``compared`` documents were answered by both; ``lost`` and ``gained`` count the signs. If there
+    are any, ``p`` is their `sign_test`, and ``change`` the mean with its interval.
     Scores go from 0 to ``highest``.
     """
-    # Rounded: scores of thirds add up to a little beside a tie.
+    # Rounded: sums of thirds would miss an exact tie by a float error.
     changes = [round(change, 9) for change in changes]
     lost, gained = (sum(sign * change > 0 for change in changes) for sign in (-1, 1))
     found: dict[str, Any] = {"compared": len(changes), "lost": lost, "gained": gained}
@@ -222,7 +222,7 @@ def beside(changes: Sequence[float], highest: float) -> dict[str, Any]:
 
 
 def beside_cells(found: Mapping[str, Any], percent: float = 1.0) -> list[str]:
-    """Return the texts under `BESIDE` of what `beside` found, times ``percent``."""
+    """Return the table cells, under the titles `BESIDE`, of a result of `beside` × ``percent``."""
     if not found["compared"]:
         return ["-"] * len(BESIDE)
     change, low, high = (percent * x for x in (found["change"], *found["change_interval"]))
@@ -231,10 +231,10 @@ def beside_cells(found: Mapping[str, Any], percent: float = 1.0) -> list[str]:
 
 
 def sign_test(lost: int, gained: int) -> float:
-    """Return the exact two-sided p-value of so uneven a split, if losses were as likely as gains.
+    """Return the exact two-sided p-value of the sign test, for equal chances of loss and gain.
 
-    ``min(1, 2 P(X <= min(lost, gained)))`` for X binomial with ``lost + gained`` tries at 1/2; it
-    assumes nothing of the scores' range, so that it shows a loss where few samples score at all.
+    ``min(1, 2 P(X <= min(lost, gained)))`` for X binomial with ``lost + gained`` tries at 1/2. It
+    assumes nothing about the scores' range, so it can show a loss even where most scores are 0.
     """
     both = lost + gained
     tail = sum(math.comb(both, k) for k in range(min(lost, gained) + 1))

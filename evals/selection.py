@@ -140,18 +140,18 @@ def turned(query: Query, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SelectedHeads:
-    """The selecting heads of a model, which is run for one sequence at a time, and their keys."""
+    """The heads of a model that choose blocks, with their keys and values, for one sequence."""
 
     def __init__(self, selection: Selection, slow: Tensor, tokens: int) -> None:
         self._slow, self._tokens = slow, tokens
         self._share, self._selector = selection.share, SELECTORS[selection.selector]
-        # By layer, those that have any.
+        # Indices of the choosing KV heads by layer; layers without any are missing.
         self.heads = {
             layer: [head for head, own in enumerate(row) if own]
             for layer, row in enumerate(selection.heads)
             if any(row)
         }
-        self._kv: dict[int, Tensor] = {}  # of each layer, [2, heads, tokens, D]
+        self._kv: dict[int, Tensor] = {}  # keys and values by layer, [2, heads, tokens, D]
         # By position, the sum over heads of the share of blocks before it that are read, by the
         # query and by its tile; float64 [2, tokens].
         self._read = torch.zeros(2, tokens, dtype=torch.float64)

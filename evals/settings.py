@@ -19,11 +19,11 @@ from razor_dist.config.validation import SettingError
 # What decides what a streaming head keeps.
 WINDOW = ("window_min", "window_ratio", "window_max", "sink_tokens", "block")
 STREAMING_SETTINGS = (*WINDOW, "compensation")
-# Of an evaluation alone, whose retrieval heads read blocks that are chosen: `evals.selection`.
+# Settings of evaluations only: retrieval heads read chosen blocks of keys (`evals.selection`).
 SELECTION = ("retrieval_share", "selector")
-# In which a method may differ from the others: what a head sees, and in which dtype it is kept.
+# Settings in which methods may differ: which keys a head sees, and the dtype of the KV cache.
 METHOD_SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
-# Of a method in one process: which KV heads it keeps, by its head map's scores or by a seed.
+# Settings of a method in one process: retrieval heads by the head map's scores or by a seed.
 CHOICES = ("percent", "induction", "echo", "random")
 FULL = "full"  # the method that others are measured against
 # Methods that every evaluation knows by name.

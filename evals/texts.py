@@ -26,7 +26,7 @@ _MARK = "<<document>>"
 
 
 def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
-    """Return `haystack_paragraphs`; refuse none, or another ``text`` than of this fingerprint."""
+    """Return `haystack_paragraphs`; refuse an empty text or a fingerprint other than ``text``."""
     name, paragraphs = haystack_paragraphs(name)
     if not paragraphs:
         raise ConfigError(
@@ -85,11 +85,11 @@ class Haystack(Prose):
 def repeat_passages(
     ids: Sequence[int], ends: Sequence[int], count: int, first: int, away: int
 ) -> tuple[list[int], list[range]]:
-    """Put passages of a text again before the lengths ``ends``; return the ids and where.
+    """Insert copies of passages that end at ``ends``; return all ids and the copies' ranges.
 
-    Passages have ``count`` tokens and follow each other from the token ``first`` on, copies left
-    out. Raises `ConfigError` where one begins fewer than ``away`` tokens before its copy, or the
-    text is too short.
+    Passages have ``count`` tokens and follow each other from the token ``first`` on, without
+    overlapping a copy. Raises `ConfigError` if a passage begins fewer than ``away`` tokens before
+    its copy, or if the text is too short.
     """
     made: list[int] = []
     copies: list[range] = []
@@ -156,13 +156,13 @@ class Prompter:
     def with_ends(
         self, text: str, cue: str, earlier: Sequence[tuple[str, str]] = ()
     ) -> tuple[list[int], str, npt.NDArray[np.int32]]:
-        """Return what `whole` does, the prompt as text, and its character at each token's end."""
+        """Return the ids of `whole`, the prompt's text, and the text offset of each token's end."""
         prompt = self._prompt(text, cue, earlier)
         ids, found = self._encoder.text_with_ends(prompt, special_tokens=not self.is_chat)
         return ids, prompt, found.ends
 
     def place(self, text: str) -> PromptText:
-        """Return where a message's tokens are in it; what follows them begins the answer."""
+        """Return each token's place in a message; tokens after the message begin the answer."""
         if self.is_chat:
             messages = [{"role": "user", "content": text}]
             return self._encoder.chat_with_ends(messages, **JOB_TEMPLATE)[1]
@@ -181,7 +181,7 @@ class Prompter:
     ) -> tuple[list[int], list[int]]:
         """Return the ids before and after a document; the ``cue`` begins a base model's answer."""
         if not (self.is_chat and chat):
-            # As one text, the special tokens that begin it included.
+            # The text before the document carries the tokenizer's special tokens.
             return self._encoder.text(before), self.encode(after + cue)
         message = {"role": "user", "content": before + _MARK + after}
         text = self._encoder.chat_text([message], **JOB_TEMPLATE)
@@ -189,7 +189,7 @@ class Prompter:
         return self.encode(head), self.encode(tail)
 
 
-@lru_cache(maxsize=1)  # opened as tokens, in seconds that the next item is spared
+@lru_cache(maxsize=1)  # tokenising takes seconds, which the next item saves
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
-    """Open a haystack; refuse another text than the one that a job was begun with."""
+    """Open a haystack; refuse it if its text differs from the one that the job began with."""
     return Haystack(name, Prompter(tokenizer).encode, text)

@@ -17,8 +17,8 @@ from torch import Tensor
 from razor_dist.evals.selection import turned
 from razor_dist.kernels.query import Query
 
-# Of a layer and the positions of its queries: the first token after the sinks, ``[K]``, and the
-# first of the window, ``[K, T]``. Tokens between them are dropped.
+# Maps a layer and its query positions to the first token after the sinks, ``[K]``, and the first
+# token of the window, ``[K, T]``. Tokens between them are dropped.
 Dropped = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -30,7 +30,7 @@ class Mass(NamedTuple):
 
 
 class Watch:
-    """Looks on while full attention reads one sequence, at the queries from ``begin`` on."""
+    """Records attention masses while full attention reads one sequence, from ``begin`` on."""
 
     def __init__(self, begin: int, places: Tensor, dropped: Dropped) -> None:
         self._begin, self._places, self._dropped = begin, places, dropped  # places: bool [tokens]

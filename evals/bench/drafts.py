@@ -89,7 +89,7 @@ class Timed:
     seconds: list[float] = field(default_factory=list)  # between an answer's first and last token
     tokens: tuple[int, ...] = ()
     same: bool = True  # in every repeat
-    accepted: int = 0  # drafted tokens that came true
+    accepted: int = 0  # drafted tokens that were accepted
     steps: int = 0
 
 
@@ -113,9 +113,9 @@ def prompts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[s
 
 
 def _fields(paragraphs: Sequence[str], starts: Sequence[int], count: int) -> dict[str, str]:
-    """Return what tasks say of a passage from the document's middle.
+    """Return the fields of the tasks' texts, from a passage in the document's middle.
 
-    ``starts`` are the tokens before each paragraph, of ``count``.
+    ``starts`` are the tokens before each paragraph, ``count`` the document's.
     """
     behind = (i for i, start in enumerate(starts) if start >= count // 2)
     first = next(behind, len(starts) - 1)  # the last one may be half of a short document

@@ -196,7 +196,7 @@ def one_process(
 ) -> tuple[dict[str, Timing], list[int], Rates, list[str]]:
     """Time transformers, our engine and peers; return also the prompt, rates, and who is missing.
 
-    The rates are the better ones of before and after.
+    Rates are measured before and after; the faster wins.
     """
     torch.set_num_threads(settings.threads)
     engines: dict[str, Generate] = {STOCK: stock_engine(settings)}

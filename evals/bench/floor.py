@@ -29,7 +29,7 @@ class Floor(NamedTuple):
     decode: float  # seconds of a token
 
     def under(self, timing: Timing) -> tuple[float, float]:
-        """Return how many times its floor an engine took, for the prompt and for a token."""
+        """Return an engine's time over the floor, for prefill and for decode."""
         return timing.prefill / self.prefill, timing.decode / self.decode
 
     def as_json(self, timing: Timing) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Bench:
 
 # Yields figures and tables, as soon as they are there; later figures join the earlier ones.
 Part = Callable[[Bench], Iterator[tuple[dict[str, Any], list[Table]]]]
-Parts = Mapping[str, tuple[Part, float]]  # by name, with the most seconds that each may take
+Parts = Mapping[str, tuple[Part, float]]  # parts by name, each with its limit in seconds
 
 
 @dataclass

@@ -97,7 +97,7 @@ class Rates(NamedTuple):
     int8_products: float = 0.0  # as `products`, by linear layers of 8 bits; 0 where not measured
 
     def or_better(self, other: Rates) -> Rates:
-        """Return the better one of each, for a machine may be busy while it is measured."""
+        """Return the higher of both rates, field by field: a busy machine measures too low."""
         return Rates(*map(max, self, other))
 
 

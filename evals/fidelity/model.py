@@ -23,23 +23,23 @@ from razor_dist.evals.one_rank import Observer, ReplayModel, messages
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
-# Rows of the vocabulary's size that are compared at once; a chunk's logits are there besides.
+# Positions whose distributions [V] are compared at once, beside the logits of a whole chunk.
 _ROWS = 64
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's tokens, and those that are compared: all that follow ``prompt`` but the last."""
+    """A text's tokens, of which the first ``prompt`` and the last one are not compared."""
 
     ids: tuple[int, ...]
-    prompt: int  # tokens that are read before the first that is compared
+    prompt: int  # tokens before the first compared position
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt < len(self.ids) - 1, (self.prompt, len(self.ids))
 
     @property
     def positions(self) -> range:
-        """Positions whose next token is in the text, and is not the prompt's."""
+        """The compared positions: each has its next token in the text."""
         return range(self.prompt, len(self.ids) - 1)
 
 
@@ -48,7 +48,7 @@ class Figures:
 
     def __init__(self, count: int) -> None:
         self.loss_full, self.loss, self.kl = (torch.full((count,), torch.nan) for _ in range(3))
-        # The likeliest token is full attention's; it is the text's, for full attention and here.
+        # same: both have one likeliest token. right: the likeliest token is the text's next one.
         self.same, self.right_full, self.right = torch.zeros(3, count, dtype=torch.bool)
         # Of blocks that retrieval heads choose from, the share that queries and their tiles read.
         self.blocks: tuple[Tensor, Tensor] | None = None
@@ -66,12 +66,12 @@ class Figures:
         self.right[at] = (likeliest == following).cpu()
 
     def summary(self, begin: int = 0, end: int | None = None) -> dict[str, Any]:
-        """Return the means of a range of indices, and how sure the change of the loss is.
+        """Return the means over a range of indices, and the standard error of the change in loss.
 
         ``loss`` and ``loss_full`` are nats per token, ``loss_change_error`` is the standard error
         of the mean of their difference, ``kl`` the mean KL divergence from full attention's
-        distribution in nats, ``kl_99`` what 99 % of the tokens do not exceed, and ``same`` how
-        often the likeliest token is the same. ``right`` is how often it is the text's, and
+        distribution in nats, ``kl_99`` its 99th percentile over tokens, and ``same`` how often
+        the likeliest token is the same. ``right`` is how often it is the text's, and
         ``blocks`` and ``tiles``, if blocks are chosen, the mean share of them that is read.
         """
         of = slice(begin, end)
@@ -102,7 +102,7 @@ class FidelityModel(ReplayModel):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._head: Any = self.replay.model.get_output_embeddings()
-        self._scale = 1.0  # of what the output layer computes (Command R, Granite), once known
+        self._scale = 1.0  # factor on the output layer's logits (Command R, Granite), once known
         # The text that was read last, full attention's hidden states ``[positions, E]``, its bytes.
         self._full: tuple[Scored, Tensor, int] | None = None
 
@@ -177,7 +177,7 @@ class FidelityModel(ReplayModel):
 
     @torch.inference_mode()
     def _find_scale(self, hidden: Tensor, logits: Tensor) -> None:
-        """Find what a model's output layer is scaled by; `ModelError` if that is not all."""
+        """Find the factor that the model applies to its logits; `ModelError` if it does more."""
         self._scale = 1.0
         made, wanted = self._logits(hidden).double(), logits.double()
         close: Any = {"rtol": max(1e-3, torch.finfo(logits.dtype).eps), "atol": 1e-3}
@@ -199,14 +199,14 @@ class FidelityModel(ReplayModel):
         one_by_one: bool = False,
         on_begin: Callable[[], None] = lambda: None,
     ) -> int:
-        """Read a text by a method, the observer all that follows the prompt; return its KV bytes.
+        """Read a text by a method; the observer sees the logits after the prompt. Returns KV bytes.
 
-        With ``one_by_one``, what the observer returns decides which tokens follow.
+        With ``one_by_one``, the logits that the observer returns decide the next tokens.
         """
         engine = self.read(method, len(text.ids) + 1, list(text.ids[: text.prompt]))
         on_begin()
         core, runner, count = engine.core, engine.runner, len(text.positions)
-        # What the prompt's own streaming caches hold: those of what continues it are copies.
+        # Bytes of the prompt's streaming caches; its continuation works on copies of them.
         before = runner.sequences.kv_bytes - runner.caches.pages.used_bytes
         rest = list(text.ids[text.prompt : text.positions.stop])
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)

@@ -73,10 +73,10 @@ class Reading(NamedTuple):
 
 
 def share_out(depths: Sequence[float], needles: int, *, together: bool) -> list[list[Spot]]:
-    """Share needles out to documents, so that every depth has each of its needles in one of them.
+    """Distribute needles over documents, so that every depth gets each needle number once.
 
-    A document has ``needles`` of them, at depths as far from each other as there are; or
-    ``together``, one document has the needles of all depths.
+    A document has ``needles`` needles, as far apart in depth as possible. With ``together``, one
+    document has the needles of all depths.
     """
     if together:
         return [[Spot(depth, needle) for depth in depths for needle in range(needles)]]

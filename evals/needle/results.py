@@ -40,8 +40,7 @@ class MethodSummary:
     lost: int  # answers below full attention's score of the same cell
     gained: int  # answers above it
     failed: int  # documents whose questions have no answer
-    # Medians at the longest length that was run: of the rank that holds most, and on a machine that
-    # may have been busy.
+    # Medians at the longest length that was run; kv_bytes of the rank that holds most.
     kv_bytes: int | None
     prefill_seconds: float | None
 
@@ -166,7 +165,7 @@ class NeedleRun(NeedleResults):
         ]
 
     def unfinished(self, method: str) -> list[list[bool]]:
-        """Tell of each of `scores` if the method lacks some of its answers."""
+        """True for each cell of `scores` that lacks some of its answers."""
         return [[len(found) < self._due for found in row] for row in self._by_place(method)]
 
     def as_json(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Answered(NamedTuple):
 
     @property
     def said(self) -> list[bool]:
-        """True for each place whose content the answer gives; a right answer to a question: all."""
+        """True for each place whose content the answer gives; for question tasks all or none."""
         if self.task in QA:
             return [self.right] * len(self.document.places)
         score, answer = self.document.score, self.result["answer"]
@@ -77,7 +77,7 @@ class Answered(NamedTuple):
         return [value for value in found if value in text and value not in wanted]
 
     def sources(self, heads: Sequence[int]) -> tuple[list[Source], float]:
-        """Return what the engine would say if it asked these heads."""
+        """Return the sources that the engine would report from these heads, and `grounded`."""
         # Tokens behind the text's are the answer's beginning, as are its own.
         ids = np.empty(len(self.text.ends), np.int32)
         trace = Trace(ids, self.text, None, most=1 << 20, least=0.0)
@@ -88,21 +88,21 @@ class Answered(NamedTuple):
         return sources, grounded or 0.0
 
     def scores(self, heads: Sequence[int]) -> dict[str, float]:
-        """Return what may tell a right answer from another, in [0, 1]."""
+        """Return scores in [0, 1] that may separate right answers from wrong ones."""
         sources, grounded = self.sources(heads)
         match = self.text.question_match(sources[0]) if sources else 0.0
         match = 1.0 if match is None else match
         return {"grounded": grounded, "question_match": match, "product": grounded * match}
 
     def ranks(self, sources: Sequence[Source]) -> list[int | None]:
-        """Return of each place the number, from 1, of the source that holds it."""
+        """Return for each place the rank, from 1, of the first source that contains it."""
         return [
             next((n for n, s in enumerate(sources, 1) if s.start <= begin and end <= s.end), None)
             for begin, end in self.document.places
         ]
 
     def bm25(self) -> list[Source]:
-        """Return the document's sentences by their likeness to question and answer."""
+        """Return the document's sentences, ranked by BM25 for question and answer."""
         [part] = self.text.parts
         found = [
             Source(begin, end, 0.0, part.text[begin:end], part.message)

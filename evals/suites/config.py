@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def question_files(
     tasks: Collection[str], squad: str | None, hotpotqa: str | None
 ) -> Mapping[str, DataFile]:
-    """Return the files of RULER's question tasks; refuse one without the other."""
+    """Return the files of RULER's question tasks; refuse a task without a file, and vice versa."""
     files = {}
     given = zip(READERS.items(), ("squad", "hotpotqa"), (squad, hotpotqa), strict=True)
     for (task, read), data, path in given:
@@ -56,7 +56,7 @@ class SuiteConfig(ComparingConfig):
     """Settings of a suite, the job's and the engines'; frozen."""
 
     own_suite: ClassVar[Suite]
-    # A suite's question is a part of its prompt, so every press sees it: one SnapKV is enough.
+    # Every press sees the question as part of the prompt: SnapKV has no second variant here.
     known_presses = tuple(name for name, press in PRESSES.items() if not press.with_question)
 
     tasks: Annotated[tuple[str, ...], LISTED] = Field(

@@ -22,8 +22,8 @@ from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 from razor_dist.protocol.sampling_params import SamplingParams
 
-# The sample that was made last, with what it follows from: fitting one tokenises its text many
-# times, and the next task may ask about the same.
+# The last sample, with the arguments that made it: fitting a sample tokenises its text many
+# times, and the next task may ask about the same sample.
 _last: list[tuple[tuple[object, ...], Sample]] = []
 
 
@@ -104,14 +104,12 @@ class SuiteTask:
 
     @property
     def _fewer(self) -> dict[str, int]:
-        """Samples of the tasks that do not have as many as the settings ask for."""
+        """Sample counts of the tasks with fewer samples than the settings ask for."""
         counts = {task: self.config.count(task) for task in self.config.task_names}
         return {task: count for task, count in counts.items() if count < self.config.samples}
 
     def conversations(self, sample: Sample) -> list[tuple[str, str, tuple[tuple[str, str], ...]]]:
-        """Return what asks each question of a sample.
-
-        It is a message, the beginning of its answer, and the messages and answers before it.
+        """Return each question's message, the answer's beginning, and the earlier turns.
 
         In turns, the questions before it stand with their right answers, whatever was answered:
         one that is wrong spoils no other, and every method is asked the same.
@@ -191,5 +189,5 @@ def data_fingerprints(files: Mapping[str, DataFile]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _essay(name: str, text: str) -> tuple[str, ...]:
-    """Return the sentences of the prose; refuse another than that which the job was begun with."""
+    """Return the prose's sentences; refuse prose that differs from the job's."""
     return tuple(s for p in same_paragraphs(name, text)[1] for s in sentences_of(p))

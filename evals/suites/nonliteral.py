@@ -55,7 +55,7 @@ _COMMON = set(
 
 
 def _stems_of(fact: Fact) -> set[str]:
-    """Return beginnings of words that prose around a fact may not have: nothing else leads to it.
+    """Return word stems that the surrounding prose must not contain, so that only the needle fits.
 
     ``lawyer`` has ``law``, and ``lived`` ``live``.
     """

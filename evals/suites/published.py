@@ -1,6 +1,6 @@
 """Published sets in their own files: LongBench v2, InfiniteBench, HELMET, L-CiteEval.
 
-Which form a file has is seen by the fields of its records. A context that is longer than the length
+The fields of its records tell which form a file has. A context that is longer than the length
 loses its middle, as in LongBench's and InfiniteBench's own code. Instructions are worded anew, and
 scores are the sets' own rules where no other model and no ROUGE is needed: the rest is refused.
 """
@@ -67,13 +67,13 @@ class PublishedData:
 
 
 def letter(answer: str, wanted: Sequence[str]) -> float:
-    """Return 1 if an answer's first capital from A to D is the wanted one, and begins no word."""
+    """Return 1 if an answer's first stand-alone letter A to D is the wanted one."""
     found = re.search(r"\b[A-D]\b", answer)
     return float(found is not None and found[0] in wanted)
 
 
 def first_number(answer: str, wanted: Sequence[str]) -> float:
-    """Return 1 if the first number of an answer is a wanted one, as digits or by its value."""
+    """Return 1 if an answer's first number equals a wanted number, in digits or in value."""
     found = re.search(r"-?\d+(?:\.\d+)?", answer)
     return float(found is not None and any(_same_number(found[0], text) for text in wanted))
 

@@ -72,15 +72,15 @@ class Scores:
         return list(self._cells[method, task, length].values())
 
     def mean(self, method: str, task: str, length: int) -> float | None:
-        """Return the mean score in percent; None while samples are missing that others have."""
+        """Return the mean score in percent; None until all samples of the task are answered."""
         scores = self.of(method, task, length)
         return fmean(scores) if scores and len(scores) == self.asked[task] else None
 
     def changes(self, method: str, tasks: Sequence[str], length: int) -> list[float]:
-        """Return a method's scores less full attention's, of the documents that both answered.
+        """Return a method's scores minus full attention's, for each document that both answered.
 
-        Where tasks share a document it counts once, with the mean over them: their answers rise and
-        fall together.
+        A document shared by several tasks counts once, with the mean over its tasks: their
+        answers are correlated.
         """
         found = defaultdict[object, list[float]](list)
         for task in tasks:
@@ -91,7 +91,7 @@ class Scores:
         return [fmean(changes) for _, changes in sorted(found.items())]
 
     def beside_full(self, method: str, tasks: Sequence[str], length: int) -> dict[str, Any]:
-        """Return what a method changes of the tasks' scores, in percentage points."""
+        """Compare a method's scores with full attention's by `beside`, in percentage points."""
         return beside(self.changes(method, tasks, length), 100)
 
     def as_json(self) -> dict[str, list[dict[str, Any]]]:
@@ -195,7 +195,7 @@ def _beside_full(scores: Scores) -> str:
 
 
 def _cached(results: Sequence[Result]) -> str:
-    """Say how much of the prompts the prefix cache had; nothing where it was not used."""
+    """Report the share of prompt tokens found in the prefix cache; empty if it was not used."""
     cached = sum(result.get("timing", {}).get("cached_tokens", 0) for result in results)
     tokens = sum(a["prompt_tokens"] for result in results for a in result.get("answers", ()))
     if not cached:

@@ -30,7 +30,7 @@ class Question:
     answers: tuple[str, ...]  # the task's score says whether all are wanted, or any
     # Characters of the document where each answer is stated; none where it is stated nowhere.
     places: tuple[Span, ...] = ()
-    task: str | None = None  # the one that asks it, where all of a suite's tasks share a document
+    task: str | None = None  # the task that asks it, where all tasks of a suite share a document
 
     @property
     def answered(self) -> str:
@@ -61,7 +61,7 @@ class Units:
     build: Callable[[int], Sample]  # from a number of haystack units, always the same for the same
     least: int = 0  # the fewest units that make the task
     most: int = sys.maxsize
-    may_be_short: bool = False  # with all units; else a sample that does not fill its length fails
+    may_be_short: bool = False  # with all units; else a short sample is an error
 
 
 def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
@@ -108,7 +108,7 @@ class SuiteQuestion:
     question: str
     cue: str
     answers: Sequence[str]
-    # Of answers, the hidden line that states each; none of those that are stated nowhere.
+    # The hidden line that states each answer, by answer; an answer stated nowhere is missing.
     stated: Mapping[str, str] = field(default_factory=dict)
     task: str | None = None  # as `Question.task`
 
@@ -123,10 +123,10 @@ class SuiteQuestion:
 
 @dataclass(frozen=True)
 class HiddenText:
-    """A task whose answers are in lines that are hidden among others; a unit is one of these."""
+    """A task whose answers are in lines hidden among other lines; a unit is one other line."""
 
     about: str  # its first lines
-    hidden: Sequence[tuple[float, str]]  # lines, each after its part of the others
+    hidden: Sequence[tuple[float, str]]  # each line after a fraction of the others
     others: Iterator[str]
     asked: Sequence[SuiteQuestion]
     separator: str = "\n"
@@ -148,7 +148,7 @@ class HiddenText:
 
 
 class Filler:
-    """Lines of a stream that is read as far as the largest sample needs; builds agree on them."""
+    """Lines of a stream, read only as far as needed and kept: every build gets the same lines."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines, self._read = lines, list[str]()

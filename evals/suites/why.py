@@ -116,7 +116,7 @@ class WhyModel(FidelityModel):
         self.replay.watch = Watch(begin, marks, self._dropped(method))
         try:
             self._reference(text)
-            # Without what was generated behind the text.
+            # Leave out tokens generated after the text.
             count = text.positions.stop - begin
             return Mass(*(found[:count] for found in self.replay.watch.mass))
         finally:
@@ -149,10 +149,10 @@ class WhyModel(FidelityModel):
 
 
 def other_heads(method: Method, dropped: Tensor, group: int) -> Method | None:
-    """Return a method of as many retrieval heads, those that lose the most by a window.
+    """Return the method with as many retrieval heads, chosen by the mass that windows drop.
 
-    ``dropped`` is `Mass.dropped`; a KV head loses what the query head of its group that loses most
-    does, on average over positions. None where the method has no retrieval heads, or all are.
+    ``dropped`` is `Mass.dropped`, averaged over positions; a KV head's loss is the largest of its
+    query heads'. None if no head of the method is a retrieval head, or all are.
     """
     total = 0 if method.retrieval is None else sum(map(sum, method.retrieval))
     by_kv = dropped.mean(0).unflatten(-1, (-1, group)).amax(-1)  # [layers, K]
@@ -163,7 +163,7 @@ def other_heads(method: Method, dropped: Tensor, group: int) -> Method | None:
     chosen = flags([divmod(at, heads) for at in order], layers, heads)
     if method.windows is None:
         return replace(method, retrieval=chosen)
-    # The bytes stay: heads that no longer keep all get the windows of those that do now.
+    # The bytes stay equal: each new retrieval head hands its window to a former one.
     windows = [list(row) for row in method.windows]
     every = [(layer, head) for layer in range(layers) for head in range(heads)]
     freed = [(i, j) for i, j in every if chosen[i][j] and windows[i][j] is not None]
@@ -174,7 +174,7 @@ def other_heads(method: Method, dropped: Tensor, group: int) -> Method | None:
 
 
 def attention_figures(mass: Mass, method: Method, group: int, answer: int) -> dict[str, Any]:
-    """Return what the report says of where heads look; the last ``answer`` positions give it.
+    """Return the report's attention figures, from the last ``answer`` positions.
 
     Heads are ``[layer, query head, part of its weight, retrieval]``.
     """

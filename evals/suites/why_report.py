@@ -31,7 +31,7 @@ _FIGURES = {
 def write_report(
     folder: Path, method: str, results: Sequence[Result], *, one_document: bool = False
 ) -> str:
-    """Write what follows from the results of a `WhyTask`; returns the Markdown.
+    """Write the JSON and Markdown report of a `WhyTask`; returns the Markdown.
 
     With ``one_document`` all tasks ask about the same documents.
     """
