@@ -13,20 +13,20 @@ from razor_dist.protocol.messages import Progress
 
 
 class Asked(NamedTuple):
-    """A prompt, what it asks to summarise and, for sources, where the tokens are in that."""
+    """A prompt, the text that it asks to summarise and, for sources, each token's place in it."""
 
     material: Material
     ids: list[int]
     where: PromptText | None = None
 
 
-# What a thread tells of a prompt in work: a chunk was read, these tokens were generated, the end.
-# The tokens are a tuple when the answer is whole.
+# A thread's messages about a running prompt: prefill progress, all tokens generated so far (a
+# tuple once the answer is complete), and the thread's end.
 News = Progress | list[int] | tuple[int, ...] | Future[Json]
 
 
 class Answering:
-    """A prompt in work: what of it was read, and the answer so far, which begins with ``draft``."""
+    """A running prompt: its prefill progress and its answer, which begins with ``draft``."""
 
     def __init__(self, key: str, prompt: Asked, draft: list[int]) -> None:
         self.key, self.prompt, self.draft = key, prompt, draft
@@ -35,7 +35,7 @@ class Answering:
         self._stored = len(draft)
 
     def work(self, max_tokens: int) -> int:
-        """Return the work that is left, in prefilled tokens, if the answer gets its full length."""
+        """Return the remaining work in prefilled tokens, for an answer of ``max_tokens``."""
         unread = max(0, len(self.prompt.ids) + len(self.draft) - self._read)
         return unread + ANSWER_TOKEN * max(0, max_tokens - len(self.draft) - len(self._new))
 
@@ -43,7 +43,7 @@ class Answering:
         before, self._read = self._read, progress.processed
         if self._begun:
             return TokensDone(progress.processed - before)
-        self._begun = True  # the first message tells what was in the caches
+        self._begun = True  # the first message counts tokens found in caches
         return TokensDone(found=progress.processed, found_answer=len(self.draft))
 
     def written(self, tokens: Sequence[int]) -> TokensDone:
@@ -51,7 +51,7 @@ class Answering:
         return TokensDone(generated=len(tokens) - before)
 
     def to_store(self) -> PartResult:
-        """Return what of the answer is not stored yet; `draft_of` finds it."""
+        """Return the answer's tokens that are not stored yet, as a part that `draft_of` finds."""
         answer = [*self.draft, *self._new]
         at, self._stored = self._stored, len(answer)
         return PartResult(_draft_key(self.key, at), {"tokens": answer[at:]}, 0, whole=False)

@@ -90,7 +90,7 @@ class Demand:
         return cls(engine.world_size, bundle, job.placement)
 
     def engines_held(self) -> int:
-        """Return the number of such engines that the nodes hold when nothing else runs there."""
+        """Return the number of engines of this demand that the empty cluster could hold."""
         ranks = ranks_held(self.bundle).values()
         if self.strategy == "PACK":
             return sum(ranks) // self.ranks
@@ -149,7 +149,7 @@ def reserve(
 
 
 def ranks_held(bundle: Mapping[str, float]) -> dict[str, int]:
-    """Return how many such bundles each node holds, by its id, when nothing else runs there."""
+    """Return the number of bundles that each node could hold if it were empty, by node id."""
     return {
         node: min(int(has.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
         for node, has in _nodes().items()
@@ -172,6 +172,6 @@ def _cluster() -> str:
 
 
 def _resources(amounts: Mapping[str, float]) -> str:
-    """Tell what a rank may need; Ray also counts memory and marks nodes by such entries."""
+    """Format GPUs and CPUs only; Ray also lists memory and node markers as resources."""
     named = [f"{amounts[name]:g} {name}" for name in ("GPU", "CPU") if name in amounts]
     return " + ".join(named) or "nothing"

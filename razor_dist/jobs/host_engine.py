@@ -185,10 +185,10 @@ class HostLLM(LLM):
 
 
 def share_of_host(config: EngineConfig, ranks: int, number: int, engines: int) -> dict[str, str]:
-    """Return what tells an engine's ranks their part of a host that it shares with others.
+    """Return the environment that gives an engine's ranks their share of this host.
 
-    An engine has room for ``ranks``, the most of any engine of the job. They take their part of
-    memory and cores by ``LOCAL_WORLD_SIZE``. `ConfigError` if there are GPUs, but fewer than ranks.
+    An engine has room for ``ranks``, the largest world size in the job. Ranks divide memory and
+    cores by ``LOCAL_WORLD_SIZE``. `ConfigError` if there are GPUs, but fewer than ranks.
     """
     if engines == 1:
         return {}

@@ -133,7 +133,7 @@ def _thread(engine: int, target: Callable[..., None], *arguments: object) -> thr
 
 
 def _read_by(engine: int) -> str:
-    """Name the part of an item that says only that the engine of this number has read of it."""
+    """Return the name of the part which marks that an engine, by number, began to read an item."""
     return f"engine {engine}"
 
 
@@ -156,7 +156,7 @@ class _Pool:
         self._changed = threading.Condition()
         self._over = threading.Event()
         self._engines: dict[int, JobEngine] = {}
-        self._taken: Counter[int] = Counter()  # of an engine's ``at_once`` places
+        self._taken: Counter[int] = Counter()  # places taken of each engine's ``at_once``
 
     def stop(self) -> None:
         """End all threads; running items are abandoned."""
@@ -222,7 +222,7 @@ class _Pool:
             failure = error
         seconds = time.monotonic() - begin
         if self._over.is_set():
-            return  # whatever failed did so because it was ended
+            return  # a failure here follows from ending the engine
         with self._changed:
             gone = self._engines.get(number) is not engine
             lost = isinstance(failure, EngineLostError) and not gone
@@ -303,8 +303,8 @@ class _Pool:
     def _next(self, number: int) -> Item:
         """Return the waiting item that an engine takes.
 
-        An engine may have a prefix store, from which it goes on with what the engine of this number
-        was reading in an earlier run: it takes such items first, and those of other engines last.
+        An engine may have a prefix store with items that the engine of this number was reading in
+        an earlier run: it takes these items first, and items begun by other engines last.
         """
         first = self.waiting[0]
         if first.id in self._tried or not self._begun:
@@ -313,5 +313,5 @@ class _Pool:
         return min(same, key=lambda item: bool(item.parts) - 2 * (_read_by(number) in item.parts))
 
     def _places(self, item: Item) -> int:
-        """Return how many of an engine's places an item takes: one, or all if it was tried."""
+        """Return how many of an engine's places an item takes: one, or all once it has failed."""
         return self._at_once if item.id in self._tried else 1

@@ -38,8 +38,8 @@ class JobProgress(ExitStack):
         self._finished, self._failed = before, 0
         self._left = {item.id: item.size for item in items}
         self._all_left = sum(self._left.values())
-        self._parts: dict[str, tuple[int, int | None]] = {}  # done, and all, once they are known
-        self._live: set[str] = set()  # items of which `TokensDone` came
+        self._parts: dict[str, tuple[int, int | None]] = {}  # parts done, and in all once known
+        self._live: set[str] = set()  # items with a `TokensDone` so far
         self._done = self._read = self._written = 0
         self._clock = clock
         self._begin: float | None = None  # not before an engine was ready for an item

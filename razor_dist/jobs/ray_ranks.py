@@ -131,9 +131,9 @@ class ActorRanks(Ranks):
 
 
 async def _places(refs: list[Any], group: PlacementGroup) -> list[RankPlace | RankExit]:
-    """Return where actors are, or how they ended.
+    """Return each rank's place, or how its actor ended.
 
-    `ClusterError` if a bundle of theirs has no node any more, for which Ray waits for ever.
+    `ClusterError` if a bundle has lost its node and gets no other; Ray would wait for ever.
     """
     calls = [asyncio.create_task(_place(rank, ref)) for rank, ref in enumerate(refs)]
     try:

@@ -197,9 +197,9 @@ class ResultStore(contextlib.ExitStack):
         self._parts.append({"id": id, "part": key, "result": dict(result)})
 
     def drop_failed(self, *, retryable: bool = False) -> int:
-        """Forget the failures, or with ``retryable`` only what the next run tries again by itself.
+        """Drop all failures, or with ``retryable`` only those that the next run retries by itself.
 
-        Their items are missing then. Returns their number.
+        Returns the number of records dropped; the next run computes their items.
         """
         before = len(self.records)
         self._results.rewrite(
@@ -212,8 +212,8 @@ class ResultStore(contextlib.ExitStack):
     def finish(self, ids: Sequence[str]) -> None:
         """Order the results by ``ids``, those of other items last; drop parts of finished items.
 
-        So are those of another digest of a name that is among the ``ids`` (``name#digest``): the
-        file has changed. Other items' parts stay for the run that goes on with them.
+        Ids are ``name#digest``. Parts of a changed file, whose name is among ``ids`` with another
+        digest, are dropped too. Other items' parts stay, for a later run to continue.
         """
         order = {id: place for place, id in enumerate(ids)}
         records = list(self.records.values())

@@ -176,15 +176,15 @@ class Summarizer:
     def _resumes(self) -> bool:
         """True if an answer can go on from its stored beginning.
 
-        Not one that is drawn, since its draws are counted from its first token, not one with
-        sources, which are seen while a token is generated, and none with exact prefill, which would
-        read the beginning with other attention than it was written with.
+        False for sampled answers: draws are counted from the first token. False with sources: they
+        are traced while a token is generated. False with exact prefill: it would read the
+        beginning with full attention, but decoding wrote it with streaming heads.
         """
         style, is_local = self._style, self._llm.config.prefill == "local"
         return style.temperature == 0 and not style.sources and is_local
 
     def _split(self, now: Material, kind: str) -> tuple[list[Material], list[Asked]]:
-        """Cut a text into parts whose prompts fit the context; return both."""
+        """Cut a text into parts whose prompts fit the context; return parts and prompts."""
         begin = self._beginning(now)
         around = len(self._encode(begin, kind).ids) - self._count([begin.text])[0]
         own = len(self._encode(Material("", []), _PART.format(9999, 9999)).ids)
@@ -206,7 +206,7 @@ class Summarizer:
         return now._replace(text=now.text[: _BEGINNING + _LONG_TOKEN * self._room])
 
     def _prompt(self, now: Material, kind: str) -> Asked:
-        """Return a text's prompt, or that of its beginning if this is too long already."""
+        """Return a text's prompt, or its beginning's prompt if that already exceeds the context."""
         prompt = self._encode(begin := self._beginning(now), kind)
         is_enough = len(prompt.ids) > self._room or len(begin.text) == len(now.text)
         return prompt if is_enough else self._encode(now, kind)
@@ -233,7 +233,7 @@ class Summarizer:
         return count_tokens(self._tokenizer, texts)
 
     def _ask(self, prompt: Asked, draft: list[int], tell: Callable[[News], None]) -> Json:
-        """Return the answer that begins with ``draft``; tell of the prompt and of new tokens."""
+        """Continue the answer from ``draft``; ``tell`` gets prefill progress and new tokens."""
         params = self._style.sampling
         encoded = Encoded(None, [*prompt.ids, *draft], where=prompt.where)
         params = replace(params, max_tokens=(params.max_tokens or 0) - len(draft))
@@ -248,7 +248,7 @@ class Summarizer:
         detection = params.repetition_detection
         assert detection is not None
         if draft and (end := detection.first_loop(ids)) is not None:
-            # The engine has looked for loops in the new tokens alone.
+            # The engine looks for loops in new tokens only, so a loop may begin in the draft.
             ids, reason = ids[:end], "repetition"
         if reason == "repetition":
             ids = ids[: detection.once(ids)]
@@ -263,7 +263,7 @@ class Summarizer:
 
 
 def loops(result: Mapping[str, Any]) -> bool:
-    """Return whether a summary or that of a part ends in a loop."""
+    """Return whether the summary, or the summary of any part, ends in a loop."""
     answers = [result, *result.get("part_summaries", [])]
     return any(answer["finish_reason"] == "repetition" for answer in answers)
 
@@ -339,7 +339,7 @@ class SummaryTask:
 def _counted(
     tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
 ) -> tuple[list[int], bool]:
-    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess.
+    """Return each document's token count, 0 if unreadable, and True if no count is an estimate.
 
     Why documents cannot be read is logged, one document for each reason: a missing package is said
     before the model is loaded. Each error is reported when its document is summarised.

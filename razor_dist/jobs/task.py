@@ -20,17 +20,17 @@ from razor_dist.models.content import content_hash
 if TYPE_CHECKING:
     from razor_dist.llm.llm import LLM
 
-# Engine settings that answers do not depend on: how many ranks share the work and how
-# (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on with
-# others than it was begun with. Not among them are seed and generation_config: from them a request
-# gets the draws, the temperature, ... that it does not bring, and a task may leave these out.
+# Engine settings that do not change answers: the ranks and how they share the work
+# (`tests/test_invariance.py`), capacities and time-outs. A job may continue with other values.
+# seed and generation_config are not among them: they decide the draws, temperature, ... of a
+# request that does not set its own.
 _INDIFFERENT = """
     world_size max_num_seqs kv_tokens page_size chunked_prefill_size max_step_ms scheduling_policy
     cuda_graphs shared_memory threads collective_timeout heartbeat_timeout decode
     prefix_cache prefix_tail_tokens prefix_host_gb prefix_store prefix_store_gb speculative_config
 """
-# Codes of refusals by such settings, which the next run may have changed, and of a refusal that the
-# same request may escape when the machine is less busy.
+# Error codes of refusals that follow from these settings, which the next run may change, and of
+# one that depends on how busy the machine is.
 RETRYABLE = frozenset({"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"})
 RETRYABLE |= {"structured_outputs_timeout"}
 _CONTENT = "model_content"  # among an engine's settings: what its model's folder holds
@@ -78,7 +78,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ItemSize:
-    """An item's true size, in ``parts`` of which ``stored`` are there.
+    """An item's true size, and its number of ``parts``, of which ``stored`` exist already.
 
     ``tokens`` is the work that is left, in prefilled tokens (`ANSWER_TOKEN`).
     """
@@ -93,8 +93,8 @@ class PartResult:
     """A part of an item that is done: it is stored at once, and `Item.parts` has it next time.
 
     ``key`` names the part within its item, the same in every run, and differs where the part does;
-    ``result`` is plain JSON data; ``tokens`` is the part's size. What is not ``whole``, such as the
-    beginning of an answer, is stored alike, and no line is logged.
+    ``result`` is plain JSON data; ``tokens`` is the part's size. A part that is not ``whole``,
+    such as the beginning of an answer, is stored too, but not logged.
     """
 
     key: str
