@@ -44,26 +44,26 @@ _DOUBLINGS: Final = 3  # of the short window, tried for the middle class
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of one sequence's keys and values; see the module.
+    """Limit on the KV bytes of one sequence; see the module.
 
     Attributes
     ----------
     bytes : int
-        The most that a map may take.
+        The limit.
     tokens : int
-        N, the length at which it takes them.
+        N, the sequence length at which bytes are counted.
     policy : StreamingPolicy
-        Of streaming heads; a head's window replaces its length.
+        The streaming heads' policy; each head's window replaces the policy's.
     shape : ModelShape
         Of the model.
     token_bytes : int
-        Of a head's key and value of one token.
+        Bytes of one token's key and value in one head.
     short : int
         The short window, in tokens.
     share : float
-        Of the bytes beyond short windows, the part that middle windows get; 0 makes two classes.
+        Fraction of the bytes beyond short windows for middle windows; 0 makes two classes.
     middle : int or None
-        The middle window; None: of doublings of the short one, that whose map drops the least mass.
+        The middle window; None takes the doubling of ``short`` whose map drops the least mass.
     longest : int or None
         The longest of these doublings that is tried; None: any.
     """
@@ -108,7 +108,7 @@ class Budget:
     def of(
         cls, config: EngineConfig, shape: ModelShape, tokens: int, *, short: int | None, **rest: Any
     ) -> Budget:
-        """Take the policy of settings; the short window is theirs at the length, if not given."""
+        """Build a budget with a config's policy, whose window at N is the default for ``short``."""
         policy = StreamingPolicy.of(config)
         short = policy.window(tokens - 1) if short is None else short
         return cls(tokens=tokens, policy=policy, shape=shape, short=short, **rest)
@@ -119,7 +119,7 @@ class Budget:
 
     @property
     def least(self) -> int:
-        """Bytes of a map of short windows alone."""
+        """KV bytes if every head has the short window."""
         return self.heads * self.cost(self.short) * self.token_bytes
 
     @property
@@ -132,7 +132,7 @@ class Budget:
         return tuple(w for w in found if w <= longest and self.cost(w) < self.tokens)
 
     def cost(self, window: int | None) -> int:
-        """Tokens that a head keeps at most, up to the length; of a retrieval head all."""
+        """Most tokens that a head of this window keeps, up to N; None is a retrieval head: N."""
         if window is None:
             return self.tokens
         own = self.policy.with_window(window, alibi=False)

@@ -64,7 +64,7 @@ class Reach(Criterion):
         self._places = self._turns_of(self._length)
 
     def _turns_of(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first positions, as a text of the sample's length has them."""
+        """Cosines and sines of the first ``tokens`` positions, scaled for the sample's length."""
         mark = position_mark(self._body, len(self.sample.ids))
         device = self._body.device
         positions = torch.arange(tokens, device=device) + mark
@@ -74,11 +74,11 @@ class Reach(Criterion):
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         out, _ = query.attend(k, v, causal=True)
         turns, places = self._turns, self._places
-        if not self._turned[layer]:  # one of SmolLM3's without rotary embeddings
+        if not self._turned[layer]:  # a layer without rotary embeddings (SmolLM3)
             turns, places = _no_turns(*turns), _no_turns(*places)
         cos, sin = turns
-        # Turned back: by the negative angle, and without a scale that embeddings may have, whose
-        # square is that of the first cosine, at position 0.
+        # Undo the rotation: rotate by the negative angle, then divide by the square of the
+        # embeddings' scale, which is the cosine at position 0.
         q_1HTD, k_1KTD = query.q.flatten(0, 1)[None].float(), k[None].float()
         q_1HTD, k_1KTD = self._rotate(q_1HTD, k_1KTD, cos, -sin)
         scale = cos[0, 0, 0].square()
@@ -101,7 +101,7 @@ def _no_turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def _rotated(
     rotate: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first dimensions, as many as there are angles; some models leave others."""
+    """Rotate as many leading dimensions as there are angles; partial rotary leaves the rest."""
     width = cos.shape[-1]
     turned = rotate(q[..., :width], k[..., :width], cos, sin)
     q, k = (torch.cat([x, of[..., width:]], -1) for x, of in zip(turned, (q, k), strict=True))

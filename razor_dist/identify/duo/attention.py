@@ -54,7 +54,7 @@ def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) ->
 
 
 def _takes_groups(q: Tensor) -> bool:
-    """Tell if a fused kernel takes fewer KV heads than query heads: on CUDA none in float32."""
+    """True if a fused kernel supports grouped-query attention: on CUDA none does in float32."""
     return q.device.type != "cuda" or q.dtype != torch.float32
 
 

@@ -104,7 +104,7 @@ class GatedModel(nn.Module):
         part = (len(sample.ids) + extra) // self._ranks
         mine = slice(self._rank * part, (self._rank + 1) * part)
         device = self.gates.device
-        # Tokens at the end, which nothing before them sees.
+        # Padding at the end, which causal attention hides from all real tokens.
         ids = nn.functional.pad(sample.ids, (0, extra))[mine].to(device)
         mask = nn.functional.pad(sample.mask, (0, extra))[mine].to(device)
         positions = torch.arange(mine.start, mine.stop, device=device)
@@ -114,8 +114,8 @@ class GatedModel(nn.Module):
             target = self._hidden(ids, positions, None)[mask].float()
         mixed = self._hidden(ids, positions, self.gates)[mask].float()
         words = sample.mask.sum().to(device)
-        # A rank's own squares count as often as there are ranks. Without passkey words here it is
-        # 0, and still has gradients to give to other ranks.
+        # Times the number of ranks, since gradients are averaged. A rank without passkey words has
+        # distance 0, but still takes part in the other ranks' gradients.
         distance = (target - mixed).square().sum() * self._ranks / (words * mixed.shape[-1])
         return distance + self._settings.l1 * self.gates.abs().mean(), distance.detach()
 
