@@ -39,7 +39,7 @@ def free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
 def _left(folder: Path) -> float:
     """Return the bytes below a cgroup's limit; infinity if it has none.
 
-    Files that were read and are not in use make room, as they do on a host.
+    Inactive file cache counts as free, since the kernel reclaims it.
     """
     try:
         if (limits := folder / "memory.max").is_file():  # version 2
@@ -47,7 +47,7 @@ def _left(folder: Path) -> float:
         else:
             limit = (folder / "memory.limit_in_bytes").read_text()
             used = (folder / "memory.usage_in_bytes").read_text()
-        # Of version 1 the last counts those of all below it.
+        # In version 1 the last match, total_inactive_file, includes child cgroups.
         idle = re.findall(r"inactive_file (\d+)", (folder / "memory.stat").read_text())[-1:]
         return math.inf if limit.strip() == "max" else int(limit) - int(used) + sum(map(int, idle))
     except (OSError, ValueError):

@@ -249,7 +249,7 @@ class EngineConfig(BaseModel):
 
     @property
     def caches_prefixes(self) -> bool:
-        """True if prompts may begin from others' caches; those of an exact prefill differ."""
+        """True if prompts may reuse cached prefixes; after exact prefill their caches differ."""
         return self.prefix_cache and self.prefill == "local"
 
     @property

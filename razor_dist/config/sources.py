@@ -58,10 +58,9 @@ def load_config(
 
     In ``cli``, which holds flags by field name, ``None`` means that a flag was not given, and
     ``"none"`` sets an optional setting to none and empties a list. Of ``env`` only ``RAZOR_*`` is
-    looked at. There and in the file settings of other commands are passed over, those of the file
-    with a warning, but for those that are read from it ``also``. ``implied`` settings follow from
-    the surroundings (torchrun's world size): they are weaker than what the user said, stronger than
-    the model's shipped defaults.
+    read. Settings of other commands are ignored in ``env``; in the file they are ignored with a
+    warning, except the names in ``also``. ``implied`` settings come from the launcher (torchrun's
+    world size): they override the model's shipped defaults, and the user's settings override them.
     """
     settings = dict(implied or {})
     if yaml_path is not None:
@@ -100,7 +99,7 @@ def _build(cls: type[Config], settings: Settings) -> Config:
 
 
 def _origins(error: SettingError, settings: Settings) -> str:
-    """Say where the settings at fault were found; nothing of a keyword argument."""
+    """Name the sources of the wrong settings; empty for keyword arguments."""
     defaults = Setting(None, "the defaults")
     found = [(name, settings.get(name, defaults).source) for name in error.names]
     alone = len(found) == 1
@@ -109,10 +108,10 @@ def _origins(error: SettingError, settings: Settings) -> str:
 
 
 def _config_text(name: str) -> str:
-    """Text of a YAML file, or of the shipped one of that name: ``configs/`` and ``.yaml`` or not.
+    """Return the text of a YAML file, or of the shipped file of that name.
 
-    An installed wheel has no ``configs`` folder beside it, so that the names of those files stand
-    for them wherever the command runs.
+    ``configs/`` and ``.yaml`` are optional in a shipped file's name, which works in any folder:
+    an installed wheel has no ``configs`` folder beside it.
     """
     if not os.path.exists(Path(name).expanduser()):  # also of a name that is too long
         files = (resources.files("razor_dist.configs")).iterdir()
@@ -127,7 +126,7 @@ def _config_text(name: str) -> str:
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the settings of which some model brings its own default."""
+    """Return the settings that a shipped model file gives a default of its own."""
     files = (resources.files("razor_dist.configs") / "models").iterdir()
     return frozenset(name for file in files for name in yaml.safe_load(file.read_text()))
 

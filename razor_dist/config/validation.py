@@ -71,9 +71,9 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 def explained(
     setting: str | None = None, error: Callable[..., Exception] = SettingError
 ) -> Callable[[type[Object]], type[Object]]:
-    """Let a pydantic dataclass raise ``error`` with a sentence and the name of what is wrong.
+    """Let a pydantic dataclass raise ``error`` with a sentence and the wrong field's name.
 
-    That is the field, or the ``setting`` whose value the object is.
+    If the object is the value of a ``setting``, the setting is named instead.
     """
 
     def decorate(cls: Any) -> Any:
@@ -119,7 +119,7 @@ def made(
 def object_setting(
     cls: type[Object], name: str, value: object, words: str = "none"
 ) -> Object | None:
-    """Make an object as `made` does, or of JSON; the setting may also be what ``words`` say."""
+    """Make an object by `made`, also from JSON text; ``words`` name what else is allowed."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
