@@ -45,7 +45,7 @@ class Source:
     """A document. It can be pickled, and read on any host that has the file."""
 
     id: str  # the path, or the ``id`` of a JSONL line
-    path: str  # as it was given or found, where it is UTF-8
+    path: str  # as given or found; for display, so valid UTF-8
     kind: str  # of `razor_dist.documents.read`; "jsonl" for a line
     file: str  # the absolute path
     size: int  # bytes

@@ -132,7 +132,7 @@ class _Body:
         return f"[^{self._written + len(self._cited)}]"
 
     def _formula(self, element: Any) -> str:
-        """Return what a part of an equation says, as in a line: ``x^2/(a+b)``."""
+        """Return an equation's element as one line of text: ``x^2/(a+b)``."""
         name = element.tag.removeprefix(_M)
         if name == "t":
             return element.text or ""

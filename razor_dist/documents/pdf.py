@@ -48,11 +48,11 @@ def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
 
 
 def _unwrapped(page: str) -> str:
-    """Put a space for each line break that only a full line has made, so that sentences are whole.
+    """Join lines that were broken only because they were full, so that sentences are whole.
 
-    A line is full if the next one's first word would have made it nearly as long as the page's
-    longest. One that ends with a letter or a comma goes on; headings, lists and rows of numbers
-    stay as they are.
+    A line is full if the next line's first word would have made it nearly as long as the page's
+    longest line. A full line that ends with a letter or a comma is joined with the next; headings,
+    lists and rows of numbers stay as they are.
     """
     lines = page.split("\n")
     longest = max(map(len, lines))

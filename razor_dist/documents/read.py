@@ -45,13 +45,13 @@ _NEEDED = {
     "pdf": {"pypdfium2": "pypdfium2"},
     "docx": {"docx": "python-docx"},
 }
-# Exit codes by signals from outside: of the operating system when memory is short, or a person.
+# Exit codes of a reader ended by a signal from outside: the out-of-memory killer or a person.
 KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-# Environment variables of a reader's process: it reads files of strangers, so no keys are there.
+# Environment variables that a reader's process gets: it reads untrusted files, so no API keys.
 _KEPT = re.compile("PATH|HOME|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|PYTHON.*")
 # In bytes read as UTF-8: they may be UTF-16's or ISO-2022's, which then leave none of these.
 OTHER_ENCODING = re.compile("[\0\x1b]")
-# Calls within calls of a reader: elements of a page that are never closed stand in each other.
+# Recursion limit of a reader: unclosed elements of a page nest in each other.
 _DEEPEST = 10_000_000
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
@@ -66,12 +66,12 @@ class Document(NamedTuple):
 class ReadLimits:
     characters: int = 100_000_000
     pages: int = 20_000
-    seconds: int = 120  # of the processor
+    seconds: int = 120  # CPU time
     memory: int = 2 * 2**30  # bytes of the reader's address space; a file may take half of it
 
     @property
     def patience(self) -> int:
-        """Seconds that a reader's process may take: it may have to wait for a processor."""
+        """Wall-clock seconds that a reader's process may take: it may have to wait for a core."""
         return 10 * self.seconds
 
     def too_slow(self) -> DocumentError:
