@@ -191,7 +191,7 @@ class Engine:
     def _parts(
         self, head: Message | None, message: Message, begun: bool, request: Forwarded
     ) -> list[Part]:
-        """Return what the ingress gets of a body's message, which is the first after a ``head``."""
+        """Return a body message's parts for the ingress; ``head`` comes with the first message."""
         state, data = self._service.status, message.get("body", b"")
         status = head["status"] if head else 0
         if not (begun or request.is_last):
@@ -210,18 +210,18 @@ class Engine:
 def most_engines() -> int:
     """Return how many engines this replica's deployment may have."""
     context = serve.get_replica_context()
-    scaling = context._deployment_config.autoscaling_config  # which Serve tells nowhere else
+    scaling = context._deployment_config.autoscaling_config  # public nowhere else
     return scaling.max_replicas if scaling else context.world_size
 
 
 def with_own_store(
     config: ServerConfig, number: int
 ) -> tuple[ServerConfig, filelock.FileLock | None]:
-    """Return settings in which ``{engine}`` is a store that no other engine has, and its lock.
+    """Return settings whose ``{engine}`` names a store that no other engine uses, and its lock.
 
-    That is the store of the engine's number, unless an engine has it that had this number before:
-    Serve renumbers engines when one goes. Then it is the first free one. The lock is held until the
-    process ends.
+    The engine's own number is tried first. Serve renumbers engines when one goes, so an older
+    engine may still hold that store; then the first free number is taken. The lock is held until
+    the process ends.
     """
     if "{engine}" not in (config.prefix_store or ""):
         return config, None

@@ -125,7 +125,7 @@ class Ingress:
 
 
 def _come(asked: DeploymentBroadcastResponse) -> list[Any]:
-    """Return the answers that have come, and an exception for each that has not.
+    """Return the answers received so far, and an exception for each one still missing.
 
     ``results`` waits for each engine by itself, which ``results_async`` does not; it blocks.
     """

@@ -133,9 +133,9 @@ class EngineTable(Generic[Engine]):
     def order(self, engines: Mapping[Engine, str], route: Route) -> list[Engine]:
         """Return engines by the bytes to be read before an answer could begin, fewest first.
 
-        The prompt's own count twice, since they delay later requests as well: otherwise a text
-        would be read and kept a second time to begin one answer a little sooner. ``engines`` has
-        their replicas' ids. Of equal engines the one that has read least is first.
+        The prompt's own unread bytes count twice, since they delay later requests as well: counted
+        once, a text would be read and cached on a second engine for a slightly earlier answer.
+        ``engines`` maps to replica ids. Of equal engines the one with the least cached is first.
         """
         left = dict.fromkeys(engines, 0)
         for engine, unread, placed in self._placed.values():
@@ -159,7 +159,7 @@ class EngineTable(Generic[Engine]):
             return
         self._placed[request] = engine, self.unread(engine, route), route
         read = self._read.setdefault(engine, OrderedDict())
-        # Backwards: what is forgotten first is a prompt's end, and its beginning is often shared.
+        # In reverse, so that a prompt's end is forgotten first: its beginning is often shared.
         for block in reversed(route.blocks):
             read[block] = None
             read.move_to_end(block)
