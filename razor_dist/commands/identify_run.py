@@ -175,13 +175,13 @@ def budget_of(model: ModelSource, options: BudgetOptions) -> Budget:
 def reading_of(model: ModelSource, budget: Budget, most: int) -> ReachSettings | None:
     """The texts, of up to ``most`` tokens, on which `measured_masses` measures a budget's windows.
 
-    None for two classes, of which nothing is measured. Raise `ConfigError` if they are too short.
+    None for two classes, which need no masses. Raise `ConfigError` if the texts are too short.
     """
     if budget.share == 0:
         return None
     room = model.shape.max_positions - len(start_tokens(model.text_tokenizer()))
     tokens = min(most, budget.tokens, room)
-    # Half of the queries must have dropped something, or nothing is measured.
+    # `Mass` measures the second half of a text, where every query must drop some tokens.
     window = budget.short if budget.longest is not None else budget.middles[0]
     if 2 * window > tokens:
         raise ConfigError(
@@ -193,7 +193,7 @@ def reading_of(model: ModelSource, budget: Budget, most: int) -> ReachSettings |
 
 
 def measured_masses(model: ModelSource, budget: Budget, reading: ReachSettings | None) -> Masses:
-    """Measure what the windows that a budget may take drop of the texts of `reading_of`."""
+    """Measure the attention mass that each window of a budget drops on `reading_of`'s texts."""
     if reading is None:
         return {}
     tokenizer, samples = model.text_tokenizer(), reading.samples

@@ -126,7 +126,7 @@ def _common(config: MapsConfig, out: Path, name: str = "none") -> CommonOptions:
 
 
 def _deciding(config: MapsConfig, model: ModelSource) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that decide the maps that are found, and those that decide the masses."""
+    """Return the settings that determine the maps, and those that determine the masses."""
     shared = config.model_dump(mode="json", include={"seed", "rope_scaling"})
     shared |= {"model": model.name, "dtype": dtype_name(model.dtype)}
     own = {"tokens", "window_min", "window_max", "window_ratio", "block", "sink_tokens"}
@@ -134,7 +134,7 @@ def _deciding(config: MapsConfig, model: ModelSource) -> tuple[dict[str, Any], d
 
 
 def _kept(path: Path, settings: Mapping[str, Any]) -> Any:
-    """Return what a file holds, None if there is none; `ConfigError` if it is of other settings."""
+    """Return a file's JSON, None without a file; `ConfigError` if its settings differ."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if not text:  # a kill can leave an empty file
         return None
@@ -168,6 +168,6 @@ def _found(name: str, options: CommonOptions, settings: Mapping[str, Any]) -> tu
 
 
 def _free_gpu() -> None:
-    """Give back what a model took here, for the process that compares the maps."""
+    """Free this process's GPU memory for the process that compares the maps."""
     gc.collect()
     torch.cuda.empty_cache()

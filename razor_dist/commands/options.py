@@ -114,8 +114,8 @@ def with_options(
     """Give a typer command a parameter for each field of dataclasses; it takes one object of each.
 
     Fields are ``Annotated`` with ``typer.Option``, ``typer.Argument``, or a `Doc` to be a flag's
-    help; others keep their defaults. One that several classes have is one flag. ``flags`` has the
-    names of those flags that are not their fields'.
+    help; others keep their defaults. A field that several classes share is one flag. ``flags``
+    names the flags that differ from their fields' names.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -135,7 +135,7 @@ def _nodes(store: Path) -> set[Path]:
 
 
 def _entitle(store: Path, before: set[Path], title: str) -> bool:
-    """Give the prefixes that are new a document's name; False if there are none."""
+    """Name the store's new prefixes after a document; False if there are none."""
     from razor_dist.prefix.store import write_title
 
     new = _nodes(store) - before
@@ -148,7 +148,7 @@ def _entitle(store: Path, before: set[Path], title: str) -> bool:
 
 
 def _unkept(config: EngineConfig, total: int, cached: int) -> str:
-    """Tell why a document made no prefix: it is short, or there already, or there was no room."""
+    """Say why a document made no prefix: too short, already stored, or no room."""
     from razor_dist.prefix.tiers import least_new
 
     new, least = total - cached, least_new(total, config.page_size)
@@ -167,7 +167,7 @@ def page_text(path: str, text: str) -> str:
 
 
 def _read(llm: Any, text: str, template: dict[str, Any]) -> tuple[int, int]:
-    """Read a text as the first message, until it is on disk; its tokens, and those found there."""
+    """Prefill a text as the first message and save it; return its tokens and the cached ones."""
     from razor_dist.protocol.sampling_params import SamplingParams
 
     tokenizer, params = llm.get_tokenizer(), SamplingParams(max_tokens=1, temperature=0)

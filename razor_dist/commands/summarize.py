@@ -25,10 +25,10 @@ from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
 
-# Most that the prefixes of one engine take on disk while prompts are in work, in GiB. Those of all
-# engines take a quarter of what is free there at most.
+# Disk limit of one engine's prefixes while the job runs, in GiB. All engines together take at most
+# a quarter of the free space.
 _MOST_GB = 32.0
-# Their place in the folder of the results, while a job is not done.
+# Subfolder of the results that holds the prefixes until the job is done.
 _PREFIXES = ".prefixes"
 
 
@@ -117,7 +117,7 @@ def _gigabytes(folder: Path) -> float:
 
 
 def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
-    """Have engines keep what they read in ``folder``, for the next run, where that is possible.
+    """Let engines store prefixes in ``folder`` for the next run, where that is possible.
 
     On a cluster that is joined, the engines' nodes may have no such folder. Ranks that share the
     steps of an answer keep no prefixes, and a store would end that (`why_replicated`).
@@ -133,7 +133,7 @@ def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
     if config.ray and config.engines is None:  # as many as Ray has processors for
         engines = int((os.cpu_count() or 1) / config.cpus_per_rank) // config.world_size
     engines = max(1, min(engines, documents))
-    # What an earlier run left here was free when it took its bound, and may be of more engines.
+    # Prefixes of an earlier run, perhaps of more engines, count as free space, as they did then.
     free = shutil.disk_usage(folder.parent).free / 2**30 + _gigabytes(folder)
     own = sum(_gigabytes(folder / str(number)) for number in range(engines))
     shared = (free / 4 - (_gigabytes(folder) - own)) / engines
