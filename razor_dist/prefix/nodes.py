@@ -120,10 +120,10 @@ class Nodes:
 
         After another number of ranks, that is parts of each rank: host memory has a rank's own.
         """
-        return not node.lost and ("disk" in node.where or self._is_own(node))
+        return _is_on_disk(node) or self._is_own(node)
 
     def _is_own(self, node: Node) -> bool:
-        return node.written_by(self._accounts.world_size)
+        return not node.lost and node.written_by(self._accounts.world_size)
 
     def sharing(
         self, namespace: Namespace, tokens: Tokens, *, on_disk: bool

@@ -261,6 +261,8 @@ class Tiers:
         if not any(wanted.values()):
             return None
         parent, begin = nodes.sharing(of.namespace, of.tokens, on_disk=writes)
+        # A rank's host memory has its own parts, and what another number wrote is dealt out anew.
+        wanted["host"] &= parent is None or parent.written_by(self._accounts.world_size)
         manifest = self._manifest(of, parent, begin)
         keep = set() if parent is None else set(parent.chain)
         if self.loading is not None:

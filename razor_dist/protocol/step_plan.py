@@ -16,7 +16,7 @@ from torch import Tensor
 
 from razor_dist.parallel.comm import Communicator
 
-FRAME_BYTES = 4096  # bytes
+FRAME_BYTES = 4096
 _LENGTH = 8  # bytes of the plan's length, with which a frame begins
 # Bytes, of which the second tensor is a multiple: so it hardly depends on how large the keys are.
 _ROUNDED = 256
@@ -99,7 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
         return cls(Op.STEP, entries=tuple(ordered))
 
     def frames(self) -> list[Tensor]:
-        """Return what is sent: one tensor of `FRAME_BYTES` bytes, or two."""
+        """Return what is sent: one tensor of `FRAME_BYTES`, or two."""
         data = _encode(self)
         length = len(data).to_bytes(_LENGTH, "little")
         if len(data) <= FRAME_BYTES - _LENGTH:

@@ -200,6 +200,7 @@ def test_what_follows_on_a_node_that_cannot_be_read_is_counted_and_goes_first() 
     assert nodes.find(NO_SALT, text, 20).entry is None
     assert not nodes.held(NO_SALT, text, on_disk=True)
     assert nodes.sharing(NO_SALT, text, on_disk=True) == (None, 0)
+    assert nodes.sharing(NO_SALT, text, on_disk=False) == (None, 0)
     assert nodes.make_room("disk", 20, set()) and gone == [f"{2:032x}"]
     assert nodes.make_room("disk", 30, set()) and gone == [f"{2:032x}", f"{1:032x}"]
     assert names(nodes) == {3}
