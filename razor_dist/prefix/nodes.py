@@ -120,9 +120,10 @@ class Nodes:
 
         After another number of ranks, that is parts of each rank: host memory has a rank's own.
         """
-        return _is_on_disk(node) or self._is_own(node)
+        return _is_on_disk(node) or self.is_own(node)
 
-    def _is_own(self, node: Node) -> bool:
+    def is_own(self, node: Node) -> bool:
+        """True if host memory can have what follows on a node: each rank its own parts."""
         return not node.lost and node.written_by(self._accounts.world_size)
 
     def sharing(
@@ -133,7 +134,7 @@ class Nodes:
         All that is before is in it and in those that it follows on, on disk if that is wanted; else
         this number of ranks has written it, so that host memory can have the new one.
         """
-        among = _is_on_disk if on_disk else self._is_own
+        among = _is_on_disk if on_disk else self.is_own
         node, begin = self._index.sharing(Node, namespace, tokens, among)
         while node is not None and begin <= node.manifest.begin:
             node = node.parent

@@ -261,12 +261,10 @@ class Tiers:
         if not any(wanted.values()):
             return None
         parent, begin = nodes.sharing(of.namespace, of.tokens, on_disk=writes)
-        # A rank's host memory has its own parts, and what another number wrote is dealt out anew.
-        wanted["host"] &= parent is None or parent.written_by(self._accounts.world_size)
+        wanted["host"] &= parent is None or nodes.is_own(parent)
         manifest = self._manifest(of, parent, begin)
         keep = set() if parent is None else set(parent.chain)
-        if self.loading is not None:
-            keep |= set(self.loading.chain)
+        keep |= set() if self.loading is None else set(self.loading.chain)
         for namespace, tokens in pinned:
             keep |= set(self._chain(namespace, tokens))
         fits = {
