@@ -104,9 +104,9 @@ def attend_at_places(
 
 
 def blocks(queries: Sequence[range], length: int) -> Iterator[tuple[int, range]]:
-    """Cut runs of queries at the multiples of a length.
+    """Cut runs of query positions at multiples of ``length``.
 
-    Yields the index of each block's first query, and the positions of all.
+    Yields, for each block, the index of its first query and the positions of its queries.
     """
     done = 0
     for run in queries:

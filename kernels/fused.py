@@ -100,9 +100,9 @@ def postponed_rotations(yes: bool = True) -> Iterator[None]:
 
 
 def postponed_rotation(q: Tensor, k: Tensor) -> Rotation | None:
-    """Return what queries and keys of a layer are still to be rotated by, as attention gets them.
+    """Take the rotation that ``q`` and ``k`` still need before attention; None if there is none.
 
-    Raise `NotImplementedError` if a model has changed them since its rotary embeddings.
+    Raise `NotImplementedError` if the model has changed them since its rotary embeddings.
     """
     waiting = _POSTPONED.get()
     if not waiting:
@@ -235,7 +235,7 @@ def _random(weight: Tensor) -> Tensor:
 
 
 def _gives(trial: Callable[[], Any], got: Tensor) -> bool:
-    """Tell if transformers' part computes ``got``; one that fails wants more than it is given."""
+    """True if ``trial``, transformers' own layer, gives ``got`` within 2e-2; False if it raises."""
     try:
         want = trial()
     except Exception:  # of whatever kind: BitNet's MLP norms by a weight of another size

@@ -13,8 +13,8 @@ from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial, foldable
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 
-# Head dimensions are multiples of the widest vector's numbers; of codes two share a place, and the
-# sums of more would not fit into 32 bits.
+# Head dimensions are multiples of 16, the float32 numbers of the widest vector. With codes they are
+# multiples of 32, as 16-bit numbers are multiplied in pairs. Above 512, int32 sums could overflow.
 _WIDTH = 16
 _MOST_CODES = 512
 _DTYPES = (torch.float32, torch.bfloat16)

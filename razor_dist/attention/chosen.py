@@ -82,7 +82,7 @@ class Segments(NamedTuple):
         found = (
             attend_chosen(q, *self.pages.at(self.rows, span), chosen, shard, at, scale=query.scale)
             for span, shard in self.reader.parts
-            # Scattered pages are copied to be read: not without need.
+            # Reading scattered pages copies them: those without a chosen block are skipped.
             if isinstance(span, slice) or chosen[:, shard.blocks].any()
         )
         first = next(found, None)

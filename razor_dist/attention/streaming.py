@@ -213,7 +213,10 @@ def window_attention(
 
 
 def _alike(runs: Sequence[WindowRun], first: int, most: int) -> Iterator[list[WindowRun]]:
-    """Group the runs, in order, whose windows begin after ``first`` and move with them."""
+    """Group up to ``most`` neighbouring runs of equal length whose windows move on by it.
+
+    Only runs whose windows start at ``first`` or later are grouped; any other run is alone.
+    """
     group: list[WindowRun] = []
     for run in runs:
         if group:

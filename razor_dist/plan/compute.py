@@ -133,7 +133,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
                 reduced = 2 * d.model.hidden_size * d.dtype.itemsize * others // d.world_size
                 sent["tensor"] = d.shares.sums * reduced + logits
         decode[0]["control"] = others * FRAME_BYTES
-    # Without what is zero.
+    # Unary plus drops zero counts.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])
 
 
