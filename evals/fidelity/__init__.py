@@ -1,1 +1,1 @@
-"""How much a method changes the model's distribution of the next token, on any text."""
+"""Fidelity: the KL from full attention's next-token distribution to a method's, on any text."""

@@ -175,7 +175,7 @@ class GenerateBody(SharedFields):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Which field limits the answer's tokens, and the limit: None, or `UNLIMITED`."""
+        """The field that limits the answer's tokens, and its value or None; or `UNLIMITED`."""
         value = self.one_of("n_predict", *self.limited_by)
         names = *self.limited_by, "n_predict"
         given = (name for name in names if getattr(self, name) is not None)

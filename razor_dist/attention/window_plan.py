@@ -68,7 +68,7 @@ class WindowPlan:
 
 
 class Storage(NamedTuple):
-    """How the ranks store the window at a prompt's end, for decode to read it without traffic."""
+    """A rank's part of the window at a prompt's end, stored so that decode needs no traffic."""
 
     tail: int = 0  # tokens before the window that are stored too
     shared: bool = False  # a rank stores some of the heads; else every rank all of them
