@@ -40,12 +40,12 @@ __all__ = [
     "takes_windows",
 ]
 
-# Keys of another dtype than the queries are converted in blocks of this many: otherwise a shard of
-# a long context would be in memory twice. On CUDA they are as many as cuDNN is given.
+# Keys of a block that is converted to the queries' dtype: a shard of a long context that is
+# converted whole would be in memory twice. On CUDA a block has the `PLAN_KEYS` that cuDNN takes.
 _CONVERTED_KEYS = 4096
 
 # In order of preference; each module is imported when it is first asked.
-BACKENDS = ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
+BACKENDS = ("many_cpu", "flash_attn", "torch_cuda", "torch_cpu", "meta", "reference")
 
 
 @functools.cache
@@ -66,8 +66,8 @@ def attend(
     """Softmax attention of grouped queries over one segment of keys.
 
     ``q`` is ``[K, G, T, D]``, G query heads for each of K key-value heads; ``k`` and ``v`` are
-    ``[K, S, D]``. Those of another dtype than ``q``, or both `Codes`, are read in blocks that are
-    converted to it, where an op wants one dtype. ``out`` is in the dtype of ``q`` or float32.
+    ``[K, S, D]``, of any dtype, or both `Codes`: if no backend reads them as they are, they are
+    converted to the dtype of ``q`` block by block. ``out`` is in the dtype of ``q`` or float32.
 
     With ``causal``, query t sees keys 0..t; it requires ``T == S`` (else ValueError), so that no
     alignment convention matters. ``bias`` is float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite,
@@ -79,25 +79,17 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
-    many = many_cpu.supports(q, causal, bias) and many_cpu.reads(k) and many_cpu.reads(v)
-    if backend is None and many:
-        return many_cpu.attend(q, k, v, scale, causal)
-    if isinstance(k, Codes) or isinstance(v, Codes) or k.dtype != q.dtype:
-        return _attend_converted(q, k, v, scale, causal, bias, backend)
-    if backend is not None:
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-        return _backend(backend).attend(q, k, v, scale, causal, bias)
-    for name in BACKENDS:
-        module = _backend(name)
-        if module is not many_cpu and module.supports(q, causal, bias):
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    for module in map(_backend, BACKENDS if backend is None else [backend]):
+        if backend is not None or module.supports(q, k, v, causal, bias is not None):
             return module.attend(q, k, v, scale, causal, bias)
-    raise AssertionError("the reference backend supports every input")
+    return _attend_converted(q, k, v, scale, causal, bias)
 
 
 def takes_windows(q: Tensor, k: KeysOrValues) -> bool:
-    """Tell if `attend_windows` computes this; values are as keys."""
-    return many_cpu.supports(q, True, None) and many_cpu.reads(k)
+    """True if `attend_windows` computes these queries and keys; values have the keys' dtype."""
+    return many_cpu.supports(q, k, k, True, False)
 
 
 def attend_windows(
@@ -105,7 +97,7 @@ def attend_windows(
 ) -> Partial:
     """Causal attention of queries ``[K, G, T, D]`` to windows, where `takes_windows`.
 
-    The queries are those of the last T of S keys; query t sees the keys from ``first[t]`` to its
+    The queries are the last T of S tokens; query t sees the keys from ``first[t]`` to its
     own. ``first`` is int64 ``[T]`` and never decreases.
     """
     return many_cpu.attend(q, k, v, scale, True, first=first)
@@ -118,13 +110,11 @@ def _attend_converted(
     scale: float,
     causal: bool,
     bias: Tensor | None,
-    backend: str | None,
 ) -> Partial:
-    """`attend` of keys and values that are converted block by block; codes stay transformed."""
+    """`attend` after converting keys and values block by block; codes stay transformed."""
     queries = k.transform(q) if isinstance(k, Codes) else q
-    # Bound by memory, these are read as they are.
-    few = foldable(q, causal, bias) and backend is None
-    few &= q.device.type == "cpu" and q.dtype == torch.float32
+    # Attention of a few queries is bound by memory: on CPU it reads the codes as they are.
+    few = foldable(q, causal, bias) and q.device.type == "cpu" and q.dtype == torch.float32
 
     def converted(span: slice) -> Partial:
         part = None if bias is None else bias[..., span]
@@ -134,9 +124,9 @@ def _attend_converted(
                 return attend_codes(queries, of_k, of_v, scale, part)
             of_k, of_v = of_k.scaled(), of_v.scaled()
         keys = of_k.to(q.dtype), of_v.to(q.dtype)
-        return attend(queries, *keys, scale=scale, causal=causal, bias=part, backend=backend)
+        return attend(queries, *keys, scale=scale, causal=causal, bias=part)
 
-    # Causal attention is over as many keys as queries: a shard of a chunk, and short.
+    # Causal attention has as many keys as queries, those of a chunk's shard: one block.
     block = PLAN_KEYS if q.device.type == "cuda" else _CONVERTED_KEYS
     found = over_keys(converted, k.shape[1], k.shape[1] if causal else block)
     return found._replace(out=v.transform(found.out)) if isinstance(v, Codes) else found
@@ -151,8 +141,8 @@ def compensate(
     ``lse`` is ``scale * q . k_mean + log(count)`` and its ``out`` is ``v_mean``.
 
     ``q`` is ``[K, G, T, D]``; ``k_mean`` and ``v_mean``, float32 ``[K, T, D]``, are the means of
-    the keys and values that were dropped for each query, and ``count``, ``[T]``, is how many they
-    were; a query with a count of 0 sees nothing. All queries may share one: T is 1 then.
+    the keys and values that were dropped for each query, ``count``, ``[T]``, their number; a query
+    with a count of 0 sees nothing. With T = 1 in these three all queries share one token.
     """
     scores = torch.linalg.vecdot(q.float(), k_mean.unsqueeze(1)) * scale + count.log()
     return Partial(v_mean.unsqueeze(1).expand(*q.shape[:-1], v_mean.shape[-1]), scores)

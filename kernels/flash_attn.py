@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.quantized import KeysOrValues, of_one_dtype
 from razor_dist.kernels.torch_cuda import CUDNN_ON
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def _installed() -> bool:
-    # One that was built for another torch is found and cannot be imported.
+    # A package that was built for another torch is found but cannot be imported.
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:
@@ -28,14 +29,15 @@ def _installed() -> bool:
     return True
 
 
-def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
+def supports(q: Tensor, k: KeysOrValues, v: KeysOrValues, causal: bool, biased: bool) -> bool:
     """16-bit CUDA tensors without a bias; not on Hopper, where torch_cuda takes cuDNN too."""
     return (
-        bias is None
+        not biased
         and q.device.type == "cuda"
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] <= 256
         and torch.cuda.get_device_capability(q.device) != CUDNN_ON
+        and of_one_dtype(q, k, v)
         and _installed()
     )
 

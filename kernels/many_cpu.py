@@ -1,7 +1,7 @@
-"""Attention of many queries on CPU by the compiled operation: `razor_dist.kernels.compiled`.
+"""Attention of many queries on CPU by compiled C++ (`razor_dist.kernels.compiled`).
 
-Keys are read as they are kept, codes among them, and windows in one call; torch's own op knows
-neither, and takes up to a quarter longer (docs/LOG.md).
+It reads keys and values in the dtype that they are stored in, codes included, and computes all
+windows in one call. torch's own op does neither, and takes up to a quarter longer (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ _MOST_CODES = 512
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """Tell if these queries are many, of a common head dimension, and scored without a bias.
+def supports(q: Tensor, k: KeysOrValues, v: KeysOrValues, causal: bool, biased: bool) -> bool:
+    """True for many queries without a bias, and keys and values that are read as they are stored.
 
-    A few that see the same keys are bound by memory, and shared out otherwise
-    (`razor_dist.kernels.partial.attend_folded`).
+    A few queries that see the same keys are bound by memory instead, and go to
+    `razor_dist.kernels.partial.attend_folded`.
     """
     return (
         q.device.type == "cpu"
-        and bias is None
+        and not biased
         and q.dtype in _DTYPES
         and q.shape[-1] % _WIDTH == 0
-        and not foldable(q, causal, bias)
+        and not foldable(q, causal, None)
         and not (torch.is_grad_enabled() and q.requires_grad)
+        and _reads(k)
+        and _reads(v)
         and operations() is not None
     )
 
 
-def reads(x: KeysOrValues) -> bool:
-    """Tell if keys or values are read as they are."""
+def _reads(x: KeysOrValues) -> bool:
     if isinstance(x, Codes):
         return x.shape[-1] % (2 * _WIDTH) == 0 and x.shape[-1] <= _MOST_CODES
     return x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
@@ -55,8 +56,7 @@ def attend(
 ) -> Partial:
     """See `razor_dist.kernels.attend` and `razor_dist.kernels.attend_windows`; in float32."""
     assert bias is None
-    own = [data_of(x) for x in (k, v)]
-    (keys, k_scale), (values, v_scale) = own
+    (keys, k_scale), (values, v_scale) = data_of(k), data_of(v)
     return Partial(
         *operations().attend_many(
             _rows(q.float()), keys, values, k_scale, v_scale, first, causal, scale
@@ -65,7 +65,7 @@ def attend(
 
 
 def data_of(x: KeysOrValues) -> tuple[Tensor, Tensor | None]:
-    """Return numbers and scales as the compiled operations read them: rows are contiguous."""
+    """The numbers of ``x`` with contiguous rows, and the scales if ``x`` is `Codes`."""
     if isinstance(x, Codes):
         scale = x.scale if x.scale.stride(-1) == 1 else x.scale.contiguous()
         return _rows(x.codes), scale

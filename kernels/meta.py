@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.quantized import KeysOrValues, of_one_dtype
 
 
-def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    return q.device.type == "meta"
+def supports(q: Tensor, k: KeysOrValues, v: KeysOrValues, causal: bool, biased: bool) -> bool:
+    return q.device.type == "meta" and of_one_dtype(q, k, v)
 
 
 def attend(

@@ -1,19 +1,19 @@
 """Keys and values in 8 or 4 bits: whole numbers, with one scale for each token and head.
 
-What a token is kept as depends on the token alone: not on its neighbours, nor on how a prompt is
-cut or who holds it. Both are symmetric, ``x = scale * level``; the dtype of the codes says which
-it is:
+A token's codes depend on that token alone: not on its neighbours, the chunks of its prompt, or the
+rank that stores it. Both formats are symmetric, ``x = scale * level``; the dtype of the codes says
+which one it is:
 
 * `INT8`: levels are the codes, -127 to 127, and ``scale = max |x| / 127``.
-* `INT4`: 16 levels, -15, -13, ..., 15, so that none is lost to 0 having no sign. A byte holds those
-  of dimensions 2d and 2d + 1, ``(level + 15) / 2`` in its lower and its upper half. What is rounded
-  is not ``x`` but ``hadamard(x)``, as a few dimensions of keys are far larger than all others,
-  which would be rounded to nothing; the transform deals them out evenly (QuaRot, arXiv 2404.00456).
+* `INT4`: 16 levels, -15, -13, ..., 15: a level of 0 would leave one of 16 codes unused. A byte has
+  ``(level + 15) / 2`` of dimension 2d in its lower half and that of 2d + 1 in its upper half. Not
+  ``x`` is rounded but ``hadamard(x)``: a few dimensions of keys are far larger than all others,
+  which would be rounded to 0, and the transform spreads them evenly (QuaRot, arXiv 2404.00456).
   Readers need not transform keys and values back: scores of transformed queries are the same, and
-  what is weighted is transformed back once (`Codes.transform`).
+  the weighted sum of values is transformed back once (`Codes.transform`).
 
-To be cut, joined and sent like any other tensor, they are *packed*, the bytes of the codes and
-after them the four of the float32 scale. To be read, they are `Codes`.
+*Packed*, a token is the bytes of its codes and then the four of its float32 scale, in a tensor that
+can be cut, joined and sent like any other. `Codes` are the form that kernels read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST = {INT8: 127, INT4: 15}  # levels
 
 @dataclass(frozen=True)
 class Codes:
-    """Keys or values to be read, ``[K, n, D]``; as far as readers go, a tensor of these numbers."""
+    """Rounded keys or values ``[K, n, D]``, indexed and converted as a tensor is."""
 
     codes: Tensor  # INT8 [K, n, D] or INT4 [K, n, D / 2]
     scale: Tensor  # float32 [K, n]
@@ -48,26 +48,26 @@ class Codes:
         return self.codes.dtype == INT4
 
     def __getitem__(self, at: Any) -> Codes:
-        """Cut heads and tokens."""
+        """Index heads and tokens."""
         return Codes(self.codes[at], self.scale[at])
 
     def transform(self, x: Tensor) -> Tensor:
-        """Take queries to where the levels are, or weighted levels from there; in its dtype."""
+        """Transform queries as `levels` are, or weighted levels back, in the dtype of ``x``."""
         return hadamard(x.float()).to(x.dtype) if self.transformed else x
 
     def levels(self) -> Tensor:
-        """Return float32 ``[K, n, D]``, to be multiplied by the scale."""
+        """The levels, float32 ``[K, n, D]``, still to be multiplied by the scale."""
         if not self.transformed:
             return self.codes.float()
         both = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
         return both.float().mul_(2).sub_(15)
 
     def scaled(self) -> Tensor:
-        """Return levels times scale, float32 ``[K, n, D]``: the numbers, or their transform."""
+        """Levels times scale, float32 ``[K, n, D]``: the numbers, or their transform."""
         return self.levels().mul_(self.scale.unsqueeze(-1))
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Return the numbers, in a tensor of their own."""
+        """The numbers, transformed back, in a new tensor."""
         return self.transform(self.scaled()).to(dtype)
 
     def packed(self) -> Tensor:
@@ -77,32 +77,37 @@ class Codes:
 KeysOrValues: TypeAlias = Tensor | Codes
 
 
+def of_one_dtype(q: Tensor, k: KeysOrValues, v: KeysOrValues) -> bool:
+    """True for keys and values that are tensors of the queries' dtype, not `Codes`."""
+    return all(isinstance(x, Tensor) and x.dtype == q.dtype for x in (k, v))
+
+
 def code_width(dim: int, dtype: torch.dtype) -> int:
-    """Return the numbers of ``dtype`` that keep ``dim`` dimensions, without their scale."""
+    """Elements of ``dtype`` for one token's ``dim`` dimensions in a head, without the scale."""
     return dim // 2 if dtype == INT4 else dim
 
 
 def packed_width(dim: int, dtype: torch.dtype) -> int:
-    """Return the numbers of ``dtype`` that keep ``dim`` dimensions."""
+    """Elements of ``dtype`` for one token's ``dim`` dimensions in a head, with the scale if any."""
     return code_width(dim, dtype) + (SCALE_BYTES if has_scale(dtype) else 0)
 
 
 def row_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's key or value in one head, of ``dim`` dimensions."""
+    """Bytes of one token's key or value in a head of ``dim`` dimensions."""
     return packed_width(dim, dtype) * dtype.itemsize
 
 
 def has_scale(dtype: torch.dtype) -> bool:
-    """Tell if keys and values of this dtype are `Codes`."""
+    """True if keys and values of this dtype are `Codes`."""
     return dtype in _LARGEST
 
 
 def hadamard(x: Tensor) -> Tensor:
     """Return the Walsh-Hadamard transform of ``x``, float32 ``[..., D]``, not normalised.
 
-    It is taken of each B dimensions side by side, B the largest power of 2 that divides D; done
-    twice, it multiplies by B. All implementations add in this order, so that they agree in the last
-    bit.
+    Each B adjacent dimensions are transformed together, where B is the largest power of 2 that
+    divides D; done twice, it multiplies by B. All implementations add in this order, so that they
+    agree in the last bit.
     """
     block, half = block_of(x.shape[-1]), 1
     while half < block:
@@ -113,14 +118,14 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def block_of(dim: int) -> int:
-    """Return the dimensions that `hadamard` takes together."""
+    """B of `hadamard`."""
     return dim & -dim
 
 
 def quantize(x: Tensor, dtype: torch.dtype = INT8) -> Codes:
-    """Round ``x`` ``[..., D]``, of an even D where ``dtype`` is `INT4`.
+    """Round ``x`` ``[..., D]`` to codes; `INT4` needs an even D.
 
-    Where it is not finite, the scale is not either, so that what is read back is NaN.
+    If a number is not finite, neither is its token's scale, so that NaN is read back.
     """
     x = x.float()
     if dtype == INT4:
@@ -136,7 +141,7 @@ def quantize(x: Tensor, dtype: torch.dtype = INT8) -> Codes:
 
 
 def unpacked(x: KeysOrValues) -> KeysOrValues:
-    """Return views of what is packed; what is not, as it is."""
+    """View a packed tensor as `Codes`; return anything else unchanged."""
     if isinstance(x, Codes) or not has_scale(x.dtype):
         return x
     codes, scale = x[..., :-SCALE_BYTES], x[..., -SCALE_BYTES:]
@@ -146,12 +151,12 @@ def unpacked(x: KeysOrValues) -> KeysOrValues:
 
 
 def packed(x: KeysOrValues) -> Tensor:
-    """Return a tensor that can be sent."""
+    """One tensor to send: `Codes` are packed."""
     return x.packed() if isinstance(x, Codes) else x
 
 
 def attend_codes(q: Tensor, k: Codes, v: Codes, scale: float, bias: Tensor | None) -> Partial:
-    """Attention of few queries, to levels: both sides of it are yet to be transformed.
+    """Attention of few queries to codes; ``q`` and ``out`` are transformed as the codes are.
 
     It is bound by memory: the scales multiply scores and weights, not all keys and values. ``bias``
     is ``[S]`` or ``[K, G, S]``; see `razor_dist.kernels.attend`.

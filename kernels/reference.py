@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.quantized import KeysOrValues, of_one_dtype
 
 
 def attend(
@@ -25,5 +26,5 @@ def attend(
     return Partial(torch.einsum("kgts,ksd->kgtd", weights, v.float()), lse)
 
 
-def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    return True
+def supports(q: Tensor, k: KeysOrValues, v: KeysOrValues, causal: bool, biased: bool) -> bool:
+    return of_one_dtype(q, k, v)

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial, attend_folded, foldable, per_head
+from razor_dist.kernels.quantized import KeysOrValues, of_one_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-# From this many queries on, torch's kernel reads the keys for larger blocks of them at once.
+# From 192 and from 768 queries on, torch's kernel takes larger blocks and reads keys less often.
 _LARGER_BLOCKS = (192, 768)
 
 
-def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+def supports(q: Tensor, k: KeysOrValues, v: KeysOrValues, causal: bool, biased: bool) -> bool:
+    served = (torch.float32, torch.bfloat16, torch.float16)
+    return q.device.type == "cpu" and q.dtype in served and of_one_dtype(q, k, v)
 
 
 def attend(

@@ -17,6 +17,7 @@ from razor_dist.kernels.partial import (
     multiprocessors,
     per_head,
 )
+from razor_dist.kernels.quantized import KeysOrValues, of_one_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -28,20 +29,20 @@ _ALIGN = 8
 # Numbers of a head dimension that the ops want a multiple of.
 _DIM = 8
 # cuDNN makes a plan for every shape and every stride, which takes about 20 ms, and torch keeps all
-# of them: a ring's block has other strides in every chunk. So it gets one KV head at a time, keys
-# in blocks of `PLAN_KEYS`, and of its query heads together `PLAN_QUERIES` queries: one plan. Keys
-# are cut into `PLAN_SPLITS`, as a batch, so that there are 128 tiles of 128 queries for a GPU's 132
-# multiprocessors, and few queries are enough: beside an answer chunks are short. Other keys and
-# queries, and a chunk's own keys, are flash attention's, which is slower.
+# of them: a ring's block has other strides in every chunk. So each call has the shape of one plan:
+# one KV head, `PLAN_KEYS` keys, and `PLAN_QUERIES` rows, its query heads' queries. The keys are a
+# batch of `PLAN_SPLITS` parts, so that even a short chunk, as beside an answer, makes 128 tiles of
+# 128 rows for a GPU's 132 multiprocessors. The remaining keys and queries, and a chunk's own keys,
+# go to flash attention, which is slower.
 PLAN_QUERIES, PLAN_KEYS, PLAN_SPLITS = 4096, 32768, 4
-# By others' measurements it is half as fast again on Hopper; newer ones have given wrong results
-# (pytorch/pytorch#193893).
+# The compute capability on which cuDNN is used: Hopper, where others measured 1.5 times the speed
+# of flash attention. On newer GPUs it has given wrong results (pytorch/pytorch#193893).
 CUDNN_ON = (9, 0)
 
 
-def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
+def supports(q: Tensor, k: KeysOrValues, v: KeysOrValues, causal: bool, biased: bool) -> bool:
     """CUDA tensors: flash or cuDNN for 16-bit without a bias, else memory-efficient attention."""
-    return q.device.type == "cuda"
+    return q.device.type == "cuda" and of_one_dtype(q, k, v)
 
 
 def attend(
@@ -75,7 +76,7 @@ def attend(
 
 
 def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Tell if cuDNN is there and computes this on this GPU."""
+    """True if cuDNN is installed and takes these queries and keys on this GPU."""
     if torch.cuda.get_device_capability(q.device) != CUDNN_ON:
         return False
     rows, keys = q[None, :, 0], k[None, :, :PLAN_KEYS]
@@ -86,8 +87,8 @@ def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
 def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     """Attention of many queries to at least `PLAN_KEYS` keys.
 
-    A last block is filled up if it is half full, and flash's if not: flash attention takes about
-    twice as long for a query.
+    A last block of queries is filled up with zeros if it is at least half full. Otherwise it goes
+    to flash attention, which takes about twice as long for a query.
     """
     heads, group, queries, dim = q.shape
     rows, whole = max(1, PLAN_QUERIES // group), k.shape[1] // PLAN_KEYS * PLAN_KEYS
@@ -125,10 +126,7 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _split(x: Tensor) -> Tensor:
-    """Cut ``x`` ``[PLAN_KEYS, D]`` into a view, of strides that ``x`` has too.
-
-    It is ``[PLAN_SPLITS, 1, PLAN_KEYS / PLAN_SPLITS, D]``.
-    """
+    """View ``x`` ``[PLAN_KEYS, D]`` as ``[PLAN_SPLITS, 1, PLAN_KEYS / PLAN_SPLITS, D]``."""
     assert x.stride(1) == 1
     length = PLAN_KEYS // PLAN_SPLITS
     part = length * x.stride(0)

@@ -193,7 +193,7 @@ def test_cuda_backends_are_the_reference(
         bias[: shape[3] // 2 : 2 if seen == "half" else 500] = 0.5
     causal = shape[2] == shape[3] and bias is None
     module = importlib.import_module(f"razor_dist.kernels.{backend}")
-    if not module.supports(q, causal, bias):
+    if not module.supports(q, k, v, causal, bias is not None):
         pytest.skip(f"{backend} is not installed, or not for this input")
     got = attend(q, k, v, scale=0.125, causal=causal, bias=bias, backend=backend)
     exact = (x.cpu().float() for x in (q, k, v))

@@ -44,7 +44,7 @@ def test_it_is_attention(
     both = [normal(heads, keys + 7, dim)[:, 3 : keys + 3] for _ in "kv"]
     coded = has_scale(dtype)
     k, v = (unpacked(quantize(x, dtype).packed()) if coded else x.to(dtype) for x in both)
-    if isinstance(k, Codes) and not many_cpu.reads(k):
+    if isinstance(k, Codes) and not takes_windows(q, k):
         assert dim % 32
         return
     j, first = torch.arange(keys), torch.zeros(tokens, dtype=torch.int64)
@@ -86,11 +86,16 @@ def test_scores_beyond_reason_and_numbers_that_are_none(dtype: torch.dtype) -> N
 
 def test_it_serves_what_it_can_read() -> None:
     q, k, v = torch.randn(2, 3, 40, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
-    assert many_cpu.supports(q, False, None) and takes_windows(q, k)
-    assert not many_cpu.supports(q[:, :, :16], False, None)  # few: the keys are shared out instead
-    assert not many_cpu.supports(q[..., :24], False, None)
-    assert not many_cpu.supports(q, False, torch.zeros(90))
-    assert not many_cpu.supports(q.requires_grad_(), False, None)
+
+    def supports(q: Tensor, k: Tensor = k, v: Tensor = v, biased: bool = False) -> bool:
+        return many_cpu.supports(q, k, v, False, biased)
+
+    assert supports(q) and takes_windows(q, k)
+    assert not supports(q[:, :, :16])  # few: the keys are shared out instead
+    assert not supports(q[..., :24])
+    assert not supports(q, biased=True)
+    assert not supports(q, v=v.half())
+    assert not supports(q.requires_grad_())
     assert not takes_windows(q.detach(), k.half())
     q = q.detach()
     for kept in (k.half(), k.double()):  # which are converted
