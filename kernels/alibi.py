@@ -1,19 +1,18 @@
-"""Attention biased by distance (ALiBi): ``slope * (j - i)`` is added to the score of key j.
+"""Attention biased by distance (ALiBi): query i scores key j by ``slope * (j - i)`` more.
 
-Softmax ignores a constant per query, so the bias may as well be ``slope * (j - r)`` for any
-reference r; only the lse must be put right afterwards, by ``slope * (r - i)``. The choice of r is
-one of precision. ``slope * j`` with j counted from the context's beginning is rounded to within
-0.03 at a million tokens and a slope of 1, and so then is every score, of near keys too. With r
-among these queries, what is large, and rounded, is the bias of far keys only, whose weights
-vanish. So queries are taken in blocks, each with its first position for r: near keys' scores are
-off by ``slope * BLOCK * 2**-24`` (3e-5) at most, however long the context.
+Softmax ignores a constant per query, so the bias may be ``slope * (j - r)`` for any reference
+position r, if ``slope * (r - i)`` is added to the lse afterwards. r decides the precision. With
+r = 0, ``slope * j`` is rounded to within 0.03 at a million tokens and a slope of 1, for near keys
+as for far ones. With r near the queries, only the biases of far keys are large and rounded, and
+their weights vanish. So queries are taken in blocks, with r the first position of a block: scores
+of near keys are off by at most ``slope * BLOCK * 2**-24`` (3e-5), however long the context.
 
-How the bias gets into the fused ops depends on what they take:
+The bias reaches the fused ops in one of two forms:
 
 - in float32, and on CPU, as a float32 mask with one row per head;
-- in bfloat16 on CUDA, where flash attention takes no mask and another op only one in bfloat16 that
-  is off by up to 1/512 of the bias, as further dimensions of the head: `widened`. It copies the
-  keys and values once.
+- in bfloat16 on CUDA as further dimensions of the head (`widened`), for which keys and values are
+  copied once: flash attention takes no mask there, and the other op only one in bfloat16, which is
+  off by up to 1/512 of the bias.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from razor_dist.kernels.quantized import KeysOrValues
 
 # Queries that share a reference.
 BLOCK = 512
-# Place values of a distance's digits; the last is for those that are no whole numbers, of which the
-# compensation token's is one.
+# Place values of a distance's digits. The last is for fractions, such as the compensation token's.
 _PLACES = (65536.0, 256.0, 1.0, 1 / 256)
 # Keys that `widened` copies at a time.
 WIDENED_KEYS = 16384
-# Dimensions that `widened` adds: a digit times two parts of the slope.
+# Dimensions that `widened` adds: each digit for each of the two parts of the slope.
 WIDER = 2 * len(_PLACES)
 
 
@@ -47,10 +45,10 @@ class Places(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """``j - i`` of keys, in the form that the ops want."""
+    """``j - i`` of keys, in the forms that the ops take."""
 
     number: Tensor  # float32 [S], multiples of 1/256 below 2**24
-    digits: Tensor | None  # bfloat16 [S, WIDER], `digits_of`: where a mask could not hold the bias
+    digits: Tensor | None  # `digits_of`, bfloat16 [S, WIDER]; None if a mask holds the bias
 
     @classmethod
     def of(cls, number: Tensor, queries: torch.dtype) -> Distance:
@@ -58,7 +56,7 @@ class Distance(NamedTuple):
 
 
 def needs_digits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell if the bias of queries of this dtype gets into the ops by `widened`."""
+    """True if the bias reaches the ops by `widened`, for queries of this dtype."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
@@ -77,7 +75,7 @@ def attend_at_places(
     scale: float,
     causal: bool,
 ) -> Partial:
-    """Attention over one segment with the distance added to the scores.
+    """Attention over one segment with ALiBi's bias.
 
     The parameters are those of `razor_dist.kernels.attend`, and ``slopes`` is float32 ``[K, G]``,
     not negative; below 1 in every published model. The lse holds the bias ``slope * (j - i)``, so
@@ -144,7 +142,7 @@ def attend_at_distance(
         # Causal attention is over one block of queries at most.
         return over_keys(wider, k.shape[1], k.shape[1] if causal else WIDENED_KEYS)
     if q.device.type == "cuda" and q.dtype == torch.float16:
-        # It does not reach as far as the digits do.
+        # A float16 mask would end at 65504, before the biases of far keys do.
         q = q.float()
     return attend(q, k, v, scale=scale, causal=causal, bias=distance_bias(slopes, number))
 
@@ -165,9 +163,9 @@ def widened(
     """Queries, keys and values whose plain attention is ``q . k`` biased by distance.
 
     ``slope * distance`` becomes part of the dot product: a key is followed by the digits of its
-    distance, and a query by the slope, as a bfloat16 number and another for what the first leaves,
-    at each digit's place value. The slope is then right to 16 bits, which is as good as exact where
-    a weight is not negligible.
+    distance, a query by the slope times each digit's place value. The slope is two bfloat16
+    numbers, the second for what the first leaves, and so right to 16 bits, which is as good as
+    exact for any weight that is not negligible.
 
     ``q`` is bfloat16 ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, S, D]``, ``slopes`` float32
     ``[K, G]`` and ``digits``, `digits_of` the distances, ``[S, WIDER]``. The results have

@@ -1,14 +1,14 @@
-"""Attention of queries to blocks of keys that each of them chooses, and the rule by which they do.
+"""Attention of queries to blocks of keys that each query chooses, and the rule of the choice.
 
-Blocks are `BLOCK` tokens at absolute positions. The query at position i always reads the first, and
-all from that of position i - `RECENT` on (`fixed`). Of the others it reads those of which, for any
-query head of its KV head,
+A block is `BLOCK` tokens at absolute positions. The query at position i always reads the first
+block, and all from the block of position i - `RECENT` on (`fixed`). It reads another block if, for
+any query head of its KV head,
 
-    exp(estimate) >= share * (mass of what is always read + sum of exp(estimate))      (`choose`)
+    exp(estimate) >= share * (mass of the fixed blocks + sum of exp(estimate))      (`choose`)
 
-where the estimate is the largest score of the block's keys by the slower half of the dimensions,
-with queries and keys in 8 bits (`largest`). Whole numbers are multiplied, and a largest one has no
-order: the estimates are the same bits, however the keys are dealt to ranks.
+where the estimate is the largest score of the block's keys, from the slower half of the dimensions
+with queries and keys in 8 bits (`largest`). Integer products and their maximum do not depend on
+order: the estimates are the same bits, however the keys are distributed over ranks.
 
 Letters: K KV heads, G query heads of each, T queries of one sequence, S keys, D dimensions, W of
 them the slower ones, B blocks. Tables of blocks are ``[K, B, ...]``: the queries of one block are
@@ -42,17 +42,17 @@ _SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Choice:
-    """A share of a query's mass from which it reads a block, and what tells: int64 ``[W]``."""
+    """The rule by which blocks are chosen."""
 
-    share: float
-    slow: Tensor
+    share: float  # of a query's attention, from which on it reads a block
+    slow: Tensor  # int64 [W], the dimensions from which scores are estimated
 
 
 class Shard(NamedTuple):
     """Positions of a part of a sequence's keys, in ascending order."""
 
     places: Tensor  # int64 [S], ascending
-    edges: Tensor  # int64 [B + 1]: of block b are the keys from edges[b] to edges[b + 1]
+    edges: Tensor  # int64 [B + 1]: block b has the keys from edges[b] to edges[b + 1]
 
     @classmethod
     def of(cls, runs: Sequence[range], end: int, device: torch.device) -> Shard:
@@ -64,7 +64,7 @@ class Shard(NamedTuple):
 
     @property
     def blocks(self) -> slice:
-        """From the first key's block to the last one's; there is a key."""
+        """The blocks from the first key's to the last key's; the shard must not be empty."""
         first, last = self.places[[0, -1]].tolist()
         return slice(first // BLOCK, last // BLOCK + 1)
 
@@ -87,27 +87,27 @@ def first_recent(positions: Tensor) -> Tensor:
 
 
 def chooses(end: int) -> bool:
-    """Tell if a text of ``end`` tokens has blocks that are not always read."""
+    """True if a text of ``end`` tokens has blocks that are not always read."""
     return end > RECENT + 2 * BLOCK
 
 
 def fixed(positions: Tensor, blocks: int) -> Tensor:
-    """Return the blocks that are always read, bool ``[B, T]``, and all that begin after a query."""
+    """Blocks that each query always reads, bool ``[B, T]``; also True of blocks after the query."""
     number = torch.arange(blocks, device=positions.device).unsqueeze(-1)
     return (number == 0) | (number >= first_recent(positions))
 
 
 def choose(share: float, estimate: Tensor, lse: Tensor) -> Tensor:
-    """Return the blocks that are read beside the fixed ones, bool ``[K, B, T]``.
+    """Blocks that each query reads beside the fixed ones, bool ``[K, B, T]``.
 
-    ``estimate`` is `largest`'s, ``lse`` ``[K, G, T]`` the logarithm of the fixed ones' mass.
+    ``estimate`` is from `largest`, ``lse`` ``[K, G, T]`` the logarithm of the fixed blocks' mass.
     """
     total = torch.logaddexp(lse, estimate.logsumexp(1))
     return (estimate >= (math.log(share) + total).unsqueeze(1)).any(2)
 
 
 def index_of(k: KeysOrValues, slow: Tensor) -> Codes:
-    """Keys as they are compared, ``[K, S, W]``: of 8-bit keys these, else rounded to 8 bits."""
+    """The slower dimensions of keys in 8 bits, ``[K, S, W]``; 8-bit keys keep their codes."""
     if isinstance(k, Codes):
         return Codes(k.codes[..., slow], k.scale)
     return quantize(k[..., slow])

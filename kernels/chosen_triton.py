@@ -1,10 +1,10 @@
 """`razor_dist.kernels.chosen` as Triton kernels, for CUDA.
 
-A program estimates one block of keys, which it rounds to 8 bits as it reads them, for many rows of
-queries: products of whole numbers, the same bits as `razor_dist.kernels.chosen.largest`. A program
-that attends has a few neighbouring queries, of all query heads of a KV head. It reads the blocks
-that any of them has chosen, from a list, and each row counts its own only. Where queries are few,
-the list is cut into parts, so that one sequence keeps the whole device busy.
+One kernel estimates: a program rounds one block of keys to 8 bits and multiplies it with many rows
+of queries, to the same bits as `razor_dist.kernels.chosen.largest`. Another attends: a program has
+a few neighbouring queries of all query heads of a KV head. It reads the blocks that any of them has
+chosen, from a list, and each row counts only its own. For few queries, the list is cut into parts,
+so that one sequence keeps the whole device busy.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -31,12 +31,12 @@ from razor_dist.kernels.softmax_triton import (
     softmax_tile,
 )
 
-# Rows of queries, and those of a program, which rounds its keys once.
+# Estimates: rows of queries in a tile, and in a program, which rounds its keys once.
 _ESTIMATED, _ESTIMATED_ROWS = 64, 1024
-# Rows of queries that attend: more share keys, and choose more blocks together. With more stages
-# only one program of theirs would fit a multiprocessor of 100 KB.
+# Rows of queries in a program that attends: more rows share keys, but choose more blocks together.
+# With more stages, a multiprocessor with 100 KB of shared memory would hold one program only.
 _ATTENDING_ROWS, _STAGES = 64, 2
-# Blocks that are listed at a time; and entries of all lists together: others come after these.
+# Blocks that are listed at a time; and the most entries of all lists, above which queries are cut.
 _LISTED, _LISTS = 256, 1 << 24
 # Programs for every multiprocessor where there are few queries; parts of a list at most.
 _PROGRAMS, _PARTS = 4, 64
@@ -138,7 +138,7 @@ def chosen_kernel(
     k, v = k + head * k_head, v + head * k_head
     k_scale, v_scale = k_scale + head * scale_head, v_scale + head * scale_head
     if D % 16 == 0:
-        # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
+        # A hint for the compiler: rows are aligned, and can be read 16 bytes at once.
         k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
         k_token = tl.multiple_of(k_token, 16)
     for n in range(part * length * PIECES, last * PIECES):
@@ -182,7 +182,7 @@ def largest(q: Tensor, k: KeysOrValues, slow: Tensor, shard: Shard, positions: T
 
 
 def _multiplies_floats(device: torch.device) -> bool:
-    """Tell if a GPU has no tensor cores for whole numbers: those before Ampere."""
+    """True if a GPU has no tensor cores for integers: those before Ampere."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 

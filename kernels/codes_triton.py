@@ -15,7 +15,7 @@ _TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
 
 
 def bits_of(keys: torch.dtype) -> int:
-    """Return the bits of a code, 0 where keys are none."""
+    """The bits of a code; 0 for keys that are not codes."""
     return {INT8: 8, INT4: 4}.get(keys, 0)
 
 
@@ -38,7 +38,7 @@ def halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def levels(codes, dtype: tl.constexpr):
-    """Return half of the levels that the lower and the upper halves of bytes stand for."""
+    """Half of the levels of 4-bit codes, those in the bytes' lower halves and in the upper ones."""
     if dtype == tl.bfloat16:
         # A bfloat16 of 16 has room for a code in its mantissa: no conversion, which takes longest.
         wide = codes.to(tl.int16)
@@ -57,9 +57,9 @@ def whole(x):
 
 @triton.jit
 def quantized(new, BITS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``.
+    """The codes and the scale of one token's ``new``, as in `razor_dist.kernels.quantized`.
 
-    `tl.max` leaves NaN out. What is not finite is NaN times 0, and so is the sum.
+    `tl.max` ignores NaN, so the sum of ``new * 0`` is added: NaN if any number is not finite.
     """
     new = new.to(tl.float32)
     nothing = tl.sum(new * 0.0, 0)

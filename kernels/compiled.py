@@ -34,34 +34,34 @@ _SOURCES = Path(__file__).with_name("cpu")
 # Everything is rounded as it is written: `fused` of cpu/vectors.h says where a product is added
 # with one rounding. torch's own threads are OpenMP's.
 _FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC"
-# What a compiler will say again: of a line that it reads, or of a library that is not there. Want
-# of memory, disk or processes passes: it names no line, but for "x.cpp:9:1: fatal error: error
-# writing to x.s: No space left on device", and where an assembler reads half of what a compiler
-# that was killed wrote to a pipe.
+# Errors that will recur: the compiler names a line of the sources, or a library that is missing. A
+# lack of memory, disk or processes may pass. It names no line, except in "x.cpp:9:1: fatal error:
+# error writing to x.s: No space left on device", and if an assembler reads the truncated output of
+# a compiler that was killed.
 _LASTING = re.compile(
     r":\d+: (fatal )?[Ee]rror: (?!error (writing|closing))|(cannot|unable to) find (library )?-l"
 )
-_PATIENCE = 180  # seconds, for the compiler and for another process; it takes twenty
+_PATIENCE = 180  # seconds, for the compiler and for another process; compiling takes twenty
 
 
 @functools.cache
 def operations() -> Any:
-    """Return ``torch.ops.razor_dist_cpu``, or None where it cannot be had."""
+    """``torch.ops.razor_dist_cpu``, compiled if need be; None if it is switched off or fails."""
     if os.environ.get(SWITCH) == "0":
         return None
     try:
         _load(_library())
-    except Exception as error:  # whatever it is, it is computed without
+    except Exception as error:  # whatever it is, torch's operations compute instead
         reason = getattr(error, "stderr", None) or error.__cause__ or error
-        log.warning("what this CPU computes takes longer: no kernels for it: %s", reason)
+        log.warning("computing on this CPU is slower without compiled kernels: %s", reason)
         return None
     return torch.ops.razor_dist_cpu
 
 
 def compile_ahead() -> None:
-    """Begin to compile in the background, if that has not been done on this machine.
+    """Compile in the background, unless this machine has the library already.
 
-    The processes that call `operations` wait for it, and say why if it fails.
+    Processes that call `operations` wait for it, and log the reason if it fails.
     """
 
     def compile_quietly() -> None:
@@ -78,9 +78,9 @@ def _library() -> Path:
 
 
 def _load(library: Path) -> None:
-    """Load the library, compiled first if it is not there or cannot be loaded.
+    """Load the library; compile it first if it is missing or cannot be loaded.
 
-    One that cannot be loaded here stays until another is there: other hosts may use it.
+    A library that cannot be loaded stays until its replacement is complete: other hosts may use it.
     """
     broken = None
     if library.is_file():
@@ -100,10 +100,9 @@ def _load(library: Path) -> None:
 
 
 def _make(library: Path, broken: int | None = None) -> Path:
-    """Compile the library if it is not there; one process does, others wait.
+    """Compile the library if it is missing, or was modified at ``broken``, in nanoseconds.
 
-    One that was written at the time ``broken`` is replaced. Return the file for the reason why
-    there can be none.
+    One process compiles, and others wait. Return the path of the file that keeps a lasting error.
     """
     from filelock import FileLock
 
@@ -112,13 +111,13 @@ def _make(library: Path, broken: int | None = None) -> Path:
     if compiler is None:
         raise OSError(f"there is no C++ compiler {command[0]} (docs/install.md)")
     library.parent.mkdir(parents=True, exist_ok=True)
-    # What a compiler said when it failed, so that it is not asked again by every rank.
+    # A compiler's error is kept, so that not every rank runs it again.
     tried = f"{command} {os.stat(compiler).st_mtime}".encode()
     failed = library.with_suffix(f".{hashlib.sha256(tried).hexdigest()[:8]}.failed")
     with FileLock(library.with_suffix(".lock"), timeout=_PATIENCE):
         if library.is_file() and library.stat().st_mtime_ns != broken:
             return failed
-        # An empty one did not fit on a full disk.
+        # An empty file is from a full disk.
         if failed.is_file() and (reason := failed.read_text()):
             raise OSError(f"{reason} ({failed})")
         log.warning("compiling kernels for this CPU, once: about twenty seconds")
@@ -166,7 +165,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key() -> str:
-    """Name all that the library depends on."""
+    """A hash of all that the library depends on."""
     system = platform.machine(), *platform.libc_ver()
     digest = hashlib.sha256(f"{_FLAGS} {torch.__version__} {system}".encode())
     for source in sorted(_SOURCES.iterdir()):

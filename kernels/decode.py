@@ -1,15 +1,15 @@
-"""Attention of one token of each of several sequences at once: what a decode step does in a layer.
+"""Attention of a decode step in one layer: one token of each of several sequences at once.
 
 Retrieval heads see this rank's pages of their sequences, streaming heads see slots of their cache.
-Which sequences they are is in a few tensors alone, so that a CUDA graph of these operations serves
-every batch of its size. Three modules have them: `decode_torch`, the definition, in plain torch and
+A few tensors say which sequences these are, so that a CUDA graph of these operations serves every
+batch of its size. Three modules implement them: `decode_torch`, the definition, in plain torch and
 of fixed shapes; `decode_triton`, where a layer is a launch to store, one to attend and one or two
-to merge; and `decode_cpu`, compiled C++.
+to merge; and `decode_cpu`, compiled C++. A Triton launch reads keys of one dtype.
 
 ``store(k, v, order, pages, windows, turned)`` puts the new tokens' keys and values, ``[K, n, D]``,
 into the caches; pages may be codes (`razor_dist.kernels.quantized`), windows are not. With
-`Turned` queries, where the module ``ROTATES``, keys are stored rotated, and these heads' queries
-rotated as well.
+`Turned`, which takes a module that ``ROTATES``, it rotates keys before it stores them, and the
+queries of the same heads.
 
 ``attend(q, order, pages, windows, out, *, scale, slopes, pack, places)`` attends with ``q`` ``[K,
 G, n, D]``, the new tokens included, and writes to ``out`` ``[n, H, D]``, a row for each query head.
@@ -20,9 +20,9 @@ side, float32 ``[R, G, n, D + 1]``. ``slopes``, float32 ``[K, G]``, are ALiBi's.
 ``merge_ranks(gathered, order, out, places)`` merges such results of all ranks, ``[P, R, G, n, D +
 1]``, into ``out``.
 
-``order``, int64, says which of the K heads the rows of the caches are: first those of ``pages``,
-then those of ``windows``. Either may be None. Rows of the batch that no sequence has are written
-with ``stored`` and ``capacity`` 0; their results are 0, and nothing is stored but in a dummy slot.
+``order``, int64, has the KV head of each row of the caches: first the rows of ``pages``, then those
+of ``windows``. Either may be None. Rows that fill up the batch have ``stored`` and ``capacity`` 0:
+their results are 0, and their keys and values go to a dummy slot.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 class Pages(NamedTuple):
     """One layer's retrieval heads, and the pages of n sequences."""
 
-    k: Tensor  # [R, slots, D], or what keeps D dimensions (`razor_dist.kernels.quantized`)
+    k: Tensor  # [R, slots, D], or codes of D dimensions (`razor_dist.kernels.quantized`)
     v: Tensor
     page_size: int
     table: Tensor  # int32 [n, pages]: the pages of each sequence, in the order of its shard
-    stored: Tensor  # int64 [n]: tokens of its shard, the new one included where it is kept
-    at: Tensor  # int64 [n]: where the new token's keys and values go
+    stored: Tensor  # int64 [n]: tokens of its shard, with the new one if this rank stores that
+    at: Tensor  # int64 [n]: the slot of the new token's keys and values
     position: Tensor  # int64 [n], of the new token
     places: Tensor | None = None  # int64 [slots]: the tokens' positions, for ALiBi
-    # float32 [R, slots], where keys and values are codes: what these are multiplied with.
+    # float32 [R, slots]: the scales of keys and values that are codes.
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -77,7 +77,7 @@ class Windows(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary embeddings that queries and keys are still to get (`razor_dist.kernels.fused`)."""
+    """Cosines and sines still to be applied to queries and keys (`razor_dist.kernels.fused`)."""
 
     cos: Tensor  # [1, T, R]
     sin: Tensor
@@ -85,30 +85,25 @@ class Rotation(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """Queries that are rotated as keys are stored."""
+    """Queries that `store` rotates beside the keys of the same heads."""
 
     q: Tensor  # [K, G, n, D]
-    out: Tensor  # the same, rotated: those heads that are stored
+    out: Tensor  # of the same shape, for the result
     rotation: Rotation
 
 
 def implementation(device: torch.device) -> ModuleType:
-    """Return the module that computes on a device: its own, where it has one."""
+    """The module for a device: `decode_triton`, `decode_cpu`, or else `decode_torch`."""
     own = "decode_triton" if device.type == "cuda" else "decode_cpu"
     name = own if available(device) else "decode_torch"
     return importlib.import_module(f"razor_dist.kernels.{name}")
 
 
 def available(device: torch.device) -> bool:
-    """Tell if these operations are the fastest way to decode on a device."""
+    """True if a device's own kernels, Triton's or the compiled ones, work here."""
     if device.type == "cpu":
         return operations() is not None
     return device.type == "cuda" and _triton()
-
-
-def mixes_dtypes(device: torch.device) -> bool:
-    """Tell if one call of `attend` can have pages of codes and windows that are not."""
-    return device.type != "cuda"
 
 
 @functools.cache
@@ -117,7 +112,7 @@ def _triton() -> bool:
         log.warning("triton is not installed: decoding is slower without it")
         return False
     try:
-        # Makes its launcher, for which it needs a C compiler and Python.h.
+        # Compiles Triton's launcher, which needs a C compiler and Python.h.
         importlib.import_module("triton").runtime.driver.active.get_current_target()
     except Exception as error:  # whatever a compiler or a driver raises
         log.warning("triton does not work here, decoding is slower without it: %s", error)

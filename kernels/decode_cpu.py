@@ -1,7 +1,7 @@
 """`razor_dist.kernels.decode` on CPU, by the compiled operations: `razor_dist.kernels.compiled`.
 
-All heads and sequences of a layer are one call. Keys and values are read once, in the dtype they
-are kept in; what is computed with them is float32.
+All heads and sequences of a layer are one call. Keys and values are read once, in the dtype that
+they are stored in, and computed with in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from razor_dist.kernels.decode import Pages, Turned, Windows
 
 __all__ = ["ROTATES", "attend", "merge_ranks", "store"]
 
-ROTATES = False  # operations are calls here, which cost little
+ROTATES = False  # a rotation of its own costs little here: a call, not a launch
 
 
 def store(
@@ -84,7 +84,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _of_pages(pages: Pages | None) -> list[Tensor | None]:
-    """Return the fields that ``pages_of`` in ``cpu/attention.h`` reads, in their order."""
+    """The tensors that ``pages_of`` in ``cpu/attention.h`` reads, in its order."""
     if pages is None:
         return []
     seen = [pages.table, pages.stored, pages.position, pages.places]
@@ -92,7 +92,7 @@ def _of_pages(pages: Pages | None) -> list[Tensor | None]:
 
 
 def _of_windows(windows: Windows | None) -> list[Tensor | None]:
-    """The same for ``windows_of``."""
+    """The tensors that ``windows_of`` in ``cpu/attention.h`` reads, in its order."""
     if windows is None:
         return []
     seen = [windows.position, windows.start, windows.offset, windows.capacity]

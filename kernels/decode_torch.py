@@ -94,19 +94,19 @@ def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | N
 
 
 def rows_of(heads: Tensor, group: int, places: Tensor | None) -> Tensor:
-    """Return the rows of ``out`` for the query heads of KV ``heads``, -1 for none."""
+    """The rows of ``out`` for the query heads of KV ``heads``; -1 for a head without a row."""
     rows = heads.unsqueeze(-1) * group + torch.arange(group, device=heads.device)
     return rows.flatten() if places is None else places[rows.flatten()]
 
 
 def write(out: Tensor, heads: Tensor, found: Tensor, places: Tensor | None) -> None:
-    """Write what KV ``heads`` found, ``[len(heads), G, n, D]``, to their rows of ``out``."""
+    """Write the results of KV ``heads``, ``[len(heads), G, n, D]``, to their rows of ``out``."""
     rows = rows_of(heads, found.shape[1], places)
     results = found.flatten(0, 1).transpose(0, 1).to(out.dtype)
     if places is None:
         out.index_copy_(1, rows, results)
         return
-    # Rows of none go to one more, as shapes must not depend on numbers: steps are recorded.
+    # Heads without a row go to an extra one: in recorded steps shapes must not depend on numbers.
     count = out.shape[1]
     wider = functional.pad(out, (0, 0, 0, 1))
     wider.index_copy_(1, rows.where(rows >= 0, count), results)
@@ -160,15 +160,15 @@ def _see_shard(query: Query, pages: Pages, t: int) -> Partial:
 
 
 def _see_window(query: Query, windows: Windows, t: int) -> Partial:
-    """One query's attention to what its sequence's slot has in view."""
+    """One query's attention to its sequence's slot: compensation token, sinks and window."""
     position, room, sinks = int(windows.position[t]), int(windows.capacity[t]), windows.sinks
     if not room:
         return empty_partial(query.q)
     begin, first = int(windows.offset[t]), max(int(windows.start[t]), sinks)
     ring = begin + 1 + sinks
-    # Runs of positions, and the place of the first token of each.
+    # Runs of positions, each with the place of its first token.
     runs = [(0, min(sinks, position + 1), begin + 1)]
-    turn = position - position % room  # what stands at the ring's beginning, if it is in view
+    turn = position - position % room  # the position at the ring's beginning, if in view
     runs += [(first, min(turn, position + 1), ring + first % room)]
     runs += [(max(first, turn), position + 1, ring + max(first, turn) % room)]
 
@@ -182,7 +182,7 @@ def _see_window(query: Query, windows: Windows, t: int) -> Partial:
                     places = torch.arange(low, high, device=query.q.device)
                 yield _see(query, k, v, position, places)
         if windows.compensation and first > sinks:
-            # It stands in the middle of the tokens that it stands for, or in the first chunk.
+            # It stands in the middle of the dropped tokens, or in the first of dual chunks.
             away = query.q.new_tensor([(first + sinks - 1) / 2 - position], dtype=torch.float32)
             one = query.seen_by(0, range(position, position + 1))
             k, v = (x[:, begin : begin + 1].float() for x in (windows.k, windows.v))

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ROTATES", "attend", "merge_ranks", "store"]
 
-ROTATES = True  # `store` does, beside what it does anyway
+ROTATES = True  # `store` does so in the same launch
 
 # Programs for every multiprocessor, as nearly as splits of a power of 2 keys allow. Splits stay
-# short: a long sequence beside seven short ones has few others to share the device with.
+# short, so that the device is shared well by a long sequence in a batch with short ones.
 _PROGRAMS = 4
 _SPLITS = (256, 1024)
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
@@ -59,14 +59,14 @@ def _page_tile(
     MASKED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, TILE: tl.constexpr,
     LOADED: tl.constexpr, SLOPES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of a retrieval head's keys, ``at`` and following of its shard.
+    """Add a tile of a retrieval head's keys, from index ``at`` of its shard on.
 
-    A key is ``STORED`` numbers, of which ``n`` are the indices, filled up to ``LOADED``.
+    A key is ``STORED`` numbers; ``n`` are their indices, up to ``LOADED``.
     """
     i = tl.arange(0, TILE)
     seen = at + i < high
     if PAGE % TILE == 0:
-        # One look-up for all keys: what differs between them are offsets of 32 bits.
+        # One look-up for all keys, whose offsets then have 32 bits.
         first = tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE
         slot = i
     else:
@@ -103,7 +103,7 @@ def _see_pages(
         transformed = hadamard(queries.to(tl.float32), M, WIDTH, D & -D)
         queries, odd_queries = halves(transformed.to(queries.dtype), M, WIDTH)
     if STORED % 16 == 0:
-        # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
+        # A hint for the compiler: rows are aligned, and can be read 16 bytes at once.
         k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
         step = tl.multiple_of(step, 16)
     n = tl.arange(0, LOADED)
@@ -133,9 +133,9 @@ def _ring_tile(
     MASKED: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of a window's keys, ``at`` and following, which lie ``shift`` places further.
+    """Add a tile of a window's keys, from its index ``at`` on, which is at place ``at + shift``.
 
-    ``far`` is how far the window's first key is from the query.
+    ``far`` is the distance of the window's first key from the query.
     """
     i = tl.arange(0, TILE)
     seen, first = at + i < high, (at + shift).to(tl.int64)
@@ -160,7 +160,7 @@ def _see_window(
 ):  # fmt: skip
     """Attend to a streaming head's window from its index ``low`` to ``high``.
 
-    The part that ``leads`` has the compensation token and the sinks as well.
+    The part that ``leads`` also has the compensation token and the sinks.
     """
     d = tl.arange(0, WIDTH)
     wide = d[None, :] < D
@@ -188,7 +188,7 @@ def _see_window(
                 k + numbers, v + numbers, seen[:, None] & wide, None, None,
                 True, True, True, 0,
             )  # fmt: skip
-    # The window in its order: what is before the ring's end, and what is from its beginning on.
+    # The window in its order: a run up to the ring's end, and a run from the ring's beginning.
     turn = room - first % room
     for run in tl.static_range(2):
         begin = tl.where(run == 0, low, tl.maximum(low, turn))
@@ -236,7 +236,7 @@ def attend_kernel(
         idle = low >= high
     else:
         high = tl.minimum(low + split, place + 1 - first)
-        # The first part has what is before the ring as well; a row that fills the batch up nothing.
+        # The first part also has sinks and compensation token. Rows that pad the batch are idle.
         idle = (room <= 0) | ((part > 0) & (low >= high))
     lse_at = lse + program.to(tl.int64) * G + rows
     if idle:

@@ -8,10 +8,10 @@ key's chunk (arXiv 2402.17463; vLLM's names)::
     succ   the chunk before that     min(r + c, chunk_size)
     inter  any earlier chunk         min(2 c - 1, chunk_size)
 
-So distances within a chunk are as ever, and so are those to the ``local_size`` tokens before a
-chunk's first ones; no other exceeds ``chunk_size``. Keys do not depend on the query, and their
-cache on nothing but their text. The query comes rotated by r, and is rotated further here, by the
-difference: rotations add up.
+So distances within a chunk are unchanged, as are those from a chunk's first tokens to the
+``local_size`` tokens before it; no other exceeds ``chunk_size``. Keys do not depend on the query,
+and their cache depends on the text alone. The query comes rotated by r and is rotated further here,
+by the difference.
 
 Beyond the ``original`` length L scores are multiplied by ``(0.1 ln((i + 1) / L) + 1)²``, YaRN's
 temperature for a context of i + 1 tokens (arXiv 2501.15383). It belongs to the query
@@ -33,7 +33,7 @@ from razor_dist.kernels.fused import turn
 from razor_dist.kernels.partial import Partial, empty_partial, joined, merge
 from razor_dist.kernels.quantized import KeysOrValues
 
-# Chunks from a query to a key, at least: beyond the chunk before its own all are alike.
+# Distance in chunks from which on all chunks are treated alike.
 INTER = 2
 
 
@@ -46,9 +46,9 @@ class DualChunk(NamedTuple):
     frequencies: Tensor  # float32 [R / 2], radians a token, of pairs of dimensions i and i + R / 2
 
     def turned(self, q: Tensor, at: range, chunk: int) -> Tensor:
-        """Queries ``[K, G, T, D]`` at positions ``at``, as keys of the ``chunk``-th chunk see them.
+        """Rotate queries ``[K, G, T, D]`` at positions ``at`` for keys of the ``chunk``-th chunk.
 
-        They are given rotated by ``at mod c``.
+        ``q`` comes rotated by ``at mod c``.
         """
         if at.stop <= self.length:
             return q
@@ -109,7 +109,7 @@ def attend_in_chunks(
 
 
 def _key_runs(keys: Tensor, length: int) -> Iterator[tuple[slice, int]]:
-    """Yield runs of adjacent keys within one chunk, and its number."""
+    """Yield runs of adjacent keys of one chunk, each with the chunk's number."""
     chunks = keys // length
     edges = (chunks.diff().nonzero().flatten() + 1).tolist()
     bounds = [0, *edges, len(keys)]

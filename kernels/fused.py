@@ -1,8 +1,8 @@
-"""Fused operations between a layer's products: one each where transformers has several.
+"""Fused operations between a layer's matrix products, each in place of several of transformers'.
 
-A decode step is bound by the number of its kernels as much as by what they read, and a prompt's
-passes over all of its tokens cost a tenth of it on CPU. `use_fused_layers` has a model's norms,
-rotary embeddings, gated activations and residual sums computed by these operations:
+A decode step takes as long for its number of kernels as for the bytes that they read; on CPU, such
+operations are a tenth of a prompt's time. `use_fused_layers` makes a model compute its norms,
+rotary embeddings, gated activations and residual sums by these:
 
 - ``rms_norm(x, weight, eps)``
 - ``add_rms_norm(x, residual, weight, eps)``: the norm of a sum, and the sum
@@ -33,8 +33,8 @@ from razor_dist.kernels.decode import Rotation, available
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 
-# Tokens of a step whose sums wait for the next norm, and whose activations are gated at once. Of
-# many, what waits would take memory beside attention, and launches do not matter.
+# Up to this many tokens, a layer's sum waits for the next norm, and activations are gated by one
+# operation. With more, what waits would take memory beside attention, and launches do not matter.
 _FEW = 64
 
 
@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of ``x + residual``, rounded as a tensor is, and that sum."""
+    """`rms_norm` of ``x + residual``, rounded to its dtype before, and that sum."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -91,7 +91,7 @@ _POSTPONED: ContextVar[list[_Postponed] | None] = ContextVar("postponed", defaul
 
 @contextmanager
 def postponed_rotations(yes: bool = True) -> Iterator[None]:
-    """Leave fused rotary embeddings to attention, which finds them by `postponed_rotation`."""
+    """Leave rotary embeddings to attention, which takes them by `postponed_rotation`."""
     token = _POSTPONED.set([] if yes else None)
     try:
         yield
@@ -114,11 +114,11 @@ def postponed_rotation(q: Tensor, k: Tensor) -> Rotation | None:
 
 
 def use_fused_layers(model: nn.Module) -> None:
-    """Have a model's layers computed by these operations.
+    """Make a model's layers compute by these operations.
 
-    A part is replaced only if it computes what its replacement does, which is tried on random
-    numbers. transformers' function for rotary embeddings is its module's, so that it is replaced
-    for all models of the family in this process.
+    A part is replaced only if its replacement gives the same result on random numbers. The function
+    for rotary embeddings belongs to transformers' module, so that it is replaced for all models of
+    the family in this process.
     """
     model.eval()
     for module in model.modules():
@@ -136,14 +136,14 @@ def use_fused_layers(model: nn.Module) -> None:
                     namespace.apply_rotary_pos_emb = _fused_rotary(original, interleaved)
     body = getattr(model, "base_model", model)
     layers = list(getattr(body, "layers", []))
-    # The last sum of a model is its last norm's.
+    # The last layer's sum needs the model's own norm to add it up.
     if _is_fused(getattr(body, "norm", None)) and all(map(_adds_up, layers)):
         for layer in layers:
             layer.__class__ = _fused(type(layer), _layer_forward)
 
 
 def _kernels(*tensors: Tensor) -> Any:
-    """Return what has the operations for these tensors, or None."""
+    """The module that has the operations for these tensors; None if transformers' own are used."""
     x = tensors[0]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
@@ -155,9 +155,9 @@ def _kernels(*tensors: Tensor) -> Any:
 
 
 class Sum(NamedTuple):
-    """A layer's output that the next norm adds up: the residual stream, and what is added.
+    """A layer's output before its last sum, which the next norm computes.
 
-    A tuple, in which DeepSpeed's hooks around layers find the tensors.
+    It is a tuple because DeepSpeed's hooks around layers look for tensors there.
     """
 
     residual: Tensor
@@ -213,7 +213,7 @@ def _layer_forward(kind: Any, self: Any, hidden_states: Tensor | Sum, **given: A
 
 
 def _fused(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return a module's class with another ``forward``, which is passed the first."""
+    """A subclass of ``kind`` with ``forward(kind, self, ...)``; ``kind`` if it is one already."""
     if kind.__name__.startswith("Fused"):
         return kind
 
@@ -229,7 +229,7 @@ def _is_fused(module: Any) -> bool:
 
 
 def _random(weight: Tensor) -> Tensor:
-    """Return two tokens as a norm of ``weight`` gets them."""
+    """Random hidden states of two tokens, ``[1, 2, len(weight)]``."""
     x = torch.randn(1, 2, len(weight), generator=torch.Generator().manual_seed(0))
     return x.to(weight)
 
@@ -254,7 +254,7 @@ def _is_rms_norm(module: Any) -> bool:
 
 
 def _with(module: nn.Module, parts: dict[str, Any]) -> Any:
-    """Return a copy of a module with other parts, as it is their use that is tried."""
+    """A copy of a module in which ``parts`` stand in for submodules, to see how they are used."""
     changed = copy.copy(module)
     changed.__dict__["_modules"] = {**module._modules, **parts}
     return changed
@@ -262,7 +262,7 @@ def _with(module: nn.Module, parts: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
-    """Tell if an MLP is ``down(silu(gate) * up)``, of two matrices or one."""
+    """True if an MLP is ``down(silu(gate) * up)``, with gate and up in one matrix or two."""
     if not hasattr(module, "down_proj") or _is_fused(module):
         return False
     gate, up = torch.randn(2, 1, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -280,7 +280,7 @@ def _is_gated(module: Any) -> bool:
 
 @torch.no_grad()
 def _adds_up(layer: Any) -> bool:
-    """Tell if a layer is the sum of its input, attention to its norm, and the MLP of that's."""
+    """True if a layer is ``h + mlp(norm(h))``, where ``h = x + attention(norm(x))``."""
     norms = [getattr(layer, f"{name}_layernorm", None) for name in ("input", "post_attention")]
     if not all(map(_is_fused, norms)) or not hasattr(layer, "mlp"):
         return False
@@ -294,7 +294,7 @@ def _adds_up(layer: Any) -> bool:
 
 
 def _interleaved(function: Rotary) -> bool | None:
-    """Return the pairs that transformers' function rotates; None if it does something else."""
+    """The `rotate` that transformers' function equals, by ``interleaved``; None if neither."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 16, generator=generator) for heads in (4, 2))
     angles = torch.randn(1, 3, 8, generator=generator).repeat(1, 1, 2)

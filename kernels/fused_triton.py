@@ -19,9 +19,9 @@ _GATED = 1024
 def load_rotated(
     x, cos, sin, d, read, R: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Read rows whose numbers ``d`` are at ``x + d``, rotated, in float32.
+    """Load the numbers ``d`` of rows that begin at ``x``, and rotate them, in float32.
 
-    ``cos`` and ``sin`` are their token's tables. A number is read beside the other one of its pair.
+    ``cos`` and ``sin`` point to the tables of the rows' token.
     """
     own = tl.load(x + d, mask=read, other=0.0).to(tl.float32)
     if INTERLEAVED:
@@ -84,7 +84,7 @@ def gated_kernel(gate, gate_row, up, up_row, out, width, BLOCK: tl.constexpr):
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `razor_dist.kernels.fused.rotate`; what comes out lies token by token."""
+    """See `razor_dist.kernels.fused.rotate`; the results lie token by token in memory."""
     _, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]
     assert q.stride(3) == k.stride(3) == cos.stride(2) == 1 and cos.stride() == sin.stride()

@@ -27,33 +27,33 @@ from torch.nn import functional
 
 from razor_dist.kernels.compiled import operations
 
-# A matrix of one vector's product is cut into up to this many blocks of rows: a batch of products,
-# which MKL computes side by side and by better code than a single one.
+# For the product with one vector, a matrix is cut into up to this many blocks of rows: MKL computes
+# a batch of products side by side and by better code than a single one.
 _BLOCKS = 16
 
-# The largest integer of an input. Without VNNI pairs of products are added up in 16 bits, which a
-# product of 8 bits and 8 bits can exceed.
+# The largest integer of a rounded input. Without VNNI the sum of two products is kept in 16 bits,
+# which 127 could overflow.
 _MOST = 127 if torch.cpu._is_vnni_supported() else 63
-# oneDNN gets them without a sign, by adding this: signed ones it multiplies by reference code where
-# there is VNNI without AMX (docs/LOG.md).
+# Added to rounded inputs to make them unsigned: on processors with VNNI but without AMX, oneDNN
+# multiplies signed ones by reference code (docs/LOG.md).
 _ZERO = _MOST + 1
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
-# The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
+# The most rows for which the compiled operation is timed: with more it is bound by arithmetic.
 FEW = 24
-# Rows whose products are rounded as one row's are: those of the longest step with drafts. Experts
-# and GPT-2's `Conv1D` are no linear layers: transformers computes them, rounded otherwise.
+# Up to this many rows, as in the longest step with drafts, a row's product is rounded as if it were
+# alone. Not so of experts and GPT-2's `Conv1D`, which transformers computes.
 ALIKE = 8
-# Rows of 8 bits that the compiled operation multiplies: those of the longest recorded step. oneDNN
-# takes half of its time for 32, but other operations before and after take more (docs/LOG.md).
+# The most rows that the compiled operation multiplies in 8 bits, as in the longest recorded step.
+# oneDNN takes half its time for 32, but other operations before and after take more (docs/LOG.md).
 _FEW_INT8 = 32
 
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # takes the arguments of `linear`
 # Ways are timed three times, on nine matrices one after the other (32 MB).
 _MATRICES, _ROUNDS = (9, 1536, 576), 3
-# By rows that are timed (more rows go by the next of these, or the last): the share of the first
-# way's time that another must stay below. Times of many rows vary less.
+# Numbers of rows that are timed (others go by the next larger one, or the last), and the share of
+# the first way's time that another way must stay below. Times of many rows vary less.
 _SHARE = {1: 0.8, 4: 0.8, 8: 0.8, FEW: 0.8, 64: 0.8, 256: 0.95}
 _ROWS = tuple(_SHARE)
 
@@ -86,19 +86,19 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def by_compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a few rows, each the same in any company; there must be `operations`."""
+    """The product of a few rows, none of which depends on the others; needs `operations`."""
     out: Tensor = operations().linear(x, weight, bias)
     return out
 
 
 @functools.cache
 def fastest_way(rows: int) -> Way:
-    """Time the ways on this machine, and return the best: the first, unless one is much faster.
+    """Time the ways on this machine; return the first, unless another is much faster.
 
-    That is `by_compiled` for a few rows, where it can be had, and torch's own else. It stays for
-    this process, also when fewer threads compute some steps, since another way rounds otherwise.
-    For that reason a few rows are computed as one is, if `by_compiled` is the way for that: logits
-    of an answer's tokens are the same when they are read one by one, and when a step reads several.
+    The first is `by_compiled` for up to `FEW` rows if it is available, else torch's own. The choice
+    stays for the whole process, even if some steps have fewer threads, because ways round
+    differently. For the same reason up to `ALIKE` rows go by `by_compiled` if one row does: the
+    logits of an answer's tokens are the same whether a step reads one of them or several.
     """
     if 1 < rows <= ALIKE and fastest_way(1) is by_compiled:
         return by_compiled
@@ -114,14 +114,14 @@ def fastest_way(rows: int) -> Way:
 
 
 def choose_ways() -> None:
-    """Time the ways for any number of rows now, and not in the first steps that have them."""
+    """Time the ways for all numbers of rows now, and not during the first steps."""
     for rows in _ROWS:
         fastest_way(rows)
 
 
 @torch.inference_mode()
 def _least_seconds(ways: Sequence[Way], x: Tensor, matrices: Tensor) -> list[float]:
-    """Time the products of ``x`` with all matrices, the ways taking turns; return the least."""
+    """The least seconds of each way for the products of ``x`` with all matrices."""
     rounds = [[_seconds(way, x, matrices) for way in ways] for _ in range(_ROUNDS)]
     return [min(of_way) for of_way in zip(*rounds, strict=True)]
 
@@ -134,7 +134,7 @@ def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:
-    """Tell if the other ways than torch's default compute it; they have no gradients."""
+    """True if ways other than torch's default can compute this; they have no gradients."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
@@ -154,8 +154,8 @@ class Int8Linear(nn.Linear):
     """A linear layer of 8-bit integers: ``y = s_x s_w (q_x . q_w)``, added up in 32 bits.
 
     ``q_w = round(w / s_w)`` with a scale for each output, ``q_x = round(x / s_x)`` with one for
-    each row, so that a row's result is the same in any company. Made of a float32 layer on CPU by
-    `use_int8_linear`; ``weight`` stays what it was, and is not read.
+    each row, so that a row's result does not depend on the other rows. `use_int8_linear` makes it
+    from a float32 layer on CPU, whose ``weight`` stays as it was and is not read.
 
     ``onednn::qlinear_pointwise`` is the op that torch's compiler emits for quantized models. Where
     it is slow the integers are multiplied as float32, whose sums are exact below 2^24.
@@ -221,7 +221,7 @@ def _by_onednn_int8(rows: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor)
 
 @functools.cache
 def _onednn_is_slow() -> bool:
-    """Tell if 8-bit products take longer than float32's: on an EPYC 300 times as long."""
+    """True if oneDNN's 8-bit products take twice as long as float32's; on an EPYC, 300 times."""
     weight = torch.ones(_MATRICES[1:])
     packed, scales = _packed_weights(weight.to(torch.int8)), torch.ones(len(weight))
     zeros = torch.zeros(len(weight), dtype=torch.int32)
@@ -235,20 +235,20 @@ def _onednn_is_slow() -> bool:
 
 
 def _step(x: Tensor, most: int) -> Tensor:
-    """Return what a row's integers are multiplied by, ``[n, 1]``, if its largest is ``most``."""
+    """The scale of each row's integers, ``[n, 1]``, of which the largest is ``most``."""
     return x.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny * most) / most
 
 
-# Rows that `Joined` layers compute together. Of more, launches do not matter, and a gate that is
-# one result with what it gates would stay in memory as long as that.
+# The most rows for which `Joined` layers are one product. With more, launches do not matter, and a
+# layer's output would stay in memory until those of all layers are freed.
 _FEW_JOINED = 64
 
 
 class Joined:
-    """Several linear layers of one input as one product: fewer kernels, of which each does more.
+    """Several linear layers of one input, computed as one product to save launches.
 
-    The layers are called in their order, with the same tensor: the first computes all, and what is
-    the others' waits for them. Many rows are computed apart.
+    The layers must be called in their order with the same tensor. The first call computes all
+    outputs, and the others return theirs. More than 64 rows are computed layer by layer.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ class Joined:
         ``[O_i]``.
     """
 
-    @torch.no_grad()  # an input's gradients would else have those of the weights computed as well
+    @torch.no_grad()  # else an input's gradients would include those of the weights
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         self._sizes, self._biases = [len(weight) for weight in weights], list(biases)
         self._weight, self._bias = torch.cat(list(weights)), None
@@ -272,7 +272,7 @@ class Joined:
         return self._weight.split(self._sizes)
 
     def forward(self, index: int, x: Tensor) -> Tensor:
-        """Return the output of a layer."""
+        """The output of the ``index``-th layer."""
         if x.shape[-2] > _FEW_JOINED:
             return linear(x, self.weights[index], self._biases[index])
         if index == 0:
@@ -286,7 +286,7 @@ class Joined:
 
 
 def joins(kind: str) -> bool:
-    """True if `Joined` layers are faster on such devices, since launches take long."""
+    """True for devices on which launches take so long that `Joined` layers are faster."""
     return kind == "cuda"
 
 
@@ -298,30 +298,26 @@ def use_joined_linear(model: nn.Module) -> None:
     """Compute layers of one input as one product; their weights become views of one matrix."""
     for module in model.modules():
         for names in _OF_ONE_INPUT:
-            layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) is Linear for layer in layers):
-                join_linear(layers)
-
-
-def join_linear(layers: Sequence[Any]) -> None:
-    """Join some layers, in their order."""
-    joined = Joined([layer.weight for layer in layers], [layer.bias for layer in layers])
-    for index, (layer, weight) in enumerate(zip(layers, joined.weights, strict=True)):
-        layer.weight.data = weight
-        layer.forward = functools.partial(joined.forward, index)
+            layers: list[Any] = [getattr(module, name, None) for name in names]
+            if not all(type(layer) is Linear for layer in layers):
+                continue
+            joined = Joined([layer.weight for layer in layers], [layer.bias for layer in layers])
+            for index, (layer, weight) in enumerate(zip(layers, joined.weights, strict=True)):
+                layer.weight.data = weight
+                layer.forward = functools.partial(joined.forward, index)
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Have a model's plain `torch.nn.Linear` layers computed by `linear`; subclasses are left."""
+    """Compute a model's plain `torch.nn.Linear` layers, but no subclasses, by `linear`."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
 
 
 def use_int8_linear(model: nn.Module) -> int:
-    """Make `Int8Linear` of a model's linear layers, the output head among them.
+    """Turn a model's linear layers, including the output head, into `Int8Linear`.
 
-    Return how many parameters they have. Others, such as a mixture's experts, are left as they are.
+    Return the number of their parameters. Others, such as a mixture's experts, stay as they are.
     """
     packed = 0
     for module in model.modules():

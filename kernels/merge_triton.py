@@ -1,4 +1,4 @@
-"""Merges of partial results as Triton kernels: of a query's splits, and of what ranks found."""
+"""Merges of partial results as Triton kernels: of a query's splits, of ranks, and of pairs."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from razor_dist.kernels.softmax_triton import LEAST, WARPS
 
 _PAIR_ROWS = 16  # queries of a program
-# Dimensions, and splits, that a program of the merge reads at a time.
+# Splits, and dimensions, that a program of the merge reads at a time.
 MERGED, MERGED_WIDTH = 64, 32
 
 
@@ -26,7 +26,7 @@ def _add(top, total, sums, lse, parts):
 
 @triton.jit
 def _place(order, places, head, g, G: tl.constexpr, PLACED: tl.constexpr):
-    """Return the row that a query head's result has, or -1."""
+    """The row of a query head's result, or -1."""
     row = tl.load(order + head) * G + g
     if PLACED:
         row = tl.load(places + row)
@@ -40,7 +40,7 @@ def merge_splits_kernel(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     PACKED: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query: some dimensions of it."""
+    """Merge the splits of one query, ``WIDTH`` dimensions of them."""
     head, token = tl.program_id(0), tl.program_id(1)
     g, d = tl.program_id(2) % G, tl.program_id(2) // G * WIDTH + tl.arange(0, WIDTH)
     if head < retrieval:
@@ -54,7 +54,7 @@ def merge_splits_kernel(
         s = low + tl.arange(0, SPLITS)
         row = (first + s).to(tl.int64) * G + g
         of = tl.load(lse + row, mask=s < splits, other=float("-inf"))
-        # A split without keys has written no more than its lse.
+        # A split without keys has written its lse only.
         read = (of != float("-inf"))[:, None] & (d < D)[None, :]
         values = tl.load(parts + row[:, None] * D + d[None, :], mask=read, other=0.0)
         top, total, sums = _add(top, total, sums, of, values)
@@ -77,7 +77,7 @@ def merge_ranks_kernel(
     RANKS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Merge what the ranks found for one query, ``gathered`` [P, R, G, n, D + 1]."""
+    """Merge all ranks' results for one query, ``gathered`` [P, R, G, n, D + 1]."""
     head, token, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     to = _place(order, places, head, g, G, PLACED)
     if to < 0:
@@ -107,8 +107,8 @@ def merge_splits(
 ) -> None:
     """Merge splits ``parts`` ``[programs, G, D]`` with ``lse`` into ``out`` ``[n, H, D]``.
 
-    The first ``retrieval`` heads of ``order`` have as many splits as ``splits`` says first, and go
-    to ``packed`` ``[R, G, n, D + 1]`` instead if there is that.
+    ``splits`` is the number of splits of the first ``retrieval`` heads of ``order``, and of the
+    other heads. With ``packed`` ``[R, G, n, D + 1]`` the results of the first heads go there.
     """
     tokens, (_, group, dim) = len(out), parts.shape
     chunks = -(-dim // MERGED_WIDTH)
@@ -133,8 +133,8 @@ def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor, places: Tensor | N
     )  # fmt: skip
 
 
-# Strides of lse, which is loaded number by number, are 1, 129 or whatever: each would be compiled
-# once more at a first prompt.
+# Strides of lse are 1, 129 or any other number: specialised, each would be compiled during a first
+# prompt, and lse is loaded number by number in any case.
 _LSE_STRIDES = [f"{x}_lse_{dim}" for x in "ab" for dim in ("head", "group", "token")]
 
 

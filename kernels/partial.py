@@ -22,8 +22,8 @@ from torch import Tensor
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import available
 
-# A bias that hides a key. Finite, for the fused ops report lse = 0 for a row whose keys are all at
-# -inf: so a segment that is hidden altogether has an lse that counts for nothing in a merge.
+# A bias that hides a key. It is finite because the fused ops report lse = 0 for a row whose keys
+# are all at -inf. A segment of hidden keys has an lse near -1e30, so that merges ignore it.
 HIDDEN = -1e30
 
 # ``op(q, k, v, mask) -> (out, lse)`` over ``[batch, heads, rows or keys, D]``; the mask is added
@@ -38,7 +38,7 @@ LEAST_KEYS = 256
 
 
 class Partial(NamedTuple):
-    """Attention over a segment of the keys; where none of them is visible, lse -inf and out 0."""
+    """Attention over a segment of keys; for a query that sees none, lse is -inf and out 0."""
 
     out: Tensor  # [K, G, T, D], the softmax-weighted mean of the segment's values
     lse: Tensor  # [K, G, T] float32, natural logarithm of the segment's softmax denominator
@@ -47,17 +47,17 @@ class Partial(NamedTuple):
         return Partial(self.out[:, :, span], self.lse[:, :, span])
 
     def packed(self) -> Tensor:
-        """Return both as one tensor that can be sent: float32 ``[K, G, T, D + 1]``."""
+        """``out`` and ``lse`` as one tensor to send, float32 ``[K, G, T, D + 1]``."""
         return torch.cat([self.out.float(), self.lse.unsqueeze(-1)], -1)
 
     @classmethod
     def unpacked(cls, x: Tensor) -> Partial:
-        """Return views of what is `packed`; also of several, stacked."""
+        """Views of a `packed` result, or of several that are stacked."""
         return cls(x[..., :-1], x[..., -1])
 
 
 def joined(partials: Iterable[Partial]) -> Partial:
-    """Put the results of adjacent queries side by side."""
+    """Concatenate the results of adjacent queries."""
     found = list(partials)
     if len(found) == 1:
         return found[0]
@@ -66,10 +66,9 @@ def joined(partials: Iterable[Partial]) -> Partial:
 
 
 def over_keys(attend: Callable[[slice], Partial], keys: int, block: int) -> Partial:
-    """Attention over ``keys`` keys, at most ``block`` at a time, where keys must be copied first.
+    """Attention over ``keys`` keys, at most ``block`` at a time, which ``attend`` has to copy.
 
-    The result is as ``attend`` gives it for a slice of the keys where one block is all, else in
-    float32.
+    The result of one block is in the dtype that ``attend`` returns, that of several in float32.
     """
     begins = range(0, keys, block)
     partials = (attend(slice(begin, begin + block)) for begin in begins)
@@ -81,8 +80,8 @@ def merge(partials: Iterable[Partial]) -> Partial:
 
     ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``, in float32 with
     the running maximum subtracted. Rows that see no key in any segment give ``out = 0`` and
-    ``lse = -inf``, never NaN. ``partials`` are one or more of the same shapes; those of an iterator
-    are made one after the other, so that a result of many segments takes the memory of few.
+    ``lse = -inf``, never NaN. ``partials`` are one or more, of the same shapes. An iterator makes
+    them one after the other, so that few of them are in memory at once.
     """
     each = iter(partials)
     first = next(each)
@@ -109,9 +108,9 @@ def _merge(one: Partial, other: Partial) -> Partial:
 
 
 def _merged_at_once(one: Partial, other: Partial) -> Partial | None:
-    """Merge by one operation, which has no gradients; None where there is none.
+    """Merge by one compiled operation instead of ten of torch's; None if there is none.
 
-    `_merge`'s own operations are ten.
+    It has no gradients.
     """
     tensors = *one, *other
     apart = any(x.dim() == 4 and x.stride(-1) != 1 for x in tensors)
@@ -153,12 +152,12 @@ def merge_stacked(out: Tensor, lse: Tensor, dim: int = 0) -> Partial:
 
 
 def foldable(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """Tell if the rows of a head see the same keys, and are few."""
+    """True for up to `FOLD_UP_TO` queries that all see the same keys."""
     return not causal and q.shape[2] <= FOLD_UP_TO and (bias is None or bias.dim() != 2)
 
 
 def per_head(bias: Tensor) -> Tensor:
-    """A bias ``[S]``, ``[T, S]`` or ``[K, G, S]`` in the order of the ops, for any queries."""
+    """View a bias ``[S]``, ``[T, S]`` or ``[K, G, S]`` to broadcast to scores ``[K, G, T, S]``."""
     if bias.dim() == 3:
         return bias.unsqueeze(2)
     return bias.view(1, 1, -1, bias.shape[-1])
@@ -213,7 +212,7 @@ def _attend_parts(
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return those of a GPU; elsewhere 1."""
+    """The number of a GPU's multiprocessors; 1 for another device."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Queries with all that scoring keys takes, so that code above the kernels need not know of it."""
+"""Queries and how they score keys, as one object for the code above the kernels."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from razor_dist.kernels.quantized import KeysOrValues, unpacked
 
 
 class Query(NamedTuple):
-    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance.
+    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less ``slope * distance``.
 
-    With dual chunk attention, they are rotated differently for keys of different chunks.
+    Dual chunk attention rotates queries differently for keys of different chunks.
     """
 
     q: Tensor  # [K, G, T, D]
     scale: float
-    # ALiBi's, float32 [K, G]; None where positions are in queries and keys already.
+    # ALiBi's, float32 [K, G]; None if positions are in queries and keys already.
     slopes: Tensor | None = None
-    # Of these queries and their keys, where attention is to rotate them.
+    # Rotary embeddings that attention still has to apply to these queries and their keys.
     rotation: Rotation | None = None
-    # Where a text is longer than one chunk of it: a model's dual chunk attention.
+    # The model's dual chunk attention, for a text longer than one chunk.
     dual: DualChunk | None = None
 
     @classmethod
@@ -56,7 +56,7 @@ class Query(NamedTuple):
         return self._replace(q=self.q[:, :, span])
 
     def seen_by(self, chunk: int, at: range) -> Query:
-        """The same, at positions ``at``, for keys of one chunk of dual chunk attention."""
+        """Rotate queries at positions ``at`` for keys of one chunk of dual chunk attention."""
         if self.dual is None:
             return self
         return self._replace(q=self.dual.turned(self.q, at, chunk), dual=None)
@@ -71,10 +71,9 @@ class Query(NamedTuple):
     ) -> Partial:
         """Attention to one segment of keys ``[K, S, D]``: see `razor_dist.kernels.attend`.
 
-        They may be packed, as `razor_dist.kernels.quantized` says.
-
-        ``where`` is needed if `by_distance`: where queries and keys stand, or with ALiBi how far
-        the keys are from queries that all stand in one place.
+        Keys and values may be packed (`razor_dist.kernels.quantized`). ``where`` is needed if
+        `by_distance`: positions of queries and keys, or, with ALiBi, the keys' distances from
+        queries that share one position.
         """
         k, v = unpacked(k), unpacked(v)
         if self.dual is not None:

@@ -15,17 +15,17 @@ from razor_dist.kernels.codes_triton import levels
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# A finite reference for rows that see no key: of -inf - LEAST the power is 0, and never NaN.
+# A finite maximum for rows that see no key: ``exp2(-inf - LEAST)`` is 0, and not NaN.
 LEAST = tl.constexpr(-1e30)
 
-# Keys of a tile by the bytes of a number, a query's or a key's: those of float32 take more
-# registers and more shared memory.
+# Keys of a tile, by the larger itemsize of queries and keys in bytes: float32 takes more registers
+# and more shared memory.
 TILES = {2: 64, 4: 16}
-# Rows that a tile has at least: tensor cores take no fewer.
+# The least rows of a tile: tensor cores take no fewer.
 ROWS = 16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Three programs of bfloat16 keys fit a multiprocessor of an H100, two of an A100, and one of 100 KB
-# of shared memory: with more stages fewer would.
+# With bfloat16 keys, a multiprocessor holds three programs on an H100, two on an A100, and one with
+# 100 KB of shared memory. With more stages it would hold fewer.
 WARPS, STAGES = 4, 3
 
 
@@ -35,9 +35,9 @@ def softmax_tile(
     k_scale, v_scale,
     BIASED: tl.constexpr, MASKED: tl.constexpr, LOADS_MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys into a running softmax; masks and biases only where there are any.
+    """Add a tile of keys to a running softmax.
 
-    Of 4 bits, even and odd dimensions are multiplied apart.
+    With 4 bits, even and odd dimensions are multiplied separately.
     """
     if LOADS_MASKED:
         keys, values = tl.load(k_at, mask=read, other=0), tl.load(v_at, mask=read, other=0)
@@ -79,7 +79,7 @@ def softmax_tile(
 
 @triton.jit
 def ended(top, total, sums):
-    """Return the mean of the values that a running softmax has read, and its natural-log lse.
+    """The weighted mean of the values that a running softmax has read, and its natural-log lse.
 
     Both are NaN if a score was.
     """

@@ -15,8 +15,8 @@ from razor_dist.kernels.fused_triton import load_rotated
 if TYPE_CHECKING:
     from razor_dist.kernels.decode import Pages, Turned, Windows
 
-# Rows of one tensor (`razor_dist.attention.step`): of an odd number of sequences every
-# other row is not aligned, and one compiled kernel takes all as well.
+# These arguments are rows of one tensor (`razor_dist.attention.step`), of which every other is not
+# aligned if the number of sequences is odd. One compiled kernel serves all, and is as fast.
 UNALIGNED = ["at", "stored", "position", "start", "offset", "capacity"]
 
 
@@ -30,7 +30,7 @@ def store_kernel(
     SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     R: tl.constexpr, INTERLEAVED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's new key and value; with tables for R dimensions, rotated, as its queries."""
+    """Store one head's new key and value; if R > 0, rotate the key and its query heads first."""
     STORED: tl.constexpr = D // 2 if BITS == 4 else D
     head, token = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
@@ -83,7 +83,7 @@ def store(
     heads, tokens, dim = len(order), k.shape[1], k.shape[2]
     assert k.stride(2) == v.stride(2) == 1
     split = 0 if pages is None else len(pages.k)
-    own = pages or windows  # a pointer of the right kind for what is not there
+    own = pages or windows  # in place of the one that is None, for pointers of the right kind
     assert own is not None
     page, ring = pages or own, windows or own
     at = order if pages is None else pages.at

@@ -1,8 +1,8 @@
 // Attention of one token of each of several sequences to pages and windows:
 // razor_dist.kernels.decode says what `store` and `attend` compute.
 //
-// What bounds it is how fast keys and values are read, each once. So a vector of them is read for
-// all queries that want it, and what is next is fetched meanwhile.
+// The speed of reading keys and values, each once, bounds it. So a vector of them is read for all
+// queries that need it, and the next vectors are fetched meanwhile.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -220,7 +220,7 @@ struct Queries {
   const float* slopes;  // [group], ALiBi's; else null
 };
 
-// What some keys of one KV head tell its queries: running maximum, sum of weights, weighted values.
+// A running softmax of one KV head's queries: maximum, sum of weights, weighted values.
 struct Partial {
   float *most, *total, *out;  // [group], [group], [group, dim]
 };
@@ -356,8 +356,8 @@ inline Windows windows_of(const Fields& fields, int64_t sinks, bool compensation
           data<int64_t>(fields, 5)};
 }
 
-// New tokens' keys or values, of `dim` numbers, go to a cache [rows, places, ...], rounded to its
-// dtype; codes with scales [rows, places], as razor_dist.kernels.quantized has them.
+// Store new tokens' keys or values, of `dim` numbers, in a cache [rows, places, ...], rounded to
+// its dtype; codes with scales [rows, places], as razor_dist.kernels.quantized has them.
 struct Store {
   void* data;
   at::ScalarType dtype;
@@ -443,7 +443,8 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
   }
 }
 
-// The row of a query head's result: `places` has it, or -1 for none; without, that is the head.
+// The row of a query head's result, by `places`, or -1 for none; without `places`, the head's
+// index.
 inline int64_t place_of(const optional<Tensor>& places, int64_t query_head) {
   return places ? places->const_data_ptr<int64_t>()[query_head] : query_head;
 }

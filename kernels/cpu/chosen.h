@@ -1,8 +1,8 @@
 // Attention of many queries to blocks of keys that each of them chooses: razor_dist.kernels.chosen
 // has the rule.
 //
-// Keys of one block are adjacent, from edges[b] to edges[b + 1]. What a query's neighbours choose
-// costs it nothing: of each block the rows that read it are put together, multiplied, and put back.
+// Keys of one block are adjacent, from edges[b] to edges[b + 1]. A query does not pay for blocks
+// that its neighbours choose: the rows that read a block are gathered, multiplied, and put back.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -18,7 +18,7 @@
 
 namespace razor_dist {
 
-// Of WIDTH whole numbers that fit into 8 bits the bytes.
+// The bytes of WIDTH whole numbers that fit into 8 bits.
 inline void write_bytes(Ints from, int8_t* to) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)from));

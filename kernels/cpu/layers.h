@@ -1,9 +1,9 @@
 // Products of a few rows, and the small operations of a layer: razor_dist.kernels.linear and
 // razor_dist.kernels.fused say what they compute.
 //
-// torch's products are made for many rows. Of a few, what bounds them is how fast the weights are
-// read: here a vector of these is read for up to eight rows, whose sums stay in registers. The
-// small operations each cost more in torch's dispatch than in arithmetic.
+// torch's products are made for many rows. With a few, the speed of reading weights bounds them:
+// here a vector of weights is read for up to eight rows, whose sums stay in registers. The small
+// operations each cost more in torch's dispatch than in arithmetic.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -29,8 +29,8 @@ using std::optional;
 // up its sums.
 constexpr int AHEAD = 8192;
 
-// What is multiplied, and added up in a vector's places: float32, or integers of 8 bits with those
-// of rows that are rounded to them, two products in a place, which is twice as fast and exact.
+// Operands and their sums in a vector's places: float32, or 8-bit weights and rows rounded to 8
+// bits, with two products in a place, which is twice as fast and exact.
 struct Float32 {
   using Row = float;
   using Weight = float;

@@ -1,6 +1,6 @@
 // Small collectives of ranks of one host: razor_dist.parallel.shared_memory says what its segment
-// holds, and in which order it is written. Short steps make two or three in a layer, so that what
-// one costs beside its bytes is what counts.
+// holds, and in which order it is written. Short steps make two or three in a layer, so that their
+// fixed cost matters most.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ namespace razor_dist {
 
 using at::Tensor;
 
-// What `meet` says: there was no place for this rank's part; all is done; parts are missing.
+// Results of `meet`: no place for this rank's part was free; all is done; other parts are missing.
 enum Met : int64_t { NO_PLACE = 0, DONE = 1, WAITING = 2 };
 
 // A counter of every rank, each in a cache line of its own; or one alone.
@@ -60,8 +60,8 @@ inline bool post(const Tensor& of_posted, const Tensor& of_complete, int64_t ran
   return true;
 }
 
-// How often a rank lets others run before it sleeps for the first time. With more ranks than cores
-// that is cheaper than sleeping, since what it waits for is then what runs next.
+// How often a rank yields before it sleeps for the first time. With more ranks than cores that is
+// cheaper than sleeping, since the rank that it waits for probably runs next.
 constexpr int YIELDS = 50;
 // Nanoseconds of a yield after which another program must have run, which computes without end: it
 // keeps the core for a scheduler's whole slice, where a rank that sleeps gets it back when it is

@@ -1,12 +1,12 @@
 // Attention of many queries, as in a prompt: razor_dist.kernels.many_cpu says what it computes.
 //
-// What bounds it is arithmetic. A block of queries goes through the keys a block at a time; both
-// products of a block, scores and weighted values, keep their sums in registers, and everything
-// else that it touches stays in the second cache.
+// Arithmetic bounds it. A block of queries goes through the keys block by block; both products of a
+// block, scores and weighted values, keep their sums in registers, and everything else that it
+// touches stays in the second-level cache.
 //
 // Codes are multiplied as integers of 8 bits, two products and their sum by one instruction: twice
-// as fast as float32. Queries are rounded to 16 bits, by a row's largest number,
-// and so are the weights of a row in a block, so that what is lost is 2^-16 of the largest.
+// as fast as float32. Queries are rounded to 16 bits, relative to a row's largest number, and so
+// are the weights of a row in a block: the error is 2^-16 of the largest.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -35,10 +35,10 @@ using std::optional;
 constexpr int TILE_ROWS = 6;
 constexpr int TILE_VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t KEY_BLOCK = 128;
-constexpr int64_t ROW_BLOCK = 192;  // queries times their group, but for one query of more
+constexpr int64_t ROW_BLOCK = 192;  // queries times their group, unless one query has more
 
-// What is multiplied: float32, or pairs of 16-bit integers whose two products are added up. Their
-// sums are then to be multiplied by what each row and each column is a multiple of.
+// Operands of products: float32, or pairs of 16-bit integers whose two products are added up. Sums
+// of integers still have to be multiplied by the scale of each row and each column.
 template <class N>
 struct Matrix {
   const N* data;
@@ -105,18 +105,18 @@ void multiply(Matrix<N> a, Matrix<N> b, float* c, int64_t c_row, int64_t rows, i
     multiply_columns<1, ADD>(a, from(j), c + j, c_row, rows, inner, by_row, factors(j));
 }
 
-// One KV head's keys or values from some place on.
+// One KV head's keys or values, row by row.
 template <class T>
 struct Rows {
   const T* data;
   int64_t row;
-  const float* scale;  // of each, if they are codes
+  const float* scale;  // of each row, if rows are codes
 
   const T* at(int64_t index) const { return data + index * row; }
 };
 
-// What a thread needs for one block of queries. N is what is multiplied; a row of `dim` numbers
-// is a row of `inner` of these.
+// A thread's memory for one block of queries. N is the type of operands; a row of `dim` numbers is
+// `inner` of these.
 template <class N>
 struct Workspace {
   int64_t dim, inner;
@@ -156,7 +156,7 @@ inline void take_query(const Workspace<int32_t>& w, int64_t r, const float* from
   w.row_factor[r] = step * factor;
 }
 
-// keys[i, j] = number i of key j; those that are missing in KEY_BLOCK are zeros.
+// keys[i, j] = number i of key j; columns without a key are zeros.
 template <class N, class T>
 void turn_keys(const Workspace<N>& w, Rows<T> from, int64_t count, int64_t padded) {
   for (int64_t j = 0; j < padded; j += WIDTH) {
@@ -181,7 +181,7 @@ void turn_keys(const Workspace<N>& w, Rows<T> from, int64_t count, int64_t padde
   std::fill(w.key_factor + count, w.key_factor + padded, 0.0f);
 }
 
-// Values as they are multiplied; two keys' side by side if these are integers.
+// Values as operands; those of two keys are side by side if they are integers.
 template <class T>
 Matrix<float> take_values(const Workspace<float>& w, Rows<T> from, int64_t count) {
   if constexpr (std::is_same_v<T, float>) return {from.data, from.row};
@@ -206,7 +206,7 @@ inline Matrix<int32_t> take_values(const Workspace<int32_t>& w, Rows<int8_t> fro
   return {w.values, w.dim};
 }
 
-// A block of keys or values as it is multiplied: codes of 4 bits become 8.
+// A block of keys or values in the form that is multiplied: codes of 4 bits become 8.
 template <class N, class T>
 auto block_of(Workspace<N>& w, Rows<T> from, int64_t count) {
   if constexpr (PARTS<T> == 1) {

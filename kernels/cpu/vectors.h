@@ -25,7 +25,7 @@ constexpr int WIDTH = 8;
 #endif
 // Least numbers that are worth a thread of their own.
 constexpr int64_t GRAIN = 1 << 14;
-// A score of what is not seen, and the lse of seeing nothing.
+// The score of a key that is not seen, and the lse of a query that sees no key.
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
@@ -127,13 +127,13 @@ inline Floats load(const c10::BFloat16* from) {
   return read<Floats>(&bits);
 }
 
-// Numbers in one T: a byte has two of 4 bits, those of dimensions 2 d and 2 d + 1. What they are
-// multiplied with has all even dimensions first (`transform`), so that a vector of bytes is two of
-// dimensions side by side.
+// Numbers in one T: a byte has two of 4 bits, for dimensions 2 d and 2 d + 1. The other operand has
+// all even dimensions first (`transform`), so that a vector of bytes is two vectors of adjacent
+// numbers.
 template <class T>
 constexpr int PARTS = std::is_same_v<T, uint8_t> ? 2 : 1;
 
-// Of the lower or upper half of a byte the code, which stands for 2 (code - ZERO).
+// The code in the lower or upper half of a byte, which stands for 2 (code - ZERO).
 constexpr float ZERO = 7.5f;
 inline int code_of(uint8_t codes, int part) { return codes >> 4 * part & 15; }
 
@@ -156,7 +156,7 @@ inline float load_part(T from, int part) {
     return code_of(from, part);
 }
 
-// What a row of `dim` stands for, in 8 bits.
+// The numbers of a row of `dim` codes, in 8 bits.
 inline void widen(const uint8_t* from, int64_t dim, int8_t* to) {
   for (int64_t d = 0; d < dim / 2; ++d)
     for (int part = 0; part < 2; ++part) to[2 * d + part] = 2 * code_of(from[d], part) - 15;
@@ -326,7 +326,7 @@ inline void transform(float* x, int64_t dim) {
   std::copy(odd.begin(), odd.end(), x + dim / 2);
 }
 
-// And a result, which has them so, what it is the transform of.
+// The inverse for a result, which has its even dimensions first.
 inline void transform_back(float* x, int64_t dim) {
   const std::vector<float> halves(x, x + dim);
   for (int64_t d = 0; d < dim; ++d) x[d] = halves[d / 2 + d % 2 * (dim / 2)];

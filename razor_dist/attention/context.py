@@ -1,4 +1,4 @@
-"""Attention of one pass: its three kinds of tokens side by side."""
+"""Attention of one forward pass, which may have three kinds of tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from razor_dist.kernels.query import Query
 
 
 class PassContext:
-    """`AttentionContext` of a pass, which so reads the weights once for all that is in it.
+    """`AttentionContext` of decoded, replicated and prefilled tokens, which share one pass.
 
-    What the parts send follows in their order on every rank.
+    The model reads its weights once for all of them. On every rank the parts send in the same
+    order.
     """
 
     def __init__(self, *parts: DecodeContext | ReplicatedContext | PrefillContext) -> None:
@@ -26,6 +27,6 @@ class PassContext:
             own = slice(end, end + part.tokens)
             end = own.stop
             outs.append(part.attend(layer, query.tokens(own), k[:, own], v[:, own]))
-        if end < k.shape[1]:  # the dummy token of a rank that has no other
+        if end < k.shape[1]:  # the dummy token of a rank without tokens
             outs.append(outs[0].new_zeros(k.shape[1] - end, *outs[0].shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

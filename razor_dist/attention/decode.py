@@ -1,4 +1,4 @@
-"""Attention to one token of each of several sequences, all of them at once."""
+"""Attention of a decode step: one token of each of several sequences, all at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from razor_dist.attention.step import BlockReader, BlockTables, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels import decode_torch
-from razor_dist.kernels.decode import Pages, Turned, Windows, implementation, mixes_dtypes
+from razor_dist.kernels.decode import Pages, Turned, Windows, implementation
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 
 
 def rotates(device: torch.device) -> bool:
-    """Tell if a decode step's attention can rotate the queries and keys that it gets."""
+    """True if a decode step's attention can rotate queries and keys on this device."""
     found: bool = implementation(device).ROTATES
     return found
 
@@ -27,14 +27,14 @@ def rotates(device: torch.device) -> bool:
 class DecodeContext:
     """`AttentionContext` of the next token of n sequences, by the kernels for block tables.
 
-    Streaming heads are computed from the rank's cache, without traffic: all of them on every rank,
-    or with tensor-parallel decode those that the rank keeps. Retrieval heads attend to each rank's
-    shard; one all-gather a layer carries ``out`` and ``lse``, packed together.
+    Streaming heads read the rank's own cache, without traffic: all heads on every rank, or with
+    tensor-parallel decode the rank's share of them. Retrieval heads attend to each rank's shard;
+    one all-gather per layer carries ``out`` and ``lse``, packed together.
 
-    Which sequences they are follows from ``inputs`` and ``tables`` alone; nothing is read back from
-    the device, here or in `attend`, so that both can be captured. Not so ``beyond_chunk``, where a
-    token stands beyond the first chunk of dual chunk attention, and not with ``readers``: then
-    retrieval heads read the blocks that the tokens choose.
+    The sequences are described by ``inputs`` and ``tables`` alone; nothing is read back from the
+    device, here or in `attend`, so that a CUDA graph can capture both. There are two exceptions:
+    ``beyond_chunk``, if a token is beyond the first chunk of dual chunk attention, and ``readers``,
+    with which retrieval heads read the blocks that tokens choose.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class DecodeContext:
             if found is not None:
                 gathered = self.comm.all_gather(found, "merge")
                 self._kernels.merge_ranks(gathered, order, out, heads.places)
-            pages, pack = None, False  # the first launch has had them
+            pages, pack = None, False  # the first launch has computed the retrieval heads
         return out
 
     def _by_blocks(self, heads: ShortHeads, query: Query) -> Tensor:
-        """Attention of the retrieval heads, float32 ``[K, G, n, D]``, to blocks of their choice."""
+        """Attention of the retrieval heads to the blocks they choose, float32 ``[K, G, n, D]``."""
         pages, choice = self.caches.pages, self.caches.choice
         assert choice is not None
         readers = [Segments(pages, heads.retrieval_rows, reader) for reader in self._readers]
@@ -110,13 +110,13 @@ class DecodeContext:
         )
 
     def _windows(self, heads: ShortHeads) -> Iterator[tuple[Tensor, Windows | None]]:
-        """Yield the streaming heads window by window, the first with the retrieval heads.
+        """Yield KV heads and their windows: streaming heads of one window in each launch.
 
-        Retrieval heads come first, alone, where they are codes and a kernel reads keys of one
-        dtype, and where they choose blocks.
+        Retrieval heads are in the first launch. They have it alone if they choose blocks, or if
+        they are codes and the device is CUDA, whose kernel reads keys of one dtype.
         """
         split, pages = len(heads.retrieval), self.caches.pages
-        apart = pages.k_scale is not None and not mixes_dtypes(pages.k.device)
+        apart = pages.k_scale is not None and pages.k.device.type == "cuda"
         alone = split > 0 and (not heads.groups or apart or len(self._readers) > 0)
         if alone:
             yield heads.order[:split], None

@@ -47,7 +47,7 @@ class PrefillContext:
         out = torch.zeros(n, kv_heads, group_size, dim, dtype=dtype, device=k.device)
         out_KGTD = out.permute(1, 2, 0, 3)
         # The streaming heads' transfers are under way while the retrieval heads' ring turns.
-        # Queries and results are copies that have no name, so that none outlives its use.
+        # Copies of queries and results have no name, so that none outlives its use.
         transfers = []
         if len(heads.streaming) and (not exact or self._chunk.last):
             streaming_k, streaming_v = k[heads.streaming_index], v[heads.streaming_index]

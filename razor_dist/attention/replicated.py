@@ -1,11 +1,11 @@
-"""Attention to prompt tokens that all ranks compute.
+"""Attention of prompt tokens that all ranks compute.
 
-They are a short prompt as a whole, a question that continues a prefix, or a part of a long prompt.
-Every rank has all of these tokens, and all of the window before them. So the streaming heads do
-what they do for a chunk on one rank, without transfers. The retrieval heads see the tokens
-themselves under the causal mask, and the rank's shard of those before; only what the ranks find
-there has to be merged, by one all-gather a layer. Each rank stores the keys and values of the
-tokens that it would own had they been decoded.
+These tokens are a whole short prompt, a question that continues a prefix, or a part of a long
+prompt. Every rank has all of them, and the whole window before them. So streaming heads compute as
+for a chunk on one rank, without transfers. Retrieval heads attend to the tokens themselves, with a
+causal mask, and to the rank's shard of earlier tokens; only results for the latter have to be
+merged, by one all-gather per layer. Each rank stores the keys and values of the tokens that it
+would own had they been decoded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from razor_dist.parallel.gather import merged_over_ranks
 class ReplicatedContext:
     """`AttentionContext` of the tokens of several prompts, one prompt after the other.
 
-    With tensor-parallel decode, a rank computes the streaming heads that it keeps. With exact
-    prefill, tokens at the beginning of their sequence are seen in full by all heads.
+    With tensor-parallel decode, a rank computes its own streaming heads only. With exact prefill,
+    all heads see the tokens at the beginning of a sequence in full.
     """
 
     def __init__(self, comm: Communicator, caches: Caches, prompts: Seq[ReplicatedTokens]) -> None:
@@ -59,7 +59,7 @@ class ReplicatedContext:
             of = heads.streaming_index
             found = self._stream(layer, heads, query.heads(of), k[of], v[of])
             parts.append(found if heads.taken is None else found.flatten(0, 1))
-        if not parts:  # of this layer the rank has no head
+        if not parts:  # the rank has no head in this layer
             return query.q.new_empty(query.q.shape[2], 0, query.q.shape[3])
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if heads.inverse is not None:
@@ -112,7 +112,7 @@ class ReplicatedContext:
         return torch.cat(outs, dim=2)
 
     def _by_blocks(self, rows: slice, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """The same by the blocks that the tokens choose."""
+        """`_retrieval` from the blocks that the tokens choose."""
         pages, choice, readers = self._caches.pages, self._caches.choice, []
         for prompt in self._prompts:
             own = (x[:, prompt.at][:, prompt.own] for x in (k, v))
@@ -123,7 +123,7 @@ class ReplicatedContext:
         return attend_together(self._comm, choice, query, readers)
 
     def _before(self, prompt: ReplicatedTokens, query: Query, rows: slice) -> Partial:
-        """Attention of a prompt's tokens to what this rank holds of those before them."""
+        """Attention of a prompt's tokens to this rank's shard of the tokens before them."""
         pages, positions = self._caches.pages, list[Tensor]()
         if query.by_distance and prompt.seen:
             assert pages.positions is not None

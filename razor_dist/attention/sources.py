@@ -1,9 +1,9 @@
 """Sources of answers: the positions that the strongest retrieval heads attend to.
 
-While an answer's token is computed, the chosen heads' queries are held against the rank's own keys
-once more. Each rank keeps the few largest scores and the logarithm of the sum of all; with those of
-the other ranks a position's weight is ``exp(score - logsumexp)``, its softmax weight over the whole
-sequence, for any number of ranks. Steps without a request for sources skip this.
+While an answer's token is computed, the chosen heads' queries score the rank's own keys a second
+time. Each rank keeps the few largest scores and the log-sum-exp of all. From those of all ranks, a
+position's softmax weight over the whole sequence is ``exp(score - logsumexp)``, for any number of
+ranks. Steps without a request for sources skip this.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from razor_dist.parallel.comm import Communicator
 
 # Positions reported for each head and token.
 TOP = 8
-# Least reported weight, a mean over the heads.
+# The least weight that is reported, a mean over the heads.
 LEAST = 0.002
-# Keys of another dtype than float32 that are widened at a time.
+# Keys that are converted to float32 at a time.
 _WIDENED = 1 << 16
 
 QueryHeads = Seq[tuple[int, int]]  # layer and query head
@@ -37,17 +37,14 @@ QueryHeads = Seq[tuple[int, int]]  # layer and query head
 class Sources(NamedTuple):
     """One token's largest attention weights, by head: ``[heads, TOP]``, largest first.
 
-    Where a head has fewer positions, the weight is 0 and the position -1.
+    If a head has fewer positions, the rest are -1, with a weight of 0.
     """
 
     positions: Tensor  # int64
     weights: Tensor  # float32
 
     def merged(self) -> list[tuple[int, float]]:
-        """Return positions with their mean weight over the heads, largest first.
-
-        Those below `LEAST` are left out: there are many, and they come to nothing.
-        """
+        """Positions with their mean weight over the heads, largest first; none below `LEAST`."""
         found: dict[int, float] = {}
         count = len(self.positions)
         pairs = zip(self.positions.flatten().tolist(), self.weights.flatten().tolist(), strict=True)
@@ -60,13 +57,13 @@ class Sources(NamedTuple):
 
 class _Head(NamedTuple):
     row: int  # of its keys in the page pool
-    kv: int  # its KV head, among those that the model hands to attention
-    group: int  # its number among that head's query heads
-    place: int  # its number among all that are asked
+    kv: int  # index of its KV head among those that the model hands to attention
+    group: int  # index among that KV head's query heads
+    place: int  # index among all source heads
 
 
 class SourceHeads:
-    """The query heads that are asked, all of which share the keys of a retrieval head."""
+    """The query heads whose weights are taken, each of a retrieval head's group."""
 
     def __init__(self, layout: HeadLayout, heads: QueryHeads, group: int) -> None:
         self.count = len(heads)
@@ -80,7 +77,7 @@ class SourceHeads:
 
 
 class SourceTracer:
-    """Looks on during one pass, for the tokens that ask."""
+    """Takes the scores of one pass, for the tokens whose requests want sources."""
 
     def __init__(
         self,
@@ -98,9 +95,9 @@ class SourceTracer:
         self._lse = torch.full(shape, -torch.inf, device=device)
 
     def look(self, layer: int, query: Query) -> None:
-        """Score the keys of one layer, those of the new tokens among them.
+        """Score the keys of one layer, including the new tokens'.
 
-        ``query`` is of all tokens of the pass and of all retrieval heads.
+        ``query`` has all tokens of the pass and all retrieval heads.
         """
         for head in self._heads.by_layer.get(layer, ()):
             for index, token in enumerate(self._tokens):
@@ -142,7 +139,7 @@ class SourceTracer:
             token.places[at] if len(token.places) else torch.zeros_like(at)
             for token, at in zip(self._tokens, self._indices, strict=True)
         ]
-        # They are exact in float64.
+        # Indices and float32 numbers are exact in float64.
         parts = [x.double() for x in (self._scores, torch.stack(positions), self._lse[..., None])]
         every = self._comm.all_gather(torch.cat(parts, dim=-1), "sources").cpu()
         if self._comm.rank:
@@ -156,7 +153,7 @@ class SourceTracer:
 
 
 class TracedContext:
-    """An `AttentionContext` whose queries a tracer is shown."""
+    """An `AttentionContext` that also gives its queries to a tracer."""
 
     def __init__(self, context: AttentionContext, tracer: SourceTracer) -> None:
         self._context, self._tracer = context, tracer
