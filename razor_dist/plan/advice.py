@@ -1,4 +1,4 @@
-"""Advice on settings that make a deployment fit, or faster; each is planned before it is named."""
+"""Advice on settings that make a deployment fit, or faster, each confirmed by a plan with it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from razor_dist.config.sizes import tokens
 from razor_dist.kernels.quantized import has_scale
 from razor_dist.plan.deployment import Deployment
 
-# The window that is proposed, in tokens: what the shipped settings of GLM-4-9B-1M have.
-_WINDOW = 8192
+# The window that is proposed, as in the shipped settings of GLM-4-9B-1M.
+_WINDOW_TOKENS = 8192
 # Numbers of ranks that are tried: up to two nodes of eight devices.
 _RANKS = (1, 2, 4, 8, 16)
-# Settings are named if they free this part of a rank's memory, or save this part of the time.
+# Settings are named if they free this share of a rank's memory, or save this share of the time.
 _WORTH_NAMING = 0.01
 _WORTH_SECONDS = 0.25
 
-# Bytes per rank of a deployment with some settings changed.
+# From changed settings to the deployment's bytes per rank.
 Bytes = Callable[[dict[str, Any]], int]
 
 
@@ -40,7 +40,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Settings that free memory, the most first; ``together`` are as many as it takes to fit."""
+    """Settings that free memory, the most first; ``together`` are the fewest with which it fits."""
 
     alone: tuple[Remedy, ...]
     together: tuple[Remedy, ...]
@@ -55,7 +55,7 @@ class Remedies:
 
     @property
     def best(self) -> list[Remedy]:
-        """The remedy of each setting that frees most, in the order of ``alone``."""
+        """For each setting, the value that frees most, in the order of ``alone``."""
         found: dict[str, Remedy] = {}
         for one in self.alone:
             found.setdefault(one.setting, one)
@@ -63,9 +63,9 @@ class Remedies:
 
 
 def remedies(d: Deployment, context: int, before: int, budget: float, needs: Bytes) -> Remedies:
-    """Try each setting that can free memory of ``before`` bytes per rank, then several together.
+    """Try each setting that can free some of ``before`` bytes per rank, then several together.
 
-    Not those that the engine would refuse for their sake.
+    Settings that would make the engine refuse the deployment are left out.
     """
 
     def taken(changes: dict[str, Any]) -> bool:
@@ -79,7 +79,7 @@ def remedies(d: Deployment, context: int, before: int, budget: float, needs: Byt
     alone = Remedies(tuple(worth), ())
     for count in range(1, len(alone.best) + 1):
         together = alone.best[:count]
-        # One alone has been tried already.
+        # The first alone has been planned already.
         after = needs(_changes(together)) if count > 1 else before - together[0].frees
         if after <= budget:
             return replace(alone, together=tuple(together))
@@ -91,9 +91,9 @@ def _changes(remedies: Sequence[Remedy]) -> dict[str, Any]:
 
 
 def _shorter_window(d: Deployment, context: int) -> tuple[int, int] | None:
-    """The longest window and the one to propose, if windows are the settings' and are longer."""
+    """The longest window and a shorter one to propose; None if there is none in the settings."""
     windows = [heads.policy.window(context - 1) for heads in d.streaming]
-    least = max(_WINDOW, d.config.window_min)
+    least = max(_WINDOW_TOKENS, d.config.window_min)
     if d.head_map.windows is not None or not windows or max(windows) <= least:
         return None
     return max(windows), least
@@ -120,7 +120,7 @@ def _levers(d: Deployment, context: int) -> Iterator[tuple[str, Any]]:
 def fewest_ranks(
     d: Deployment, fits: Callable[[dict[str, Any]], bool], found: Remedies | None = None
 ) -> str:
-    """Say on how many ranks it fits, a power of two up to 16; also with the settings ``found``."""
+    """Name the fewest ranks on which it fits, alone and with the settings ``found``."""
 
     def fewest(changes: dict[str, Any]) -> str:
         fit = (n for n in _RANKS if fits({"world_size": n, **changes}))
@@ -138,7 +138,7 @@ def fewest_ranks(
 def faster_windows(
     d: Deployment, context: int, seconds: float, prefill: Callable[[dict[str, Any]], float]
 ) -> list[str]:
-    """Say what long windows cost a prefill of ``seconds``, if they are the settings' choice."""
+    """Name the seconds that shorter windows would save of a prefill; empty if few, or fixed."""
     windows = _shorter_window(d, context)
     if windows is None or d.exact:
         return []

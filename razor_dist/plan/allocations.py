@@ -1,4 +1,4 @@
-"""Count what code allocates, tensor by tensor, on any device, the meta device included."""
+"""Count the bytes that code allocates, tensor by tensor, on any device, also the meta device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
-# On the meta device these are Python that works out strides and promotions, in milliseconds each,
-# and merging partial results is hundreds of them. All that counts here is a result's size.
+# On the meta device these run Python for strides and dtypes, which takes milliseconds each, and
+# merges of partial results are hundreds of them. Here only the result's size matters.
 _COMPARISONS = frozenset({_aten.gt.Scalar, _aten.eq.Scalar, _aten.eq.Tensor})
 _POINTWISE = _COMPARISONS | {
     *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")),
@@ -27,14 +27,14 @@ _POINTWISE = _COMPARISONS | {
     _aten.where.ScalarOther,
 }
 _IN_PLACE = _aten.addcmul_.default
-# Of a mixture's experts; on the meta device it refuses all dtypes but bfloat16.
+# A mixture's experts; on the meta device it refuses all dtypes but bfloat16.
 _GROUPED = _aten._grouped_mm.default
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operation's arguments or results, and in their lists.
+    """Yield the tensors among an operation's arguments or results, also those in lists.
 
-    torch's pytrees do so for any nesting, and took half of a plan's time.
+    torch's pytrees would do it, but took half of a plan's time.
     """
     for value in values:
         if isinstance(value, Tensor):
@@ -57,23 +57,23 @@ class Allocations(TorchDispatchMode):
     """Counts the bytes of tensors that are made while it is active, until they are freed.
 
     Every operation's results pass through `__torch_dispatch__`; a storage that was not seen before
-    counts from then until Python frees it. What a kernel allocates for itself and frees again is
-    not seen, nor is what an allocator holds back.
+    counts from then until Python frees it. Memory that a kernel allocates and frees itself, or that
+    an allocator keeps, is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.label = "model"  # the part of the code that makes what is made now; see `labelled`
-        self.live = self.peak = 0  # bytes now, and at most so far
-        self.at_peak: dict[int, tuple[str, int]] = {}  # label and bytes of what was alive then
+        self.label = "model"  # of new tensors; see `labelled`
+        self.live = self.peak = 0  # bytes now, and the most so far
+        self.at_peak: dict[int, tuple[str, int]] = {}  # label and bytes of storages at the peak
         self._alive: dict[int, tuple[str, int]] = {}
         self._numbers = itertools.count()
-        # Numbers of storages; those from outside, which are not counted, are -1.
+        # Numbers of storages; -1 for storages from outside, which are not counted.
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Asked for a number, which the meta device lacks, answer zero: transformers asks whether
-        # the positions are of several packed sequences, to make a mask, and ours needs none.
+        # The meta device has no numbers to read, so they are zero: transformers looks whether
+        # positions are of several packed sequences, which would need a mask.
         if func in _READS and args[0].is_meta:
             return 0
         inputs = list(_tensors_in((*args, *(kwargs or {}).values())))
@@ -121,7 +121,7 @@ class Allocations(TorchDispatchMode):
             self.label = before
 
     def transient(self) -> Counter[str]:
-        """Bytes at the peak by label, without what is alive still."""
+        """Bytes at the peak by label, without storages that are still alive."""
         sizes: Counter[str] = Counter()
         for number, (label, size) in self.at_peak.items():
             if number not in self._alive:

@@ -1,8 +1,8 @@
 """Costs of retrieval heads that choose blocks of keys (``retrieval_share``).
 
-How many blocks a text makes them choose is not known before it is read, so operations and reads are
-the least: the estimates of all keys before a query, and what it always reads. Bytes between ranks
-and memory do not depend on the text (`razor_dist.attention.chosen`).
+The number of blocks that they choose depends on the text, so operations and reads are the least:
+estimates of all keys before a query, and the blocks that it always reads. Bytes between ranks and
+memory do not depend on the text (`razor_dist.attention.chosen`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALWAYS = BLOCK + RECENT + BLOCK // 2
 
 
 def chosen_from(d: Deployment, end: int) -> bool:
-    """Tell if retrieval heads choose blocks of a text of ``end`` tokens."""
+    """True if retrieval heads choose blocks of a text of ``end`` tokens."""
     return d.config.retrieval_share > 0 and chooses(end)
 
 
 def least_keys(d: Deployment, prompt: int) -> int:
-    """Keys that a prompt's queries read at least, in keys read whole, summed over queries.
+    """The fewest keys that a prompt's queries read, summed over queries.
 
-    An estimate is half of the dimensions' products, and no values: a quarter.
+    An estimate counts as a quarter of a key: half of its dimensions, and not its value.
     """
     causal = prompt * (prompt + 1) // 2
     if not chosen_from(d, prompt):
@@ -38,12 +38,12 @@ def least_keys(d: Deployment, prompt: int) -> int:
 
 
 def least_read(d: Deployment, context: int, held: int) -> int:
-    """Tokens that one query reads at least of a shard of ``held``; an estimate is a quarter."""
+    """The fewest tokens that a query reads of a shard of ``held``; an estimate is a quarter."""
     return held if not chosen_from(d, context) else min(held, _ALWAYS + held // 4)
 
 
 def chunk_bytes(d: Deployment, chunk: Chunk, held: Sequence[int], rank: int) -> int:
-    """Bytes that a rank sends of one KV head in a chunk, with which ranks have ``held`` tokens."""
+    """Bytes that a rank sends for one KV head in a chunk; ``held`` are tokens by rank after it."""
     own = [chunk.tokens(r) for r in range(d.world_size)]
     others, visitors = d.world_size - 1, sum(own) - own[rank]
     group, dim, itemsize = d.shape.group, d.shape.head_dim, d.dtype.itemsize
@@ -53,14 +53,14 @@ def chunk_bytes(d: Deployment, chunk: Chunk, held: Sequence[int], rank: int) -> 
 
 
 def token_bytes(d: Deployment, context: int) -> int:
-    """Bytes that a rank sends of one KV head for a token of an answer, beside the merge's."""
+    """Bytes that a rank sends for one KV head and an answer's token, beside the merge's."""
     return (d.world_size - 1) * d.shape.group * (1 + blocks_of(context)) * _FLOAT
 
 
 def add_chunks(
     d: Deployment, chunks: Sequence[Chunk], rows: int, sent: Sequence[Counter[str]]
 ) -> None:
-    """Add what ``rows`` heads send in chunks of which blocks are chosen."""
+    """Add to ``sent`` the bytes of ``rows`` heads in chunks in which they choose blocks."""
     held = [0] * d.world_size
     for chunk in chunks:
         held = [n + chunk.tokens(rank) for rank, n in enumerate(held)]

@@ -1,7 +1,7 @@
-"""Operations, bytes between ranks, and times: what a deployment takes at least, and what to expect.
+"""Operations, bytes between ranks, and times of a deployment, at the least and as expected.
 
-Operations are multiplications and additions, counted apart. One token costs ``2·w`` for w
-parameters that multiply it, and ``4·D`` per query head and key that it sees (``q·k`` and ``p·v``).
+Operations are multiplications plus additions. One token costs ``2·w`` for w parameters that
+multiply it, and ``4·D`` per query head and key that it sees (``q·k`` and ``p·v``).
 
 Bytes are what `razor_dist.parallel.comm.Communicator` would count, to the byte: the engine's own
 plans, summed instead of sent (``tests/plan/test_measured.py`` compares them). For a chunk, rank r,
@@ -10,11 +10,11 @@ P ranks, K heads of D numbers, G query heads each:
 * ring, keys travel (`ring._pass_kv`): r hands on every rank's block but that of r+1, each of
   ``2·K·row`` bytes per token of the chunk and of the earlier shards, where ``row`` is
   `kernels.quantized.row_bytes`;
-* ring, queries travel (`ring._start_pass_q`, where `queries_travel`): the chunk's own blocks as
-  above; every rank's queries but r+1's, ``K·G·D·itemsize`` per token; partial results back to
-  every other rank, ``4·K·G·(D+1)`` per token;
-* the same of a short chunk (`razor_dist.parallel.gather`), but of the rank's own block and queries,
-  sent to every other rank;
+* ring, queries travel (`ring._start_pass_q`, if `queries_travel`): the chunk's own blocks as above;
+  every rank's queries but r+1's, ``K·G·D·itemsize`` per token; partial results back to every other
+  rank, ``4·K·G·(D+1)`` per token;
+* short chunk (`razor_dist.parallel.gather`): the same, but r sends its own block and queries to
+  every other rank;
 * halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·row`` each;
 * compensation: an all-reduce of ``[edges - 1, 2, K, D]`` float32 per layer;
 * merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
@@ -45,17 +45,19 @@ from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device, Efficiency
 from razor_dist.protocol.step_plan import FRAME_BYTES, BatchEntry, Op, StepPlan
 
+# Queries whose windows are counted at once, which bounds memory.
 _CHUNK = 1 << 20
-# Kernels of a recorded decode step on CUDA: of each layer (counted in tests/test_launches.py, less
-# what only several ranks launch), and of the rest (by reading).
+# Kernels of a recorded decode step on CUDA, without those that only several ranks launch: of each
+# layer (counted in tests/test_launches.py), and of the rest (counted by reading the code).
 KERNELS_OF_LAYER, KERNELS_OF_STEP = 10, 12
 # Keys of the blocks that `razor_dist.kernels.torch_cuda` gives to cuDNN.
 LONG_KEYS = 32768
+_PEAK = Efficiency(matmul=1, attention=1, bandwidth=1, link=1)
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of a whole prompt, all ranks together."""
+    """Operations of a whole prompt on all ranks together."""
 
     linear: int  # projections and MLPs, and the output head once
     retrieval: int  # attention of the retrieval heads
@@ -68,7 +70,7 @@ class Operations:
 
 
 def visible(policy: StreamingPolicy, prompt: int) -> int:
-    """Count the keys that a streaming head's queries of a prompt see, summed over queries."""
+    """Keys that a streaming head's queries see in a prompt, summed over queries."""
     seen = prompt * (prompt + 1) // 2
     for begin in range(0, prompt, _CHUNK):
         starts = policy.starts(begin, min(begin + _CHUNK, prompt))
@@ -129,7 +131,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
             if d.shared:
                 sizes = [part_of(d.shape.vocab_size, r, d.world_size) for r in range(others + 1)]
                 logits = others * 4 * max(end - begin for begin, end in sizes)
-                # Of each rank, to sum one token's hidden state over all.
+                # Bytes that each rank sends to sum one token's hidden state over all ranks.
                 reduced = 2 * d.model.hidden_size * d.dtype.itemsize * others // d.world_size
                 sent["tensor"] = d.shares.sums * reduced + logits
         decode[0]["control"] = others * FRAME_BYTES
@@ -144,13 +146,13 @@ def full_attention(d: Deployment) -> Deployment:
 
 
 def pass_q(d: Deployment, chunk: Chunk, kv_bytes: int) -> bool:
-    """True if queries travel, for heads with these bytes of a token's key and value."""
+    """True if queries travel, for heads with ``kv_bytes`` per token's key and value."""
     shape, own = d.shape, d.dtype.itemsize
     return queries_travel(chunk, chunk.begin, shape.group, shape.head_dim, own, kv_bytes)
 
 
 def _handed_on(chunk: Chunk, tokens: Sequence[int], rank: int) -> int:
-    """Tokens a rank sends until all have those of each: its own to all, or around the ring."""
+    """Tokens that a rank sends until all ranks have all ``tokens``, listed by rank."""
     if is_short(chunk):
         return (len(tokens) - 1) * tokens[rank]
     return sum(tokens) - tokens[(rank + 1) % len(tokens)]
@@ -165,9 +167,9 @@ def _add_rings(
     *,
     chosen: bool = False,
 ) -> None:
-    """Add what ``rows`` heads send, with these bytes of a token's key and value.
+    """Add to ``sent`` the bytes of ``rows`` heads with ``kv_bytes`` per token's key and value.
 
-    Chunks of which they choose blocks are left out if ``chosen``.
+    With ``chosen``, leave out chunks in which heads choose blocks (`add_chunks`).
     """
     size, dim = d.world_size, d.shape.head_dim
     earlier = [0] * size
@@ -211,7 +213,7 @@ def _add_windows(
 
 
 def _chunk_key(policy: StreamingPolicy, chunks: Sequence[Chunk], index: int) -> tuple[int, ...]:
-    """Return all that a chunk's plan depends on, seen from the chunk, to plan like ones once."""
+    """All that a chunk's plan depends on, relative to the chunk: equal chunks are planned once."""
     chunk = chunks[index]
     edges = [*(shard.begin for shard in chunk.shards), chunk.end]
     starts = [max(policy.sinks, policy.start(edge)) - chunk.begin for edge in edges]
@@ -235,34 +237,34 @@ def _plan(
 class Estimate:
     """Seconds by term, and in sum.
 
-    ``compute`` and ``memory`` overlap always; ``links`` do while a prompt is read; ``launches`` of
+    ``compute`` and ``memory`` always overlap, ``links`` overlap with them in a prefill. Launches of
     a step's kernels and the ``host`` between two steps come on top.
     """
 
-    floor: Mapping[str, float]  # at the device's peaks, of the first three terms
-    expected: Mapping[str, float]  # at the efficiencies of its file
-    worst: Mapping[str, float]  # at the ends of its file's ranges
+    floor: Mapping[str, float]  # at the device's peaks; launches and host are 0
+    expected: Mapping[str, float]  # at the efficiencies of the device's file
+    worst: Mapping[str, float]  # at the ends of the file's ranges
     best: Mapping[str, float]
-    overlapped: bool  # links work while computing does (prefill), not in turn with it (decode)
+    overlapped: bool  # links overlap with compute and memory (prefill), or follow them (decode)
     seconds_at_peak: float
     seconds: float
     seconds_worst: float
     seconds_best: float
-    limit: str  # the term that is the largest to expect
+    limit: str  # the largest term of `expected`
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Operations, bytes and counts of a rank's work for a prompt or a step."""
+    """A rank's work for a prompt or a step."""
 
-    matmul: float
+    matmul: float  # operations, as are attention and long_attention
     attention: float
-    reads: int
+    reads: int  # bytes, as are sends
     sends: int
     long_attention: float = 0.0  # to whole blocks of earlier keys
     collectives: int = 0
     kernels: int = 0
-    steps: int = 0  # after which the host is waited for
+    steps: int = 0  # after each of which the device waits for the host
 
     def estimate(self, d: Deployment, device: Device, *, overlapped: bool) -> Estimate:
         peak = self._terms(d, device)
@@ -293,16 +295,14 @@ class _Load:
     def _terms(
         self, d: Deployment, device: Device, of: Efficiency | None = None
     ) -> dict[str, float]:
-        """Seconds by term, at the peaks without efficiencies."""
-        rates = (
-            (1.0,) * 5 if of is None else (of.matmul, of.attention, of.long, of.bandwidth, of.link)
-        )
-        matmul, attention, long, bandwidth, link = rates
-        operations = self.matmul / matmul + self.attention / attention + self.long_attention / long
+        """Seconds by term; at the peaks if no efficiencies are given."""
+        part = _PEAK if of is None else of
+        operations = self.matmul / part.matmul + self.attention / part.attention
+        operations += self.long_attention / part.long
         return {
             "compute": operations / device.flops(d.dtype, d.world_size),
-            "memory": self.reads / (device.bandwidth(d.world_size) * bandwidth),
-            "links": self.sends / (device.link_gb_s * 1e9 * link)
+            "memory": self.reads / (device.bandwidth(d.world_size) * part.bandwidth),
+            "links": self.sends / (device.link_gb_s * 1e9 * part.link)
             + self.collectives * device.link_latency_us * 1e-6,
             "launches": 0.0 if of is None else self.kernels * device.kernel_us * 1e-6,
             "host": 0.0 if of is None else self.steps * device.host_us * 1e-6,
@@ -310,10 +310,10 @@ class _Load:
 
 
 def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> Estimate:
-    """Estimate the prefill; work and bytes are even over the ranks, links are the busiest's.
+    """Estimate the prefill; ranks share work evenly, and links are the busiest rank's.
 
-    Memory is the weights, read once in every chunk; keys and values are read by attention kernels
-    that compute far longer on them.
+    Memory is the weights, read once in every chunk. Reads of keys and values are left out, since
+    attention kernels compute on them far longer than they read.
     """
     work, size = operations(d, prompt), d.world_size
     long = work.retrieval * _long_share(d, prompt) / size
@@ -327,7 +327,7 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
 
 
 def _long_share(d: Deployment, prompt: int) -> float:
-    """Part of retrieval heads' attention that is to whole blocks of `LONG_KEYS` earlier keys."""
+    """The part of retrieval heads' attention that is to whole blocks of `LONG_KEYS` keys."""
     long = 0
     for chunk in d.chunks(prompt):
         shard = chunk.begin // d.world_size
@@ -336,7 +336,7 @@ def _long_share(d: Deployment, prompt: int) -> float:
 
 
 def decode_reads(d: Deployment, context: int, sequences: int = 1) -> int:
-    """Bytes that the fullest rank reads for a token of each sequence of ``context`` tokens."""
+    """Bytes that the fullest rank reads in a step of ``sequences`` of ``context`` tokens each."""
     nbytes = sum(d.retrieval_per_layer) * least_read(d, context, _shard(d, context)) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
         nbytes += _waited_for(d, index) * heads.policy.seen(context - 1) * d.streaming_kv_bytes
@@ -345,7 +345,7 @@ def decode_reads(d: Deployment, context: int, sequences: int = 1) -> int:
 
 
 def _waited_for(d: Deployment, window: int) -> int:
-    """Streaming heads of a window that a token waits for: in each layer the rank's with most."""
+    """Streaming heads of a window, in each layer those of the rank with most, summed up."""
     if not d.shared:
         return d.streaming[window].rows
     return sum(
@@ -359,7 +359,7 @@ def _waited_for(d: Deployment, window: int) -> int:
 def collectives(d: Deployment, context: int) -> int:
     """Count a decode step's collectives: merges, and with tensor-parallel decode sums and logits.
 
-    Where blocks are chosen, masses and estimates are gathered before what they have is merged.
+    Heads that choose blocks gather masses and estimates before they merge results.
     """
     if d.world_size == 1:
         return 0
@@ -368,8 +368,8 @@ def collectives(d: Deployment, context: int) -> int:
 
 
 def kernels(d: Deployment) -> int:
-    """Count a decode step's kernels beside its collectives, whatever its number of sequences."""
-    apart = has_scale(d.kv_dtype)  # its retrieval heads are a launch of their own
+    """Count a decode step's kernels beside its collectives, for any number of sequences."""
+    apart = has_scale(d.kv_dtype)  # retrieval heads of codes are a launch of their own
     merges = sum(count > 0 for count in d.retrieval_per_layer) * (d.world_size > 1)
     return d.shape.layers * (KERNELS_OF_LAYER + apart) + merges + KERNELS_OF_STEP
 

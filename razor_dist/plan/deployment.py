@@ -1,4 +1,4 @@
-"""A deployment as the engine would build it: the same decisions, by its own functions."""
+"""A deployment as the engine would build it, by the engine's own functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import Chunk, chunks
 from razor_dist.plan.allocations import Allocations
 
-# The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.
+# Of the KV heads: what the paper takes for contexts of a million tokens (28 % + 2 %).
 ASSUMED_FRACTION = 0.3
 
 META = torch.device("meta")
@@ -59,7 +59,7 @@ class StreamingHeads:
 def _choose_heads(
     config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
 ) -> tuple[HeadMap, str, str | None]:
-    """Return a head map, guessed if none is made yet, and `Deployment`'s source and missing."""
+    """The head map, a guess if none exists, and `source` and `missing` of the `Deployment`."""
     name, by_map = config.head_map, config.attention == "razor"
     exists = name is not None and Path(name).expanduser().exists()
     missing = name if by_map and not exists else None
@@ -96,11 +96,11 @@ def _has_head_map(model: str) -> bool:
 
 
 class Shares(NamedTuple):
-    """Savings and costs of ranks that share short steps; all 0 where they do not share them."""
+    """Savings and costs of ranks that share short steps; all 0 if they do not."""
 
     spared: int  # parameters that a token does not wait for, since other ranks multiply them
-    copied: int  # bytes of a rank's part of weights that it keeps a copy of, on the rank with most
-    sums: int  # of hidden states over all ranks in a step that they share
+    copied: int  # bytes of weights that the rank with most of them keeps a second time
+    sums: int  # sums of hidden states over all ranks in a shared step
 
 
 @dataclass(frozen=True)
@@ -109,25 +109,25 @@ class Weights:
 
     parameters: int  # each counted once, also where it serves twice (tied embeddings)
     nbytes: int  # of parameters and buffers, in the dtype of the deployment, and 8-bit copies
-    # Of these, what may be pages of files: the parameters but for stacked experts, which
+    # The bytes of these that may be pages of files: the parameters without stacked experts, which
     # transformers copies while it loads them.
     mapped: int
-    # Parameters that multiply every token: all matrices but the embedding and the output head; of
-    # experts, those that a token is sent to.
+    # Parameters that multiply every token: all matrices but the embedding and the output head, and
+    # only those experts that a token is sent to.
     matmul: int
     head: int  # parameters of the output head, which multiplies the last token alone
-    # Bytes that one token's step reads: all but the embedding's, of which it takes a row, unless
-    # that is the output head, too; and of experts, those that the token is sent to.
+    # Bytes that one token's step reads: all without the embedding, unless that is the output head,
+    # too, and only those experts that the token is sent to.
     step_bytes: int
-    chunk_bytes: int  # the same for a chunk of a prompt, whose tokens are sent to all experts
+    chunk_bytes: int  # bytes that a prompt's chunk reads, whose tokens are sent to all experts
     recorded: int  # bytes that recorded decode steps keep on CPU
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: EngineConfig) -> Weights:
-        """Count them; in 8 bits, linear layers have copies of one byte each.
+        """Count a model's parameters.
 
-        There are two, for few rows and for many (`razor_dist.kernels.linear`), of which a step
-        reads one.
+        With 8-bit weights, a linear layer has two 8-bit copies, for few rows and for many
+        (`razor_dist.kernels.linear`), of which a step reads one.
         """
         int8 = config.weight_dtype == "int8"
         embedding: nn.Module = model.get_input_embeddings()
@@ -168,7 +168,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
-    """Take all layers but these out of a model."""
+    """Remove all layers of a model but those ``kept``."""
     layers = layers_of(model)
     chosen = [layers[layer] for layer in kept]
     del layers[:]
@@ -189,9 +189,9 @@ class Deployment:
     shape: ModelShape
     kind: Literal["cuda", "cpu"]  # of the ranks' device
     head_map: HeadMap
-    source: str  # of the head map, for people
+    source: str  # of the head map, in words
     stored: torch.dtype | str | None  # dtype of the weights' files, if config.json says it
-    # The head map that the settings name, if it does not exist: the one here is a guess.
+    # The head map that the settings name, if it does not exist; then `head_map` is a guess.
     missing: str | None = None
     shared: bool = False  # the ranks share short steps (tensor-parallel decode)
 
@@ -201,8 +201,8 @@ class Deployment:
     ) -> Deployment:
         """Read the model's ``config.json`` and the head map.
 
-        With a ``fraction``, that share of the KV heads are retrieval heads, not a head map's.
-        Errors are the engine's; also a `ConfigError` if a fraction is given beside a head map.
+        With a ``fraction``, that share of the KV heads are retrieval heads, without a head map.
+        Raise the engine's errors, and `ConfigError` for a fraction beside a head map.
         """
         if config.device not in ("auto", kind):
             raise ConfigError(f"device is {config.device}, but the device of the plan is a {kind}")
@@ -213,7 +213,7 @@ class Deployment:
             )
         folder = config_folder(config.model)
         model = read_config(folder, **config.model_options)
-        stored = model.dtype  # transformers changes it with every model that is made of it
+        stored = model.dtype  # before transformers changes it, with every model made from it
         shape = ModelShape.from_config(model)
         heads, source, missing = _choose_heads(config, shape, model_fingerprint(model), fraction)
         found = cls(config, model, shape, kind, heads, source, stored, missing)
@@ -221,7 +221,7 @@ class Deployment:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why the engine refuses the settings on such a device; None if it takes them."""
+        """The engine's reason to refuse the settings on such a device; None if it takes them."""
         try:
             check_shape(self.config, self.shape, torch.device(self.kind))
         except ConfigError as error:
@@ -254,11 +254,12 @@ class Deployment:
         return chunks(0, prompt, self.chunked_prefill_size, self.world_size)
 
     def cache(self, max_model_len: int, free: float = math.inf) -> CacheConfig:
-        """The engine's caches for so long a sequence, in ``free`` bytes beside the weights."""
+        """A rank's caches for ``max_model_len``, in ``free`` bytes beside the weights."""
         working = self.sizes.working_bytes(max_model_len, self.chunked_prefill_size)
         return self.sizes.caches(max_model_len, cache_room(free, working))
 
     def one_cache(self, layout: HeadLayout, tokens: int) -> CacheConfig:
+        """Caches of ``layout`` for one sequence of ``tokens`` tokens."""
         alone = self.config.model_copy(update={"kv_tokens": None, "max_num_seqs": 1})
         return replace(self.sizes, config=alone, layout=layout).caches(tokens)
 
@@ -276,33 +277,38 @@ class Deployment:
         return tuple(sum(row) for row in self.head_map.retrieval)
 
     def share(self, rank: int) -> HeadShare | None:
-        """A rank's part with tensor-parallel decode, if it is that."""
+        """A rank's part with tensor-parallel decode; None without."""
         if not self.shared:
             return None
         return HeadShare(rank, self.world_size, self.shape.group, is_compact(self._first_layer))
 
     @cached_property
     def not_shared(self) -> str | None:
-        """Why the ranks cannot share short steps, or None."""
+        """The reason why ranks cannot share short steps; None if they can."""
         if self.world_size == 1:
             return "there is one rank"
         return why_replicated(self.config, self._first_layer)
 
     @cached_property
     def layout(self) -> HeadLayout:
-        """The layout of a rank with most in its streaming caches."""
+        """The layout of the rank with the fullest streaming caches."""
         found = self.layouts[0]
         most = [sum(map(len, rows)) for rows in zip(*found.kept, strict=True)]
         return self.layouts[most.index(max(most))] if most else found
 
     @cached_property
     def layouts(self) -> list[HeadLayout]:
-        """By rank; one of all, unless they share heads."""
-        ranks = range(self.world_size if self.shared else 1)
-        heads = self.head_map
+        """Layouts by rank; one for all ranks unless they share heads."""
+        return self.layouts_of(range(self.shape.layers))
+
+    def layouts_of(self, layers: Sequence[int]) -> list[HeadLayout]:
+        """`layouts` of some layers of the model."""
+        retrieval = [self.head_map.retrieval[layer] for layer in layers]
+        windows = self.head_map.windows
+        windows = windows and tuple(windows[layer] for layer in layers)
         return [
-            HeadLayout.from_decision(heads.retrieval, META, heads.windows, self.share(rank))
-            for rank in ranks
+            HeadLayout.from_decision(retrieval, META, windows, self.share(rank))
+            for rank in range(self.world_size if self.shared else 1)
         ]
 
     @cached_property
@@ -323,7 +329,7 @@ class Deployment:
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:
-        """The streaming heads, by window, in the order of `HeadLayout.windows`."""
+        """The streaming heads by window, in the order of `HeadLayout.windows`."""
         policies, layers = self.sizes.policies, self.layout.streaming_in_layers
         return tuple(StreamingHeads(own, layers(index)) for index, own in enumerate(policies))
 
@@ -342,12 +348,12 @@ class Deployment:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one retrieval head's key and value of one token, with their scales."""
+        """Bytes of a token's key and value in a retrieval head, with their scales."""
         return 2 * row_bytes(self.shape.head_dim, self.kv_dtype)
 
     @property
     def streaming_kv_bytes(self) -> int:
-        """The same of a streaming head."""
+        """Bytes of a token's key and value in a streaming head."""
         return 2 * row_bytes(self.shape.head_dim, self.sizes.streaming_dtype)
 
     @property

@@ -24,8 +24,8 @@ class Efficiency(BaseModel):
 
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
-    # Of attention to whole blocks of earlier keys, which other kernels compute; as `attention`
-    # where nothing is said.
+    # Of attention to whole blocks of earlier keys, which other kernels compute; by default as
+    # `attention`.
     long_attention: float | None = Field(default=None, gt=0, le=1)
     bandwidth: float = Field(gt=0, le=1)
     link: float = Field(gt=0, le=1)
@@ -45,20 +45,20 @@ class Device(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = ""
-    about: str = ""  # which machine this is, in words
+    about: str = ""  # the machine, in words
     kind: Literal["cuda", "cpu"]  # chooses the engine's defaults
-    shared: bool = False  # all ranks run on this one, and share its memory, bandwidth and peaks
+    shared: bool = False  # all ranks run on one device and share its memory, bandwidth and peaks
     memory_gb: float = Field(gt=0)
     bandwidth_gb_s: float = Field(gt=0)
     bf16_tflops: float = Field(gt=0)  # dense peaks
     fp32_tflops: float = Field(gt=0)
-    link_gb_s: float = Field(gt=0)  # sent by a rank at most
-    link_latency_us: float = Field(ge=0)  # of a collective at least
-    kernel_us: float = Field(default=0, ge=0)  # of a small kernel in a recorded step
-    host_us: float = Field(default=0, ge=0)  # of the host between two steps
-    reserve_gb: float = Field(ge=0)  # memory that is gone before anything of ours is allocated
+    link_gb_s: float = Field(gt=0)  # the most that a rank sends
+    link_latency_us: float = Field(ge=0)  # the least time of a collective
+    kernel_us: float = Field(default=0, ge=0)  # time of a small kernel in a recorded step
+    host_us: float = Field(default=0, ge=0)  # time of the host between two steps
+    reserve_gb: float = Field(ge=0)  # memory that is taken before the engine allocates any
     efficiency: Efficiency
-    # Of efficiencies, latencies and times above, by name: the worst and the best to expect.
+    # The worst and the best to expect of efficiencies, latencies and times above, by name.
     ranges: dict[str, tuple[float, float]] = {}
     sources: tuple[str, ...] = Field(min_length=1)  # of the numbers
 
@@ -90,14 +90,14 @@ class Device(BaseModel):
         return 1 / world_size if self.shared else 1.0
 
     def memory(self, world_size: int) -> float:
-        """Bytes that a rank may use, the reserve taken off."""
+        """Bytes that a rank may use, without the reserve."""
         return (self.memory_gb - self.reserve_gb) * _GB * self._share(world_size)
 
     def bandwidth(self, world_size: int) -> float:
         return self.bandwidth_gb_s * _GB * self._share(world_size)
 
     def flops(self, dtype: torch.dtype, world_size: int) -> float:
-        """Operations per second of a rank at peak, in float32 or in half of its bytes."""
+        """Operations per second of a rank at peak, in float32 or in 16 bits."""
         peak = self.fp32_tflops if dtype.itemsize == 4 else self.bf16_tflops
         return peak * 1e12 * self._share(world_size)
 
@@ -107,7 +107,7 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return a device of the table by its name, or one of the same form by the path of its file."""
+    """Read a device by its name in the table, or by the path of a file of the same form."""
     source = name
     if name in device_names():
         source = f"configs/devices/{name}.yaml"

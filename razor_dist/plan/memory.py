@@ -1,9 +1,9 @@
 """Memory of one rank, and the longest context that fits.
 
-Formulas for what prefill allocates would repeat the model's and the engine's code line by line, and
-drift from it. So the planner runs that code itself, on torch's meta device: a model of the real
-sizes with one layer of each kind that matters, `ModelRunner`, the real `PrefillContext`, and a
-communicator that sends nothing. `Allocations` counts the tensors.
+Formulas for what a prefill allocates would repeat the model's and the engine's code, and drift from
+it. So the planner runs that code on torch's meta device: a model of the real sizes with one layer
+of each kind that matters, the real `ModelRunner` and `PrefillContext`, and a communicator that
+sends nothing. `Allocations` counts the tensors.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from razor_dist.parallel.zigzag import Chunk
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.chosen import chosen_from
 from razor_dist.plan.compute import pass_q
-from razor_dist.plan.deployment import META, Deployment, keep_layers, layers_of
+from razor_dist.plan.deployment import Deployment, keep_layers, layers_of
 from razor_dist.plan.devices import Device
 from razor_dist.plan.one_rank import chunk_reader
 from razor_dist.protocol.step_plan import Op, StepPlan
 
-# Contexts beyond this multiple of what the model was made for are not tried: the plan of windows
-# that grow with millions of tokens alone takes a minute.
+# Contexts up to this multiple of the model's own are tried: beyond it, a plan of windows that grow
+# with millions of tokens takes a minute.
 _FAR = 16
-_PARTS = 32  # the longest context is found to such a part of it, or exactly
-_MOST_RUNS = 16
+_PARTS = 32  # the longest context is found to 1/32 of it, or exactly
+_MOST_RUNS = 16  # of a chunk in `_FewRuns`
 
 
 class _Labelling(SilentCommunicator):
-    """``allocations`` learns which tensors are buffers of an exchange."""
+    """Labels buffers of exchanges by their purpose in ``allocations``."""
 
     def __init__(self, rank: int, size: int, allocations: Allocations) -> None:
         super().__init__(rank, size)
@@ -65,10 +65,10 @@ class _Labelling(SilentCommunicator):
 
 
 class _FewRuns(StreamingPolicy):
-    """A policy whose adjacent runs are joined, so that a long chunk is few operations.
+    """A policy with adjacent runs joined, so that a long chunk takes few operations.
 
-    Their results are as large as before; what is made for one run and freed is larger, by a few
-    hundredths of the streaming heads' results.
+    Results are as large as without. Temporary tensors of a run are larger, by a few hundredths of
+    the streaming heads' results.
     """
 
     def runs(self, begin: int, end: int) -> list[WindowRun]:
@@ -79,33 +79,24 @@ class _FewRuns(StreamingPolicy):
 
 
 class DryRun:
-    """Chunks and caches of one deployment, on the meta device.
+    """Runs one deployment's chunks and caches on the meta device.
 
-    ``free`` counts the bytes that a rank has beside the weights.
+    ``free`` are a rank's bytes beside the weights.
     """
 
     def __init__(self, deployment: Deployment, free: float = math.inf) -> None:
         self._d, self._free = deployment, free
         self._reserved: dict[int, dict[str, int]] = {}  # by ``max_model_len``
-        kept, windows = deployment.head_map.retrieval, deployment.head_map.windows
         whole = deployment.meta_model()
         parts = [frozenset(map(type, layer.modules())) for layer in layers_of(whole)]
         heads = deployment.retrieval_per_layer, deployment.shape.kv_heads
         layers = _kinds_of_layers(*heads, parts)
         self._model = keep_layers(whole, layers)
-        self._layouts = [
-            HeadLayout.from_decision(
-                [kept[layer] for layer in layers],
-                META,
-                windows and tuple(windows[layer] for layer in layers),
-                deployment.share(rank),
-            )
-            for rank in range(len(deployment.layouts))
-        ]
+        self._layouts = deployment.layouts_of(layers)
 
     def reserved(self, max_model_len: int) -> dict[str, int]:
         """Bytes of the caches that a rank makes at start, by their names in `Memory`."""
-        if max_model_len in self._reserved:  # lengths are looked for more than once
+        if max_model_len in self._reserved:
             return self._reserved[max_model_len]
         share = self._d.layout.share
         caches = self._whole(max_model_len, 0 if share is None else share.rank).caches
@@ -117,9 +108,9 @@ class DryRun:
         return found
 
     def caches(self, max_model_len: int, context: int) -> dict[str, int]:
-        """The same, and what a sequence of ``context`` tokens takes on the fullest rank.
+        """`reserved`, and bytes of a sequence of ``context`` tokens on the fullest rank.
 
-        Raise `ConfigError` if ``kv_tokens`` has no room for it.
+        Raise `ConfigError` if ``kv_tokens`` has no room for the sequence.
         """
         retrieval = streaming = 0
         for rank in range(self._d.world_size):
@@ -138,11 +129,11 @@ class DryRun:
         }
 
     def activations(self, prompt: int) -> Counter[str]:
-        """Bytes by label at the highest peak of any chunk, on the rank where it is.
+        """Bytes by label at the highest peak of any chunk and rank.
 
-        What outlives a chunk (the window between chunks, the caches) is not part of it. The chunks
-        looked at are the first one, the last one, the last full one and the last in which earlier
-        keys travel, on the last rank, which attends to every block in full; the last also on rank
+        Caches and the window between chunks, which outlive a chunk, are left out. Four chunks are
+        run on the last rank, which attends to every block in full: the first one, the last one, the
+        last full one, and the last in which earlier keys travel. The last one is also run on rank
         0, which computes the logits.
         """
         chunks = self._d.chunks(prompt)
@@ -156,7 +147,8 @@ class DryRun:
         return max(found, key=lambda sizes: sum(sizes.values()))
 
     def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
-        allocations, layout = Allocations(), _of_rank(self._layouts, rank)
+        """Bytes by label at the peak of a chunk on a rank."""
+        allocations, layout = Allocations(), self._layouts[rank % len(self._layouts)]
         cache = self._d.one_cache(layout, chunks[-1].end)
         read = chunk_reader(self._runner(cache, rank, allocations, layout), chunks, index)
         with allocations:
@@ -171,8 +163,8 @@ class DryRun:
         return Counter(ring=ring, halo=halo, chunk=sizes["model"])
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
-        cache = self._d.cache(max_model_len, self._free)
-        return self._runner(cache, rank, Allocations(), _of_rank(self._d.layouts, rank))
+        cache, layouts = self._d.cache(max_model_len, self._free), self._d.layouts
+        return self._runner(cache, rank, Allocations(), layouts[rank % len(layouts)])
 
     def _runner(
         self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
@@ -187,16 +179,11 @@ class DryRun:
         return ModelRunner(self._model, DecodeMode(layout), cache, comm, ring)
 
 
-def _of_rank(layouts: Seq[HeadLayout], rank: int) -> HeadLayout:
-    return layouts[rank if len(layouts) > 1 else 0]
-
-
 def _kinds_of_layers(retrieval: Seq[int], kv_heads: int, parts: Seq[object]) -> list[int]:
-    """Choose the first layer, and of the others: most streaming heads, most retrieval, most even.
+    """Choose the first layer, and those with most streaming, most retrieval, and most even heads.
 
-    The first has less in memory than the others, since its input is the embedding itself; so a kind
-    that only the first layer has must not stand for a later one. Layers of other ``parts`` than
-    those (a mixture of experts, or none) are added.
+    The first takes less memory than the others, since its input is the embedding itself, so it must
+    not stand for a later layer. Layers of other ``parts``, such as a mixture of experts, are added.
     """
     order = sorted(range(1, len(retrieval)), key=lambda layer: retrieval[layer])
     if not order:
@@ -215,21 +202,21 @@ class Memory:
     """Bytes on the fullest rank."""
 
     weights: int  # parameters and buffers
-    weight_copies: int  # tensor-parallel decode: a rank's parts of weights whose rows lie apart
-    prefixes: int  # in host memory, which the caches are in, too
-    recordings: int  # of decode steps on CPU
+    weight_copies: int  # tensor-parallel decode: copies of a rank's parts of weights
+    prefixes: int  # on CPU, prefixes in host memory, which is the caches' as well
+    recordings: int  # recorded decode steps on CPU
     # Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
     retrieval_kv: int
     streaming_cache: int
     scratch: int
-    # The streaming heads' window while a prompt is being prefilled; taken when it is needed.
+    # The streaming heads' window during a prefill.
     window_between_chunks: int
     # At a chunk's peak: "ring" (blocks in flight, partial results), "halo" (with sinks and sums),
     # "chunk" (hidden states, projections, streaming attention, MLP).
     activations: dict[str, int]
     # Of a decode step of max_num_seqs sequences, in the model's dtype and in float32.
     logits: int
-    # One sequence of the planned length takes this much of the first two caches.
+    # Bytes of the first two caches for one sequence of the planned length.
     sequence_retrieval_kv: int
     sequence_streaming_cache: int
 
@@ -249,7 +236,7 @@ class MemoryPlanner:
     def __init__(self, deployment: Deployment, device: Device) -> None:
         d, self._d = deployment, deployment
         self._logits = d.config.max_num_seqs * d.shape.vocab_size * (d.dtype.itemsize + 4)
-        # Ranks of one host map the same pages of their files, if these are of their dtype.
+        # Ranks of one host share the mapped pages of files that are stored in their dtype.
         mapped = d.weights.mapped if device.shared and d.stored == d.dtype else 0
         self._weights = d.weights.nbytes - mapped + mapped // d.world_size
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
@@ -258,19 +245,19 @@ class MemoryPlanner:
         self._fixed = self._weights + d.shares.copied + self._prefixes + self._recordings
         self._dry_run = DryRun(d, self.budget - self._fixed)
         self._activations = functools.cache(self._dry_run.activations)
-        self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
+        self.limit = _FAR * d.shape.max_positions  # the longest context that is tried
 
     def at(self, max_model_len: int, context: int) -> Memory:
         held = self._held(max_model_len, context)
         return replace(held, activations=dict(self._activations(context)))
 
     def fits(self, max_model_len: int, context: int) -> bool:
-        """Return whether everything fits; faster than `at` where weights and caches do not."""
+        """True if everything fits; faster than `at` if weights and caches alone do not."""
         held = self._held(max_model_len, context)
         return held.total <= self.budget and self.at(max_model_len, context).total <= self.budget
 
     def _held(self, max_model_len: int, context: int) -> Memory:
-        """Memory without the activations, which take seconds to look up."""
+        """Memory without the activations, which take seconds to count."""
         return Memory(
             weights=self._weights,
             weight_copies=self._d.shares.copied,
@@ -285,21 +272,19 @@ class MemoryPlanner:
     def _window(self, context: int) -> int:
         return self._d.sizes.window_bytes(context, self._d.chunked_prefill_size)
 
-    def _working(self, context: int) -> int:
-        return max(sum(self._activations(context).values()), self._logits)
-
     def longest_context(self, guess: int) -> int:
         """The longest ``max_model_len`` for which everything fits, at most `limit`; 0 if none.
 
-        Activations take seconds to look up, but beyond some length they hardly change. So the
-        caches are bisected with those of ``guess``, then with those of what was found. Where that
-        leads nowhere, lengths between are halved, down to the last 32nd.
+        Activations take seconds to count, but beyond some length they hardly change. So caches are
+        bisected with the activations of ``guess``, then with those of the length that was found. If
+        that gives no new length, the one half-way is tried, until 1/32 of a length is left.
         """
-        # `fits` does, or is 0. Longer ones have no smaller activations: beyond `most` none fits.
+        # Length `fits` fits, or is 0. Activations grow with length, so that none above `most` fits.
         fits, most = 0, self._bisect(self._logits)
         context = min(guess, most)
         while most - fits > fits // _PARTS:
-            found = self._bisect(self._working(context))
+            working = max(sum(self._activations(context).values()), self._logits)
+            found = self._bisect(working)
             if found < context:
                 most = context - 1
             else:
@@ -308,7 +293,7 @@ class MemoryPlanner:
         return fits
 
     def _bisect(self, working: int) -> int:
-        """Return the longest ``max_model_len`` if all lengths took ``working`` bytes to work."""
+        """The longest ``max_model_len`` that fits if all lengths have ``working`` bytes."""
 
         def too_long(context: int) -> bool:
             reserved = sum(self._dry_run.reserved(context).values())
@@ -317,6 +302,6 @@ class MemoryPlanner:
         most, high = min(self.limit, self._d.config.kv_tokens or self.limit), 1
         while high <= most and not too_long(high):
             high *= 2
-        # high // 2 tokens fit, as no tokens do; high do not, or are more than wanted.
+        # A length of high // 2 fits, or is 0; a length of high does not, or is above `most`.
         lengths = range(min(high, most + 1))
         return bisect.bisect_left(lengths, True, lo=high // 2 + 1, key=too_long) - 1

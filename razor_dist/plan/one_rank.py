@@ -1,7 +1,7 @@
 """One rank of a deployment, alone: the engine's own runner with a communicator that sends nothing.
 
-On the meta device it counts what a rank allocates (`razor_dist.plan.memory`); on a GPU it runs what
-one of eight would, links excepted (``razor-dist bench gpu``).
+On the meta device it shows what a rank allocates (`razor_dist.plan.memory`); on a GPU it runs all
+work of one of eight ranks except transfers (``razor-dist bench gpu``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def runner_of(
 
 
 def skip(runner: ModelRunner, done: Seq[Chunk]) -> None:
-    """Leave a sequence that was opened as if the chunks ``done`` of its prompt had been read."""
+    """Put an opened sequence into the state after the chunks ``done``, without running them."""
     sequence, rank = runner.sequences[0], runner.comm.rank
     if not done:
         return
@@ -73,7 +73,7 @@ def _piece(runner: ModelRunner, at: Interval, rows: slice) -> KVPiece:
 
 
 def chunk_reader(runner: ModelRunner, chunks: Seq[Chunk], index: int) -> Callable[[], None]:
-    """Open a sequence and skip its chunks before ``index``; return what reads that one."""
+    """Open a sequence and skip its chunks before ``index``; return a function that reads that."""
     chunk, prompt = chunks[index], chunks[-1].end
     runner.execute(StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=prompt))
     skip(runner, chunks[:index])

@@ -1,4 +1,4 @@
-"""``razor-dist plan``: memory, time and bytes of a deployment, and what defeats itself in it."""
+"""``razor-dist plan``: memory, time and bytes of a deployment, and advice on its settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import Memory, MemoryPlanner
 
-# Memory and traffic are counted rank by rank, which takes about a minute for this many ranks.
+# Memory and traffic are counted rank by rank, which takes about a minute for 256 ranks.
 _MOST_RANKS = 256
 
 
@@ -42,15 +42,15 @@ class Plan:
     context: int  # tokens of the prompt, which decoding then sees
     memory: Memory  # per rank
     longest: int  # the longest context that fits, 0 if none does
-    asked: int  # the longest that was asked about
+    asked: int  # the longest context that was tried
     work: Operations
     prefill_time: Estimate
-    decode_times: dict[str, Estimate]  # by mode, as many as there can be; the planned one is first
-    not_shared: str | None  # why tensor-parallel decode cannot be
-    # Bytes sent: by purpose, for the prompt and for one token after it, and in sum.
+    decode_times: dict[str, Estimate]  # by possible mode, the planned one first
+    not_shared: str | None  # why tensor-parallel decode is impossible
+    # Bytes sent, by purpose and in sum, for the prompt and for one token after it.
     links: dict[str, Any]
-    retrieval: float | None  # fraction of KV heads that was planned with instead of a head map
-    limited: bool  # the settings have a max_model_len; if not, it is planned as the context
+    retrieval: float | None  # fraction of KV heads, if given instead of a head map
+    limited: bool  # the settings have a max_model_len; if not, it is the context
 
     @property
     def decode(self) -> str:
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def refusal(self) -> str | None:
-        """Why the engine refuses these settings on such a device; None if it takes them."""
+        """`Deployment.refusal`."""
         return self.deployment.refusal
 
     @property
@@ -98,7 +98,7 @@ class Plan:
 
     @cached_property
     def verdict(self) -> list[str]:
-        """Lines: why the engine refuses it; if it fits, else advice; the fewest ranks that fit."""
+        """Lines of text: a refusal if any; that it fits, or advice; the fewest ranks that fit."""
         memory = f"{self.memory.total / 1e9:.1f} GB per rank of {self.budget / 1e9:.1f}"
         found = None
         if self.has_memory:
@@ -125,7 +125,7 @@ class Plan:
         return planner.at(self._max_model_len, self.context).total
 
     def _fits(self, changes: dict[str, Any]) -> bool:
-        """Return whether it fits with some settings changed."""
+        """True if it fits with some settings changed."""
         planner = MemoryPlanner(self._with(changes), self.device)
         return planner.fits(self._max_model_len, self.context)
 
@@ -138,7 +138,7 @@ class Plan:
         return prefill_time(d, self.device, self.context, traffic(d, self.context)).seconds
 
     def _with(self, changes: dict[str, Any]) -> Deployment:
-        """The deployment with some settings changed; other numbers of ranks share what they can."""
+        """The deployment with some settings changed; another number of ranks shares if it can."""
         config = self.deployment.config.model_copy(update=changes)
         d = Deployment.of(config, self.device.kind, self.retrieval)
         same = "world_size" not in changes
@@ -238,7 +238,7 @@ def plan(
     """Plan a deployment from ``config.json`` and the head map alone.
 
     ``context`` is the prompt's length in tokens, by default ``max_model_len`` or the model's own
-    limit; ``retrieval`` a fraction of KV heads to take for retrieval heads, instead of a head map.
+    limit; ``retrieval`` is a fraction of KV heads to plan as retrieval heads, without a head map.
     Raises `ConfigError`, `ModelError` or `HeadMapError` if settings, model or head map are wrong.
     """
     if config.world_size > _MOST_RANKS:
@@ -252,7 +252,7 @@ def plan(
         raise ConfigError(f"context must be at least 1, got {context}")
     if context > max_model_len:
         raise ConfigError(f"context is {context}, above max_model_len, {max_model_len}")
-    # As the engine's settings will say: the default chunk's length follows from it.
+    # The default chunk length depends on max_model_len.
     limited = config.max_model_len is not None
     config = config.model_copy(update={"max_model_len": max_model_len})
     d, decode_times = _deploy(config, device, context, retrieval)
@@ -285,10 +285,10 @@ def plan(
 def _deploy(
     config: EngineConfig, device: Device, context: int, retrieval: float | None
 ) -> tuple[Deployment, dict[str, Estimate]]:
-    """The deployment in the mode of its settings, and how long a token takes in each, that first.
+    """The deployment in its decode mode, and times of a token in all modes, this one first.
 
-    ``decode: auto`` is planned as tensor-parallel decode, unless that takes `SHARING_IS_WORTH`
-    times as long; the engine measures it.
+    ``decode: auto`` is planned as tensor-parallel decode if that takes less than `SHARING_IS_WORTH`
+    times as long as replicated decode; the engine measures it.
     """
     d = Deployment.of(config, device.kind, retrieval)
     modes = {"replicated": dataclasses.replace(d, shared=False)}
