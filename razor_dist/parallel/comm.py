@@ -25,7 +25,7 @@ Purpose = Literal[
 ]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
-# Older torch knows it by its other name alone.
+# Older torch has it under its other name only.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -55,13 +55,13 @@ class Pending:
         for work in self.works:
             work.wait()
         self.done = True
-        # A work keeps the tensors that it moved, for as long as it lives itself.
+        # A work keeps the tensors that it moved alive.
         self.works.clear()
         self.sent.clear()
         return self.received
 
 
-# Is given what makes one collective happen, and the tensors that have its results then.
+# Runs a collective; the tensors get its results.
 Run = Callable[[Callable[[], None], Sequence[Tensor]], None]
 
 
@@ -77,8 +77,8 @@ class Communicator:
     the links for: all-gather ``(P-1) * n``, all-reduce ``2 * (P-1)/P * n``, broadcast ``(P-1) * n``
     at its source.
 
-    ``host`` is the one for tensors in the host's memory, where this one is for those on devices: a
-    rank that waits there keeps no device busy.
+    ``host`` is the communicator for tensors in host memory if this one is for tensors on devices: a
+    rank that waits in it keeps no device busy.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, host: Communicator | None = None) -> None:
@@ -100,7 +100,7 @@ class Communicator:
 
     @contextmanager
     def handing_to(self, run: Run) -> Iterator[None]:
-        """Have ``run`` make every collective happen, from its beginning to its end."""
+        """Have ``run`` execute every collective, from its beginning to its end."""
         self._run = run
         try:
             yield
@@ -108,7 +108,7 @@ class Communicator:
             self._run = _at_once
 
     def note(self, purpose: Purpose, nbytes: int) -> None:
-        """Count bytes; public for what another library sends over our group."""
+        """Count bytes sent; public for libraries that send over our group."""
         self.bytes_sent[purpose] += nbytes
 
     def exchange(
@@ -166,7 +166,7 @@ class Communicator:
         return Pending([tensor], self._started(lambda: [self._all_reduce(tensor)], [tensor]))
 
     def sum(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """Return ``tensor``, contiguous, which has become the sum over all ranks."""
+        """Sum a contiguous ``tensor`` over all ranks, in place, and return it."""
         if self.size > 1:
             self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
             self._run(lambda: self._sum(tensor), [tensor])
@@ -175,7 +175,7 @@ class Communicator:
     def _started(
         self, start: Callable[[], Sequence[Work]], results: Sequence[Tensor]
     ) -> list[Work]:
-        """Start transfers; where these are handed on, they have ended as well."""
+        """Start transfers; under `handing_to` they have ended when this returns."""
         if self._run is _at_once:
             return list(start())
 
@@ -202,7 +202,7 @@ class Communicator:
         dist.broadcast(tensor, self._global(0), group=self.group)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        # One after the other: gloo takes no other form.
+        # Flat: gloo takes no other shape.
         gather_into(out.view(-1), tensor.view(-1), group=self.group)
 
     def _all_reduce(self, tensor: Tensor) -> Work:
@@ -218,7 +218,7 @@ class Communicator:
 
 
 class _Landing(NamedTuple):
-    """A transfer into the host's memory that ends on the device."""
+    """A transfer into host memory whose result `wait` copies to the device."""
 
     works: Sequence[Work]
     arrived: Sequence[Tensor]
@@ -232,9 +232,9 @@ class _Landing(NamedTuple):
 
 
 class HostLinks(Communicator):
-    """A `Communicator` for tensors on a device, over one for the host's, where ranks share a GPU.
+    """A `Communicator` for tensors on a GPU that ranks share, which sends through host memory.
 
-    NCCL refuses two ranks on one device. So several ranks can be tried on one GPU, slowly.
+    NCCL refuses two ranks on one device. This lets several ranks be tried on one GPU, slowly.
     """
 
     def __init__(self, inner: Communicator) -> None:

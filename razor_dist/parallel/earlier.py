@@ -23,7 +23,7 @@ class Earlier:
 
     segments: Segments  # (k, v) of this rank's shard, each [K, n, D]
     tokens: Sequence[int]  # length of every rank's shard
-    # int64, of every rank's shard in its order; empty where nothing depends on them.
+    # Of the tokens of every rank's shard, int64; empty if attention does not depend on them.
     positions: Sequence[Tensor] = ()
 
     @property
@@ -36,10 +36,7 @@ class Earlier:
         return torch.stack([torch.cat(x, 1) for x in zip(*old, (k, v), strict=True)])
 
     def partials(self, query: Query, runs: Sequence[range], rank: int) -> Iterator[Partial]:
-        """Yield attention to each segment of the shard of ``rank``, this one.
-
-        ``runs`` are where the queries stand.
-        """
+        """Yield attention to each segment of this rank's shard; ``runs`` are queries' positions."""
         keys = self.positions[rank] if query.by_distance and self.segments else None
         done = 0
         for k, v in self.segments:
@@ -49,7 +46,7 @@ class Earlier:
             done = at.stop
 
     def seen_by(self, query: Query, runs: Sequence[range], rank: int) -> Partial:
-        """The same, merged."""
+        """`partials`, merged."""
         if not self.segments:
             return empty_partial(query.q)
         return merge(self.partials(query, runs, rank))
@@ -62,8 +59,8 @@ def queries_travel(
 
     pass-KV moves every earlier key and value to the P-1 other ranks; pass-Q moves every query of
     the chunk there and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is
-    the bytes of a query's number, ``kv_bytes`` those of a key and its value. Both ways cost in
-    proportion to the heads: one stands for all.
+    in bytes of a query's number, ``kv_bytes`` in bytes of a key and its value. Both are counted for
+    one KV head.
     """
     q_bytes = (chunk.end - chunk.begin) * group * (dim * itemsize + 4 * (dim + 1))
     return q_bytes < earlier_tokens * kv_bytes

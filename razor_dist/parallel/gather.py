@@ -1,10 +1,10 @@
-"""Attention over a short chunk: all that travels is sent to all ranks at once.
+"""Attention over a short chunk, whose keys, or queries too, are sent to all ranks at once.
 
-The ring of `razor_dist.parallel.ring` hides transfers behind attention, which takes long chunks. A
-short one would only wait, 2 (P - 1) times in a layer, and every rank would read its shard of the
-earlier keys once for each rank's queries. Here every rank sends what it has to all others, twice in
-a layer at most, and reads its shard once, for the queries of all. As many bytes are sent, but every
-rank holds the whole chunk's.
+The ring of `razor_dist.parallel.ring` hides transfers behind attention, for which chunks must be
+long. With a short one ranks would wait for 2 (P - 1) transfers in a layer, and each would read its
+shard of the earlier keys once for every rank's queries. Here each rank sends its tensors to all
+others, at most twice in a layer, and reads its shard once for all queries. The bytes sent are the
+same, but every rank holds the whole chunk's.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def gathered_attention(
     *,
     pass_q: bool,
 ) -> Tensor:
-    """The same as `razor_dist.parallel.ring.ring_attention`, of a chunk that is short.
+    """`razor_dist.parallel.ring.ring_attention` of a short chunk.
 
-    With ``pass_q``, queries travel to the earlier keys; else these travel as well.
+    With ``pass_q`` queries travel to the earlier keys; without, earlier keys travel, too.
     """
     rank, size = comm.rank, comm.size
     keys = torch.stack([k, v])
@@ -58,29 +58,29 @@ def gathered_attention(
 
 
 class FromAll(NamedTuple):
-    """Tensors that are on their way from the other ranks, and this rank's own."""
+    """Tensors under way from the other ranks, and this rank's own."""
 
     pending: Pending
     own: Tensor
     rank: int
 
     def wait(self) -> list[Tensor]:
-        """Return it by rank."""
+        """All tensors, by rank."""
         found = self.pending.wait()
         found.insert(self.rank, self.own)
         return found
 
 
 def sent_to_all(comm: Communicator, own: Tensor, shapes: Sequence[Sequence[int]]) -> FromAll:
-    """Send ``own`` to all other ranks, and receive theirs, of these shapes."""
+    """Start sending ``own`` to all other ranks and receiving theirs; ``shapes`` are by rank."""
     receives = [(rank, own.new_empty(tuple(shapes[rank]))) for rank in comm.others]
-    sent = own.contiguous()  # a copy of it is freed when it has been sent
+    sent = own.contiguous()  # if this is a copy, it is freed once it is sent
     pending = comm.exchange([(rank, sent) for rank in comm.others], receives, "ring")
     return FromAll(pending, own, comm.rank)
 
 
 def exchanged(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Send each rank its part; return, by rank, what all have for this one, of its part's shape."""
+    """Send each rank its part; return, by rank, all ranks' parts for this one, of one shape."""
     own = [part.contiguous() for part in parts]
     receives = [(rank, torch.empty_like(own[comm.rank])) for rank in comm.others]
     pending = comm.exchange([(rank, own[rank]) for rank in comm.others], receives, "ring")
@@ -88,16 +88,16 @@ def exchanged(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sent_back(comm: Communicator, found: Partial, sizes: Sequence[int]) -> list[Partial]:
-    """Send each rank what its queries have found here; return what this rank's found, by rank.
+    """Send each rank the results of its queries on this rank; return all ranks' results for ours.
 
-    The queries are all ranks', ``sizes`` of them.
+    ``found`` is of all ranks' queries, rank by rank, ``sizes`` of each.
     """
     parts = exchanged(comm, found.packed().split(list(sizes), 2))
     return [Partial.unpacked(part) for part in parts]
 
 
 def merged_over_ranks(comm: Communicator, found: Partial) -> Partial:
-    """Merge what the same queries have found on every rank, by one all-gather."""
+    """Merge all ranks' results for the same queries, by one all-gather."""
     if comm.size == 1:
         return found
     return merge_stacked(*Partial.unpacked(comm.all_gather(found.packed(), "merge")))
@@ -106,9 +106,9 @@ def merged_over_ranks(comm: Communicator, found: Partial) -> Partial:
 def _visit(
     comm: Communicator, chunk: Chunk, query: Query, queries: Sequence[Tensor], earlier: Earlier
 ) -> list[Partial]:
-    """Attend from this rank's queries to every rank's shard of the earlier chunks.
+    """Attention of this rank's queries to every rank's shard of the earlier chunks.
 
-    Here that is worked out for all ranks' ``queries``, and sent to them.
+    Each rank computes it for all ranks' ``queries`` and its own shard, and sends it to them.
     """
     rank, size = comm.rank, comm.size
     everybodys = query._replace(q=torch.cat(list(queries), 2))
@@ -125,7 +125,7 @@ def _own(
     earlier: Earlier,
     before: Sequence[int],
 ) -> Partial:
-    """Attention to the chunk's keys, and to the ``before`` earlier ones of every rank's block.
+    """Attention to the chunk's keys, and to earlier keys, ``before`` of them in each rank's block.
 
     A block is ``[2, K, n, D]``: earlier keys, the early shard, the late one.
     """

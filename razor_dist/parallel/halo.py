@@ -8,10 +8,10 @@ a window of W tokens and two ranks::
     halo of 3                 |<---- W --->|          rank 0 wants it of rank 1, parts of 1 and 2
     halo of 2         |<---- W --->|                  rank 1 wants of rank 0 what lies in shard 0
 
-What is held and what is wanted are intervals of positions, and follow from the chunk and the policy
-alone. So every rank works out the same `Exchange` once for all layers, nothing is asked for, and
-each pair of ranks exchanges at most one message per layer: all that one wants of the other, end to
-end. Sinks, and the window that every rank keeps at a prompt's end, travel the same way.
+The intervals that ranks hold and want follow from the chunk and the policy alone. So every rank
+computes the same `Exchange` once for all layers, without requests, and a rank sends another at most
+one message per layer, with all intervals that it wants. Sinks, and the window that every rank keeps
+at a prompt's end, travel the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KVPiece:
 
 def assemble(pieces: Sequence[KVPiece], interval: Interval) -> tuple[Tensor, Tensor]:
     """Keys and values ``[K, n, D]`` of ``interval``, in order, from pieces that cover it."""
-    # Plain numbers: every layer does this with every piece of a window.
+    # Plain numbers, for speed: every layer does this with every piece of a window.
     position, end = interval.begin, interval.end
     touched = [p for p in pieces if p.at.begin < end and p.at.end > position]
     touched.sort(key=lambda p: p.at.begin)
@@ -78,10 +78,10 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 class Exchange:
-    """A plan of who sends which positions to whom, the same for every layer.
+    """A plan of the positions that each rank sends to each other, the same for every layer.
 
-    ``holdings`` are disjoint intervals, each with the rank that holds it. ``wants`` are, for each
-    rank, the positions it needs; what it holds itself is not sent. ``rank`` is this rank.
+    ``holdings`` are disjoint intervals, each with the rank that holds it. ``wants`` are, by rank,
+    the positions that it needs; those that it does not hold are sent to it. ``rank`` is this rank.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Exchange:
         wants: Sequence[Sequence[Interval]],
         rank: int,
     ) -> None:
-        # By peer, what goes to it and what comes from it, in the order of positions: a message
-        # carries no positions, so both ends must list its intervals alike.
+        # Intervals by peer, in the order of positions: a message carries no positions, so both ends
+        # must list its intervals alike.
         self._sends: dict[int, list[Interval]] = {}
         self._receives: dict[int, list[Interval]] = {}
         in_order = sorted(holdings, key=lambda h: h[0].begin)
@@ -113,7 +113,7 @@ class Exchange:
 
     @property
     def tokens_to(self) -> dict[int, int]:
-        """The number of tokens this rank sends, by receiver."""
+        """Tokens that this rank sends, by receiver."""
         return {rank: sum(map(len, sent)) for rank, sent in self._sends.items()}
 
     def start(
@@ -123,10 +123,10 @@ class Exchange:
         purpose: Purpose,
         heads: Sequence[slice] = (),
     ) -> Arriving:
-        """Post one layer's transfers.
+        """Start one layer's transfers.
 
-        ``pieces`` are this rank's: disjoint, and one at least, which may be empty. With ``heads``,
-        each rank is sent those of the pieces' heads only.
+        ``pieces`` are this rank's: disjoint, and one at least, which may be empty. ``heads`` are,
+        by rank, the pieces' heads that it is sent, by default all.
         """
         sends = []
         ordered = sorted(pieces, key=lambda p: p.at.begin)

@@ -1,4 +1,4 @@
-"""The ranks meet, and agree on how their tensors travel."""
+"""The ranks' process groups: how ranks find each other, and which backend carries tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from razor_dist.parallel.comm import Communicator, HostLinks
 
 log = logging.getLogger(__name__)
 
-# Of each host: where its files are, its cores and GPUs. What is in the files is compared later.
+# Settings that may differ between hosts: paths, devices and threads. The files are compared later.
 _OF_A_HOST = {"model", "head_map", "prefix_store", "device", "threads"}
 
 
@@ -31,9 +31,9 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     """Join the process group that the environment describes (RANK, WORLD_SIZE, ...).
 
     ``RAZOR_RENDEZVOUS`` names a file store for ranks of one host; without it torchrun's
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are used. The group of all ranks is gloo's, by which they
-    agree on the one that carries tensors. `ConfigError` is raised on every rank if the ranks'
-    devices do not go together, or their settings differ.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are used. Through a gloo group the ranks agree on the group
+    that carries tensors. `ConfigError` is raised on every rank if some have GPUs and others none,
+    or if their settings differ.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
@@ -75,7 +75,7 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
 
 
 def _nccl_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """A group of all ranks whose transfers do not wait behind queued attention blocks."""
+    """An NCCL group of all ranks, whose transfers do not wait behind queued attention blocks."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # new_group sets it too, and warns of another one here
     return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
@@ -84,13 +84,13 @@ def _nccl_group(timeout: timedelta) -> dist.ProcessGroup | None:
 def store_of_this_start(
     store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.PrefixStore:
-    """Return a view of the store that holds nothing of earlier ranks.
+    """Return a view of the store without the entries of earlier starts.
 
-    torchrun's agent keeps one store for all its restarts, and with it the addresses of ranks that
-    have died: a new rank would try to connect to them. ``TORCHELASTIC_RESTART_COUNT`` cannot tell
-    the starts apart, since each node's agent counts its own restarts. So every rank writes a name
-    of its own and the names that it has read, until all ranks have read the same names: a rank of
-    an earlier start has never seen the new ones. `TimeoutError` if that takes too long.
+    torchrun's agent keeps one store for all its restarts, with the addresses of ranks that have
+    died: a new rank would try to connect to them. ``TORCHELASTIC_RESTART_COUNT`` does not tell the
+    starts apart, since each node's agent counts its own restarts. So every rank writes a random
+    name, and the names that it has read, until all ranks have read the same names: a rank of an
+    earlier start has never seen the new ones. `TimeoutError` after ``timeout``.
     """
     names = [f"razor/name/{r}" for r in range(size)]
     views = [f"razor/view/{r}" for r in range(size)]
@@ -106,10 +106,10 @@ def store_of_this_start(
 
 
 def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
-    """The backend for tensors between these devices; every rank knows all, so all decide alike.
+    """The backend for tensors on these devices.
 
-    ``devices`` are, by rank, "cpu" or what tells the rank's GPU from all others on any host.
-    `ConfigError` if some ranks compute on a GPU and others do not.
+    ``devices`` are, by rank, "cpu" or the UUID of the rank's GPU; all ranks pass the same, and so
+    decide alike. `ConfigError` if some ranks compute on a GPU and others do not.
     """
     kinds = {name == "cpu" for name in devices}
     if kinds == {True, False}:
@@ -132,9 +132,9 @@ def shared_settings(config: EngineConfig) -> dict[str, object]:
 
 
 def check_alike(ranks: Sequence[Mapping[str, object]]) -> None:
-    """Check what ``ranks`` have, each by name, of which every rank knows all.
+    """Raise `ConfigError` if a rank's values differ from rank 0's, with the first such rank.
 
-    Raises `ConfigError`, the same on all, that names the first rank which differs from rank 0.
+    ``ranks`` are, by rank, values by name; all ranks pass the same, and so raise the same error.
     """
     for rank, own in enumerate(ranks):
         differ = [name for name in ranks[0] if own.get(name) != ranks[0][name]]

@@ -12,15 +12,15 @@ With three ranks, where rank r holds shards r and 5 - r::
 The picture shows what part of a block each query sees: no mask is needed but the causal one of a
 rank's own block.
 
-* own block: causal, for its two shards are in order;
+* own block: causal, since its two shards are in order;
 * a lower rank's: its early shard (E) precedes all our queries, its late shard (L) follows them;
 * a higher rank's: both its shards lie between our early queries and our late ones.
 
-So the early and the late queries are merged apart. Every rank computes about two shards' worth of
-scores in each step, and none waits for another that has more to do.
+So results of early and of late queries are merged separately. Every rank computes about two shards'
+worth of scores in each step, and none waits for a busier one.
 
-Keys of earlier chunks precede every query. They either travel with the block (pass-KV) or stay
-where they are while the queries travel (pass-Q): the choice that moves fewer bytes.
+Keys of earlier chunks precede every query. They travel with the block (pass-KV), or stay while the
+queries travel (pass-Q): the choice that moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ from razor_dist.parallel.zigzag import Chunk
 
 # The signature of `ring_attention`.
 RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, Earlier], Tensor]
-
-
 # Up to this many tokens per rank, all-gather instead of ring (docs/LOG.md).
 _SHORT = 256
 
 
 def is_short(chunk: Chunk) -> bool:
-    """Tell if a chunk's keys and queries are gathered (`razor_dist.parallel.gather`)."""
+    """True if a chunk's keys and queries are gathered (`razor_dist.parallel.gather`)."""
     return chunk.world_size > 1 and chunk.end - chunk.begin <= _SHORT * chunk.world_size
 
 
@@ -58,9 +56,9 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention of a chunk's queries to the chunk's keys and to all earlier ones.
 
-    ``query`` (``[K, G, T, D]``) is that of this rank's tokens, early shard then late shard; ``k``
-    and ``v`` (``[K, T, D]``) are the same tokens', perhaps of another dtype, or packed as
-    `razor_dist.kernels.quantized` says. The result is float32 and has the queries' shape.
+    ``query`` (``[K, G, T, D]``) has this rank's tokens, the early shard then the late one; ``k``
+    and ``v`` (``[K, T, D]``) have the same tokens, perhaps in another dtype, or packed
+    (`razor_dist.kernels.quantized`). The result is float32 and has the queries' shape.
     """
     _, group, _, dim = query.q.shape
     if comm.size == 1:
@@ -102,17 +100,16 @@ class _Positions:
     def of(
         self, rank: int, keys: Tensor | None, at: slice = slice(None), shards: slice = slice(None)
     ) -> Places | None:
-        """The places of a rank's queries and of the keys ``at``, for `Query.attend`."""
+        """The positions of a rank's queries and of the keys ``at``, for `Query.attend`."""
         return None if keys is None else Places(self.chunk.ranges(rank)[shards], keys[at])
 
 
 def _pass_kv(
     comm: Communicator, chunk: Chunk, query: Query, k: Tensor, v: Tensor, earlier: Earlier
 ) -> Partial:
-    """Keys and values go round; block by block, queries see what precedes them.
+    """Pass keys and values round; queries attend to what precedes them, block by block.
 
-    A block is ``[2, K, n, D]``: of n tokens, the ``before`` ones of earlier chunks come first, then
-    the early shard, then the late one.
+    A block is ``[2, K, n, D]``: ``before`` tokens of earlier chunks, the early shard, the late one.
     """
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
@@ -157,14 +154,14 @@ def _pass_kv(
 def _start_pass_q(
     comm: Communicator, chunk: Chunk, query: Query, earlier: Earlier
 ) -> tuple[Partial, list[Pending]]:
-    """Queries go round past the earlier keys, which stay; what each rank found is sent back.
+    """Pass queries round the earlier keys, which stay; each rank sends partial results back.
 
-    The result is what this rank's queries find here, and, on its way, what they find elsewhere:
-    ``out`` and ``lse``, packed.
+    Return this rank's result for its own queries, and the transfers of the other ranks' results for
+    them (`Partial.packed`).
 
     In step s this rank has the queries of rank - s and sends their owner a partial result, while
-    rank + s has ours and sends us one. The last of these are under way when this returns, so that
-    the chunk's own keys can go round meanwhile.
+    rank + s has this rank's and sends one back. The last transfers are still under way when this
+    returns, so that the chunk's own keys can go round meanwhile.
     """
     rank, size = comm.rank, comm.size
     heads, group, tokens, dim = query.q.shape

@@ -1,8 +1,8 @@
 """The package ring-flash-attn behind our ring's interface: ``ring: ring_flash_attn``.
 
-Its zigzag ring wants equal shards and knows no earlier keys, so it serves the chunks that are a
-prompt's first and divide into 2P; the others, and heads biased by distance, take our own ring. It
-is made for CUDA, and is an independent check of ours wherever flash-attn's forward has a stand-in.
+Its zigzag ring needs equal shards and knows no earlier keys, so it serves a prompt's first chunk if
+its length is a multiple of 2P. Other chunks, and heads biased by distance, take our own ring. It is
+made for CUDA; tests with a stand-in for flash-attn's forward check our ring against it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NAME = "razor_dist._ring_flash_attn"
 def load_zigzag() -> ModuleType:
     """The package's zigzag module, without running the package's ``__init__``.
 
-    That ``__init__`` imports an adapter that asks transformers for a name which releases after 5.2
-    do not have. `ConfigError` if ring-flash-attn or flash-attn is not installed.
+    That ``__init__`` imports an adapter that asks transformers for a name which it no longer has.
+    `ConfigError` if ring-flash-attn or flash-attn is not installed.
     """
     spec = importlib.util.find_spec("ring_flash_attn")
     if spec is None or importlib.util.find_spec("flash_attn") is None:
@@ -49,7 +49,7 @@ def load_zigzag() -> ModuleType:
 def serves(comm: Communicator, chunk: Chunk, earlier: Earlier, dim: int) -> bool:
     """True if the package can compute this chunk, for heads of ``dim`` dimensions.
 
-    It calls flash-attn's kernels without the padding that flash-attn's own functions do.
+    It calls flash-attn's kernels without the padding that flash-attn's own functions add.
     """
     equal = (chunk.end - chunk.begin) % (2 * comm.size) == 0
     return comm.size > 1 and equal and earlier.total == 0 and dim % 8 == 0 and dim <= 256
@@ -58,7 +58,7 @@ def serves(comm: Communicator, chunk: Chunk, earlier: Earlier, dim: int) -> bool
 def ring_flash_attention(
     comm: Communicator, chunk: Chunk, query: Query, k: Tensor, v: Tensor, earlier: Earlier
 ) -> Tensor:
-    """The same as `razor_dist.parallel.ring.ring_attention`, by the package where it can."""
+    """`razor_dist.parallel.ring.ring_attention`, by the package if it `serves` the chunk."""
     q = query.q
     if query.by_distance or not serves(comm, chunk, earlier, q.shape[-1]):
         return ring_attention(comm, chunk, query, k, v, earlier)

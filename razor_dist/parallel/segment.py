@@ -1,11 +1,11 @@
-"""The memory that ranks of one host share, and how they find each other's: by open files.
+"""The memory that ranks of one host share, and the open files by which they find it.
 
 The segment is a file without a name (``memfd``), so a kill leaves nothing behind. It holds
 
 * for each rank a *board* of two places, to which it writes its part of a collective;
 * for each ordered pair of ranks a *channel* of two places, for messages from one to the other;
-* a counter of what has been written and one of what has been read, for each board and each channel,
-  and one of the parts that all boards have had.
+* for each board and each channel two counters, of pieces written and of pieces read, and a counter
+  of the pieces that are on all boards.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ CHANNEL_BYTES = 512 << 10
 
 
 class Process(NamedTuple):
-    """A rank's process, and numbers of its open files: its pipe's writing end, rank 0's segment."""
+    """A rank's process, and the numbers of its open files."""
 
     pid: int
-    pipe: int
-    segment: int
+    pipe: int  # the writing end of its pipe
+    segment: int  # on rank 0; else -1
 
 
 def own_files(nbytes: int, files: contextlib.ExitStack) -> tuple[Process | None, int]:
-    """Make this rank's pipe, and a segment if it has bytes; the caller closes ``files``.
+    """Make this rank's pipe, and a segment of ``nbytes`` if not 0; the caller closes ``files``.
 
-    Where they cannot be made, the process is None.
+    Return the process and the pipe's reading end; (None, -1) if the files cannot be made.
     """
     works = sys.platform == "linux" and platform.machine() == "x86_64"
     if not works or not hasattr(os, "pidfd_open"):
@@ -59,7 +59,7 @@ def own_files(nbytes: int, files: contextlib.ExitStack) -> tuple[Process | None,
 
 
 def host() -> tuple[str, ...]:
-    """Return what is equal only for processes that see each other in ``/proc``."""
+    """A key that is equal only for processes that see each other in ``/proc``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return (socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"))
@@ -68,14 +68,14 @@ def host() -> tuple[str, ...]:
 
 
 class Segment:
-    """The mapped memory of all ranks, as arrays; a counter is the first number of its line."""
+    """The mapped memory of all ranks, as arrays; a counter is the first number of a cache line."""
 
     def __init__(self, fd: int, size: int) -> None:
         memory = mmap.mmap(fd, self.nbytes(size))
         pairs, boards = size * size, size * PLACES * BOARD_BYTES
         counters = 2 * (size + pairs) + 1
         lines = np.frombuffer(memory, np.int64, counters * _LINE // 8).reshape(counters, -1)[:, 0]
-        # How many pieces were put on and read from the boards [P], and the channels [from, to].
+        # Pieces written to and read from the boards [P], then the channels [from, to].
         self.posted, self.read = lines[:size], lines[size : 2 * size]
         self.sent = lines[2 * size : 2 * size + pairs].reshape(size, size)
         self.received = lines[2 * size + pairs : -1].reshape(size, size)

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a sequence."""
+"""The rank that holds each token of a sequence."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from razor_dist.parallel.zigzag import Chunk, Interval
 
 
 def owner_of(position: int, world_size: int) -> int:
-    """The rank that stores the retrieval keys and values of a token that all ranks compute."""
+    """The rank that stores retrieval heads' keys and values of a token that all ranks compute."""
     return position % world_size
 
 
 def owned_tokens(at: Interval, rank: int, world_size: int) -> range:
-    """The tokens that a rank stores, of consecutive ones of a sequence that all ranks compute."""
+    """The tokens that a rank stores of consecutive ones that all ranks compute (`owner_of`)."""
     return range(at.begin + (rank - at.begin) % world_size, at.end, world_size)
 
 
 def is_even(chunk: Chunk) -> bool:
-    """Tell if every rank stores as many of its tokens if all ranks compute all of them."""
+    """True if ranks store equally many of a chunk's tokens whether they share or all compute it."""
     size = chunk.world_size
     return all(len(owned_tokens(chunk.span, r, size)) == chunk.tokens(r) for r in range(size))
 
 
 def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
-    """Positions of the tokens of a rank's shard of ``end`` tokens, in its order.
+    """Positions of a rank's shard of the first ``end`` tokens, in the shard's order.
 
-    What is not in the chunks ``done``, which are in order, was computed by all ranks.
+    Tokens outside the chunks ``done``, which are in order, were computed by all ranks.
     """
     found: list[range] = []
     begin = 0
@@ -49,7 +49,7 @@ def held_positions(
 
 
 def cut_chunks(chunks: Seq[Chunk], end: int, begin: int = 0) -> list[Chunk]:
-    """Return what a part ``[begin, end)`` of a sequence of these chunks has of them."""
+    """The chunks of a sequence, or parts of them, that lie in ``[begin, end)``."""
     return [
         chunk.cut(end, begin) if chunk.end > end or chunk.begin < begin else chunk
         for chunk in chunks
@@ -58,9 +58,9 @@ def cut_chunks(chunks: Seq[Chunk], end: int, begin: int = 0) -> list[Chunk]:
 
 
 def shard_lengths(chunks: Seq[Chunk], end: int, world_size: int) -> list[int]:
-    """Tokens of every rank's shard of a sequence of these chunks that is cut at ``end``.
+    """The length of every rank's shard of a sequence of these chunks that is cut at ``end``.
 
-    They are the first ones of the shard that it was cut from, for a shard is in order of position.
+    A shard is in order of position, so the cut leaves its first tokens.
     """
     cut = cut_chunks(chunks, end)
     return [
@@ -72,7 +72,7 @@ def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> lis
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
     ``[begin, chunks_end)`` is prefilled in chunks of any length (`razor_dist.parallel.zigzag`), or
-    in parts that are even (`is_even`), and the rest computed by all ranks.
+    in parts that are even (`is_even`); the rest is computed by all ranks.
     """
     sizes = [
         len(owned_tokens(Interval(chunks_end, total), rank, world_size))

@@ -5,23 +5,22 @@ processes on two cores an all-reduce of 2 KB takes 20 ms of waiting for wake-ups
 its bytes into the segment and raises a counter, and the others see both.
 
 The segment has boards for collectives, channels for messages, and counters of both
-(`razor_dist.parallel.segment`). What is longer than a place of these goes through it piece by
-piece. A place is written again only when all readers have read it. There is no lock: each counter
-has one writer, or, for all boards together, several that write the same number. A counter is raised
-after the bytes are written and read before they are: x86 keeps stores and loads in that order, and
-other processors do not, so there gloo is kept (`connect`).
+(`razor_dist.parallel.segment`). Data longer than a place goes through it piece by piece. A place is
+written again only when all readers have read it. There is no lock: each counter has one writer,
+except that of all boards, whose writers write the same number. A writer raises the counter after
+the bytes, a reader reads it before them. x86 keeps stores and loads in that order; on other
+processors gloo is used (`connect`).
 
-A rank that waits for one transfer moves all others that are under way
-(`SharedMemory._advance`). So two ranks that each wait until the other has read cannot block each
-other, as long as both wait at all.
+A rank that waits for one transfer moves all others that are under way (`SharedMemory._advance`). So
+two ranks that each wait until the other has read do not block each other.
 
-Short steps wait for two or three small collectives in every layer. Where nothing else is under
-way those go past the queues (`SharedMemory._meet`), as one compiled operation each: a rank writes
-its part, and sleeps on one counter of all (a futex) until the rank that comes last raises it.
-Where a rank has no compiler, all take their turn in the queues.
+Short steps wait for two or three small collectives in every layer. If no other transfer is under
+way these bypass the queues (`SharedMemory._meet`), as one compiled operation each: a rank writes
+its part, and sleeps on a counter of all boards (a futex) until the last rank raises it. If a rank
+has no compiler, all collectives go through the queues.
 
-A rank that has nothing to do waits for a plan, which comes through a pipe: it sleeps there, without
-any CPU time. The end of another process ends every wait at once, by its ``pidfd``.
+An idle rank waits for a plan, which comes through a pipe: it sleeps there without any CPU time. The
+end of another process ends every wait at once, by its ``pidfd``.
 """
 
 from __future__ import annotations
@@ -53,27 +52,28 @@ from razor_dist.parallel.segment import (
     own_files,
 )
 
-# Poll interval of a rank that waits in the queues: initial, how often, then longest. A busy loop in
-# Python would take the cores from the ranks that compute (docs/LOG.md).
-_SHORT_SLEEP = 50e-6
+# A rank that waits in the queues sleeps this long between polls, at first and after `_SHORT_SLEEPS`
+# polls. A busy loop in Python would take the cores from ranks that compute (docs/LOG.md).
+_SHORT_SLEEP_SECONDS = 50e-6
 _SHORT_SLEEPS = 100
 _LONG_SLEEP_MS = 1
-# What sleeps on a counter looks after so long for a rank that has ended.
-_FUTEX_SLEEP = 0.005
-# What `kernels/cpu/links.h` says of a collective.
+# A rank that sleeps on a counter looks this often whether another rank has ended.
+_FUTEX_SLEEP_SECONDS = 0.005
+# The results of `meet` in `kernels/cpu/links.h`.
 _NO_PLACE, _DONE, _WAITING = range(3)
 
-# When another rank has ended, a rank waits so long for a last plan of rank 0.
+# After another rank has ended, a rank waits this long for a last plan of rank 0.
 _LAST_PLAN_MS = 2000
-# Seconds between two looks of a process that runs, on however busy a machine.
-_MOST_OF_A_LOOK = 1.0
+# A process that runs looks at least this often, on the busiest machine. A longer gap means that it
+# was stopped, and counts as this much of the time-out.
+_MOST_LOOK_SECONDS = 1.0
 
 
 def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None:
-    """Join the ranks of a gloo group by shared memory; None, on every rank, if that cannot be.
+    """Join the ranks of a gloo group by shared memory; None on every rank if that is impossible.
 
-    It cannot if they are on several hosts, in containers that do not see each other's processes, or
-    on a machine other than Linux on x86.
+    It is if ranks are on several hosts, in containers that do not see each other's processes, or on
+    a machine other than Linux on x86.
     """
     size = dist.get_world_size(group)
     links: SharedMemory | None = None
@@ -96,18 +96,18 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
 
 
 class _Patience:
-    """The time that a rank waits for the others, which ends with an error.
+    """A time-out for the other ranks, in seconds.
 
-    Time in which this process was stopped itself says nothing about the others.
+    Time during which this process was stopped itself does not count.
     """
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._waited, self._last = timeout, 0.0, time.monotonic()
 
     def look(self) -> None:
-        """Count the time since the last look; `RuntimeError` once all of it is the time-out."""
+        """Add the time since the last look; `RuntimeError` if the sum reaches the time-out."""
         now = time.monotonic()
-        self._waited, self._last = self._waited + min(now - self._last, _MOST_OF_A_LOOK), now
+        self._waited, self._last = self._waited + min(now - self._last, _MOST_LOOK_SECONDS), now
         if self._waited >= self._timeout:
             silent = f"no rank has answered for {self._timeout:g} s (collective_timeout)"
             raise RuntimeError(silent)
@@ -136,7 +136,7 @@ class _Message(_Transfer):
         self._sent, self._received = links.segment.sent[at], links.segment.received[at]
 
     def advance(self) -> bool:
-        """Move what can be moved now; return whether that was anything."""
+        """Move the pieces that can be moved now; return whether there were any."""
         count = self._sent if self._sends else self._received
         moved = False
         while len(self._left):
@@ -154,7 +154,7 @@ class _Message(_Transfer):
 
 
 class _Gather(_Transfer):
-    """Every rank's ``mine`` (uint8 ``[n]``), into ``out`` ``[P, n]``."""
+    """Collects every rank's ``mine`` (uint8 ``[n]``) in ``out`` ``[P, n]``."""
 
     def __init__(self, links: SharedMemory, mine: np.ndarray, out: np.ndarray) -> None:
         super().__init__(links)
@@ -178,7 +178,7 @@ class _Gather(_Transfer):
 
 
 class _Sum(NamedTuple):
-    """Adds up what has been gathered."""
+    """A `_Gather` whose parts are then added up."""
 
     gather: _Gather
     parts: Tensor
@@ -193,8 +193,8 @@ class SharedMemory(Communicator):
     """A `Communicator` for the CPU tensors of ranks that are processes of one host.
 
     Made by `connect`. ``processes`` are the ranks', in order; ``inbox`` is the reading end of this
-    rank's pipe; ``compiled`` are the `operations` of all ranks, if all have them. Nothing that is
-    passed is closed. `OSError` if something of another process cannot be opened.
+    rank's pipe, which the caller closes; ``compiled`` are the `operations`, if all ranks have them.
+    `OSError` if a file of another process cannot be opened.
     """
 
     def __init__(
@@ -251,10 +251,10 @@ class SharedMemory(Communicator):
                 continue
             looks += 1
             if looks <= _SHORT_SLEEPS:
-                time.sleep(_SHORT_SLEEP)
+                time.sleep(_SHORT_SLEEP_SECONDS)
                 continue
             ended = self._ends.poll(_LONG_SLEEP_MS)
-            # What a rank wrote before it ended still counts.
+            # A rank's last pieces are still read after it has ended.
             if ended and not self._advance():
                 raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
             patience.look()
@@ -286,29 +286,31 @@ class SharedMemory(Communicator):
         return gather
 
     def _meet(self, mine: Tensor, out: Tensor, *, add: bool) -> bool:
-        """Add up every rank's ``mine`` in ``out``, or gather it; return False if it cannot be now.
+        """Add up every rank's ``mine`` in ``out``, or gather it there.
 
-        Small tensors only, and float32 to add up.
+        Return False, having done nothing, if it has to go through the queues: other transfers are
+        under way, there are no `operations`, ``mine`` is longer than a place, or no place is free.
+        Numbers that are added up must be float32.
         """
         if self._compiled is None or not 0 < mine.nbytes <= BOARD_BYTES:
             return False
         if any(self._queues.values()):
             return False
         meet, of = self._compiled.meet, (mine, out, *self.segment.for_torch, self.rank, add)
-        met = meet(*of, True, _FUTEX_SLEEP)
+        met = meet(*of, True, _FUTEX_SLEEP_SECONDS)
         if met != _WAITING:
             return bool(met == _DONE)
         patience = _Patience(self._timeout)
         while met == _WAITING:
             ended = self._ends.poll(0)
-            met = meet(*of, False, _FUTEX_SLEEP)  # what a rank wrote before it ended still counts
+            met = meet(*of, False, _FUTEX_SLEEP_SECONDS)  # also of a rank that has just ended
             if met == _WAITING and ended:
                 raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
             patience.look()
         return bool(met == _DONE)
 
     def post(self, number: int) -> None:
-        """Note that this rank's part of a number is on its board, and wake those that wait."""
+        """Note that this rank's ``number``-th piece is on its board, and wake waiting ranks."""
         if self._compiled is None:
             self.segment.posted[self.rank] = number + 1
             return
@@ -352,7 +354,7 @@ class SharedMemory(Communicator):
     def _read(self, data: memoryview) -> None:
         while data:
             ready = self._sleep_until(self._inbox_or_end)
-            # Rank 0 tells the ranks to stop one by one: another may have ended before its turn.
+            # Rank 0 sends the last plan rank by rank: a rank may end before another gets it.
             if self._inbox not in ready and not self._inbox_only.poll(_LAST_PLAN_MS):
                 raise RuntimeError(f"rank {self._ranks[ready.pop()]} has ended")
             count = os.readv(self._inbox, [data])
@@ -361,13 +363,13 @@ class SharedMemory(Communicator):
             data = data[count:]
 
     def _sleep_until(self, poll: select.poll) -> set[int]:
-        """Return the files that are ready, which takes no CPU time unless transfers are under way.
+        """Wait for files to be ready, without CPU time unless transfers are under way.
 
         Those are moved meanwhile: another rank may wait for one of them before it writes.
         """
         self.wait_for(lambda: bool(poll.poll(0)) or not any(self._queues.values()))
         patience = _Patience(self._timeout)
-        while not (ready := poll.poll(1000 * _MOST_OF_A_LOOK)):
+        while not (ready := poll.poll(1000 * _MOST_LOOK_SECONDS)):
             patience.look()
         return {fd for fd, _ in ready}
 

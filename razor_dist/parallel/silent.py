@@ -1,8 +1,7 @@
-"""A communicator of one rank among several that sends nothing: for counting, and for timing alone.
+"""A communicator of one rank among several that sends nothing: to count bytes, or time one rank.
 
-What other ranks would send is there at once, and is this rank's own data, so that numbers stay
-finite. Everything else is as with a real communicator: bytes are counted, and each collective is
-as many kernels as a copy takes.
+Results are there at once: this rank's own data, or random numbers, which are finite. As with a real
+communicator, bytes are counted, and each collective launches the kernels of a copy.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SilentCommunicator(Communicator):
     def _fill(self, buffer: Tensor) -> None:
         """Write the same random numbers each time, so that a replay can be compared.
 
-        Not zeros: a GPU that multiplies those draws less power and keeps a higher clock.
+        A GPU that multiplies zeros would draw less power and keep a higher clock.
         """
         if self._noise is None:
             self._noise = torch.randn(_NOISE, device=buffer.device)

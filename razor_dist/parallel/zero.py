@@ -1,7 +1,7 @@
 """Weights sharded over the ranks: DeepSpeed's ZeRO stage 3.
 
-Everything that every use of DeepSpeed needs is here, and imports it when it is called: it is in the
-extras ``zero3`` and ``train``, and no other part of razor_dist needs it.
+All uses of DeepSpeed, which the extras ``zero3`` and ``train`` bring, share this module. It imports
+DeepSpeed only inside functions.
 
 A rank keeps 1/P of each weight. Before a decoder layer runs, its weights are gathered from all
 ranks; when it has run, they are freed. So every rank must run the same layers equally often, which
@@ -25,7 +25,7 @@ from torch import nn
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.extras import install_command
 
-# The keys that DeepSpeed wants of every engine, and silence.
+# The settings that DeepSpeed requires of every engine, and no reports.
 COMMON = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -34,17 +34,16 @@ COMMON = {
 
 
 def name_accelerator(device: torch.device | None = None) -> None:
-    """Tell DeepSpeed the kind of device, where the user has not; else it guesses, and prints that.
+    """Set ``DS_ACCELERATOR``, unless it is set: without it DeepSpeed guesses, and prints its guess.
 
-    It has no argument for it, and reads it when it is imported and when it makes an engine. Others
-    import it too where it is installed, such as accelerate when a model is saved.
+    DeepSpeed reads it when it is imported, by accelerate as well, and when it makes an engine.
     """
     kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.setdefault("DS_ACCELERATOR", kind)
 
 
 def require_deepspeed(use: str, extra: str) -> None:
-    """Raise `ConfigError` if DeepSpeed is not installed; its import, which is slow, is not tried.
+    """Raise `ConfigError` if DeepSpeed is not installed, without its import, which is slow.
 
     ``use`` and ``extra`` are as in `import_deepspeed`.
     """
@@ -58,14 +57,13 @@ def import_deepspeed(
     use: str = "training on several ranks or with --zero-stage 3 needs",
     extra: str = "train",
 ) -> Any:
-    """The module ``deepspeed``, set up for a ``device``.
+    """The module ``deepspeed``, set up for a ``device``; `ConfigError` if it is not installed.
 
     ``use`` and ``extra`` are for the message: the purpose, and the extra that brings the package.
-    `ConfigError` if it is not installed.
     """
     name_accelerator(device)
-    # Read when it makes an engine: for it, the index of the rank's GPU among those it sees, which
-    # is not its place on the node where each rank sees only its own.
+    # DeepSpeed takes LOCAL_RANK for the GPU's index among those that the rank sees. It is not its
+    # place on the node if each rank sees only its own.
     if device is not None and device.type == "cuda" and device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -78,7 +76,7 @@ def import_deepspeed(
             f"{use} DeepSpeed, which is not installed: {install_command(extra)} ({error})"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # It gathers by a function that torch has given another name.
+    # DeepSpeed gathers by a function that torch has renamed.
     warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     return deepspeed
 
@@ -96,7 +94,7 @@ def join_ranks(device: torch.device, timeout: float = 600.0) -> dist.ProcessGrou
         limit = timedelta(seconds=timeout)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group(backend, timeout=limit)
-        else:  # in memory: a process alone needs no port
+        else:  # a process alone needs no port
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     # On CPU DeepSpeed would compile C++ collectives now: a minute in which a kill leaves a lock
@@ -109,18 +107,27 @@ def join_ranks(device: torch.device, timeout: float = 600.0) -> dist.ProcessGrou
 
 
 class ShardedWeights:
-    """This rank's share of a module's frozen weights, which takes their place; `join_ranks` first.
+    """Replaces a module's frozen weights by this rank's shares of them; `join_ranks` comes first.
 
-    Making it, no rank waits for another, and none reads more of mapped files than its share, unless
-    the dtype changes: then one weight at a time is read whole. `gather_when_run` makes the module
-    work again.
+    No rank waits here for another, and none reads more of mapped files than its share, unless the
+    dtype changes: then one weight at a time is read whole. The module works again after
+    `gather_when_run`.
 
-    The weights of ``body`` lie on the CPU, the same on every rank; at best they are views of mapped
-    files, which experts of a mixture are not (`load_model`). They are gathered on ``device``, where
-    this rank's shares and all that is not a weight go too; ``offload`` keeps the shares in CPU
-    memory instead. Shares are of ``dtype``, by default the weights'. The ranks of ``group``, by
-    default all, share the weights out. Modules of a type in ``together``, the decoder layers, are
-    gathered as one, not part by part.
+    Parameters
+    ----------
+    body : Module
+        Its weights are on the CPU and equal on all ranks, at best views of mapped files, which
+        experts of a mixture are not (`load_model`).
+    device : device
+        Where weights are gathered, and where buffers and this rank's shares are kept.
+    dtype : dtype, optional
+        Of the shares, by default the weights'.
+    offload : bool
+        Keep the shares in CPU memory instead.
+    group : ProcessGroup, optional
+        The ranks that share the weights, by default all.
+    together : collection of types
+        Modules whose weights are gathered at once: the decoder layers.
     """
 
     def __init__(
@@ -138,14 +145,14 @@ class ShardedWeights:
         deepspeed = import_deepspeed(device)
 
         class Shares(deepspeed.zero.Init):  # type: ignore[name-defined]
-            """`Init` less its broadcast of rank 0's weights: every rank has the same files."""
+            """`Init` without the broadcast of rank 0's weights: every rank has the same files."""
 
             def _convert_to_zero_parameters(self, param_list: Sequence[Any]) -> None:
                 for param in param_list:
                     param.data = param.data.to(to)
                     self._convert_to_deepspeed_param(param)
                     param.partition()
-                    # Gathered weights go where the parameter says it is.
+                    # DeepSpeed gathers to the device of the parameter's data.
                     param.data = torch.empty(0, dtype=to, device=device)
 
         Shares(
@@ -153,23 +160,22 @@ class ShardedWeights:
             data_parallel_group=group or dist.group.WORLD,
             config_dict_or_path=self._config(prefetch=0),
             dtype=to,
-            mem_efficient_linear=False,
         )
         for module in body.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 
     def gather_when_run(self, note: Callable[[int], None] | None = None) -> None:
-        """Have each layer's weights gathered when it runs, and freed when it has run.
+        """Gather each layer's weights when it runs, and free them when it has run.
 
-        All ranks call this together, and then run the module equally often. Each gathering is an
-        all-gather, and ``note`` gets the bytes that this rank sends.
+        All ranks must call this together, and then run the module equally often. ``note`` is called
+        with the bytes that this rank sends in each all-gather.
         """
         deepspeed = import_deepspeed(self._device)
         if self._together:
             deepspeed.utils.set_z3_leaf_modules(self._body, list(self._together))
         prefetch = 0
-        # On a GPU the next layer is gathered while one computes; a CPU has nothing to gain by it.
+        # A GPU computes one layer while the next is gathered; a CPU would gain nothing by that.
         if self._device.type == "cuda":
             layers: list[Any] = [m for m in self._body.modules() if type(m) in self._together]
             sizes: list[int] = [sum(p.ds_numel for p in m.parameters()) for m in layers]

@@ -44,7 +44,7 @@ class Chunk:
         assert self.end > self.begin and self.world_size >= 1
 
     def cut(self, end: int, begin: int = 0) -> Chunk:
-        """Return what is left of this chunk in a part ``[begin, end)`` of its sequence."""
+        """The part of this chunk that lies in ``[begin, end)``."""
         whole = self.whole or (self.begin, self.end)
         return Chunk(max(begin, self.begin), min(end, self.end), self.world_size, whole)
 
@@ -76,25 +76,24 @@ class Chunk:
 
 
 def whole_shards(tokens: float, world_size: int) -> int:
-    """The most tokens, at most ``tokens`` but at least 2P, that make 2P shards of one length.
+    """The largest multiple of 2P up to ``tokens``, but at least 2P: 2P shards of one length.
 
-    All chunks of a prompt but the last are of such lengths. Then every rank holds as many tokens of
-    the prompt as of one chunk of its whole length, however it is cut: the shards of n + 2P tokens
-    are each one longer than those of n.
+    All chunks of a prompt but the last have such a length. Then every rank holds as many of the
+    prompt's tokens as if it were one chunk, since 2P more tokens make each shard one token longer.
     """
     parts = 2 * world_size
     return max(int(tokens) // parts, 1) * parts
 
 
 def chunks(begin: int, end: int, chunked_prefill_size: int, world_size: int) -> list[Chunk]:
-    """Cut ``[begin, end)`` into chunks of ``chunked_prefill_size`` tokens, as `whole_shards`."""
+    """Cut ``[begin, end)`` into chunks of `whole_shards` of ``chunked_prefill_size`` tokens."""
     size = whole_shards(chunked_prefill_size, world_size)
     return [Chunk(a, min(a + size, end), world_size) for a in range(begin, end, size)]
 
 
 def holdings(done: Sequence[Chunk], retained: Interval) -> list[tuple[Interval, int]]:
-    """Parts of ``retained`` and their ranks, after the chunks ``done``, which are in order."""
-    # From the newest chunk back to where it begins: not all chunks of a long prompt.
+    """Parts of ``retained``, each with its rank, after the chunks ``done``, which are in order."""
+    # From the newest chunk back to the one where ``retained`` begins, for speed in long prompts.
     recent = itertools.takewhile(lambda chunk: chunk.end > retained.begin, reversed(done))
     return [
         (shard & retained, rank)
