@@ -14,7 +14,7 @@ from razor_dist.heads.head_map import HeadMap
 
 @dataclass(frozen=True)
 class HeadMapSummary:
-    """One head map in numbers; heads are kept if they keep the whole context."""
+    """One head map in numbers; a kept head keeps the whole context."""
 
     name: str  # of the file
     model: str
@@ -54,7 +54,7 @@ class Overlap:
 
     both: int
     jaccard: float  # heads in both, as a fraction of those in either; 1 if there are none
-    a_in_b: float | None  # fraction of A's heads that are in B; None of an empty set
+    a_in_b: float | None  # fraction of A's heads that are in B; None if A is empty
     b_in_a: float | None
 
     @classmethod
@@ -72,14 +72,14 @@ class Overlap:
 class Pair:
     a: str
     b: str
-    kv_heads: Overlap  # of those that keep the whole context
-    query_heads: Overlap | None  # of those selected; None if a map selects none
-    correlations: dict[str, float | None]  # for each kind of score that both have
+    kv_heads: Overlap  # of KV heads that keep the whole context
+    query_heads: Overlap | None  # of selected query heads; None if a map selects none
+    correlations: dict[str, float | None]  # by kind of score, for kinds that both maps have
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several head maps, in the order given; each two of them; and reasons to doubt the result."""
+    """Several head maps, in the order given, all pairs, and reasons to doubt the result."""
 
     maps: tuple[HeadMapSummary, ...]
     pairs: tuple[Pair, ...]
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
-    """Compare named head maps; `HeadMapError`, with what differs, for models of other sizes."""
+    """Compare named head maps; `HeadMapError` if their models differ in size."""
     if len(maps) < 2:
         raise ConfigError(f"comparing needs two head maps or more, got {len(maps)}")
     (first, a), *others = maps

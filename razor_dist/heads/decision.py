@@ -21,15 +21,15 @@ Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
 
-NOT_FINITE = "check the model's weights, or try --dtype fp32"  # after what is not finite
+NOT_FINITE = "check the model's weights, or try --dtype fp32"  # ends a message
 
 
 class HeadRoles(NamedTuple):
-    """The part of each head in an engine."""
+    """The roles of a model's heads in an engine."""
 
     retrieval: Sequence[Sequence[bool]]  # as `Flags`
     windows: Windows | None = None
-    sources: Sequence[tuple[int, int]] = ()  # query heads that tell where answers came from
+    sources: Sequence[tuple[int, int]] = ()  # (layer, query head) whose weights give sources
 
 
 class Decision(NamedTuple):
@@ -42,8 +42,8 @@ class Decision(NamedTuple):
 def rounded(scores: Sequence[Sequence[float]]) -> Scores:
     """Round scores to the 6 significant digits that a head map keeps.
 
-    Heads are decided upon by these: a file can be checked, and noise in last bits orders no heads.
-    Raise `ModelError` for a score that is not finite.
+    Rounded scores decide, so that a file's decision can be checked and noise in last bits does not
+    matter. Raise `ModelError` for a score that is not finite.
     """
     for layer, row in enumerate(scores):
         for head, score in enumerate(row):
@@ -108,11 +108,11 @@ def check_rule(sparsity: float | None, threshold: float | None = None) -> None:
 
 
 def by_sparsity(scores: Scores, sparsity: float) -> Flags:
-    """Make the fraction ``sparsity`` of all KV heads streaming heads, those that score lowest.
+    """Make the fraction ``sparsity`` of all KV heads, the lowest scores, streaming heads.
 
-    Of n heads with different scores, numpy's interpolated quantile has ``ceil(sparsity (n - 1))``
-    below it, which is DuoAttention's number; a sparsity of 1 takes all n. DuoAttention adds noise
-    to break ties; here the lower layer's and then the lower head's is the last to be taken.
+    They are ``ceil(sparsity (n - 1))`` of n, as many as are below numpy's interpolated quantile,
+    which DuoAttention uses; a sparsity of 1 takes all n. DuoAttention adds noise to break ties;
+    here, of equal scores, those of higher layers and then of higher heads are taken first.
     """
     order = ranked(scores)
     total = len(order)
@@ -122,10 +122,10 @@ def by_sparsity(scores: Scores, sparsity: float) -> Flags:
 
 
 def by_threshold(scores: Scores, threshold: float) -> Flags:
-    """Keep the whole context of KV heads that score at least ``threshold``.
+    """Make KV heads that score at least ``threshold`` retrieval heads.
 
-    Equation (4) of the paper has "above"; DuoAttention's code has "at least", and many of its
-    gates are exactly 1.
+    Equation (4) of the paper has "above". DuoAttention's code has "at least", which matters since
+    many of its gates are exactly 1.
     """
     return tuple(tuple(score >= threshold for score in row) for row in scores)
 
@@ -133,7 +133,7 @@ def by_threshold(scores: Scores, threshold: float) -> Flags:
 def by_rule(
     scores: Scores, group: int, *, sparsity: float | None = None, threshold: float | None = None
 ) -> tuple[dict[str, float], Flags]:
-    """Decide by the rule that is given, else by `published_sparsity`; return the rule too.
+    """Decide by the given rule, or else by `published_sparsity`; return the rule and the decision.
 
     Raise `ConfigError` as `check_rule`.
     """
@@ -145,7 +145,7 @@ def by_rule(
 
 
 def spread(kept: float, layers: int, kv_heads: int) -> Flags:
-    """Keep a fraction of the KV heads, at least one, evenly spread, where there is no map."""
+    """Make a fraction of the KV heads, at least one, retrieval heads, evenly spread."""
     total = layers * kv_heads
     count = max(1, round(kept * total))
     flat = [(i + 1) * count // total > i * count // total for i in range(total)]

@@ -36,11 +36,11 @@ _STRING_OR_ROW: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
 class Fidelity:
     """A head map's loss and divergence from full attention, on prose without needles."""
 
-    tokens: int = Field(ge=1)  # compared: those of a document's second half
-    loss_full: float  # nats per token, and so are the next two
+    tokens: int = Field(ge=1)  # that were compared, a document's second half
+    loss_full: float  # nats per token, as are loss and kl
     loss: float
-    kl: float = Field(ge=0)  # the mean divergence from full attention's distribution
-    same: float = Field(ge=0, le=1)  # how often the likeliest token is the same
+    kl: float = Field(ge=0)  # mean divergence from full attention's distribution
+    same: float = Field(ge=0, le=1)  # fraction of tokens with the same likeliest token
 
     def __str__(self) -> str:
         return (
@@ -53,9 +53,8 @@ class Fidelity:
 class Verification:
     """Needles found with full attention and with a head map, one asked for in each document.
 
-    Of ``settings``, the engine's, there are prefill and the streaming policy; the window is the
-    map's own if the map has windows. Keys and values are a document's, measured, the median over
-    the documents.
+    ``settings`` are the engine's prefill and streaming policy; the windows are the map's own if it
+    has any. Bytes of keys and values are measured, the median over the documents.
     """
 
     documents: int = Field(ge=1)
@@ -90,8 +89,9 @@ class Verification:
 class HeadMap:
     """The retrieval heads of one model. A file may leave out the fields with a default.
 
-    Tables are ``[layers][heads]``. ``selected`` has, for each kind of score, the query heads chosen
-    for it, whose groups are promoted; it is empty for a method that chooses KV heads.
+    Tables are ``[layers][heads]``. ``selected`` has, for each kind of score, the query heads that
+    were chosen by it, which make their KV heads retrieval heads; it is empty for a method that
+    chooses KV heads.
     """
 
     format_version: Literal[1] = FORMAT_VERSION
@@ -100,12 +100,12 @@ class HeadMap:
     method: str  # one of `identify`; constructed (the needle model); full, streaming
     settings: dict[str, Any]  # of the method
     query_heads: int = Field(ge=1)  # per layer
-    retrieval: Flags = Field(min_length=1)  # the decision: the engine never re-thresholds
+    retrieval: Flags = Field(min_length=1)  # the decision; the engine does not use scores
     selected: dict[str, Pairs]
-    scores: dict[str, Scores]  # for each kind of score of query heads
-    kv_scores: dict[str, Scores] = Field(default_factory=dict)  # and of KV heads
-    windows: Windows | None = None  # without it, streaming heads have that of the settings
-    verification: Verification | None = None  # its measured loss
+    scores: dict[str, Scores]  # of query heads, by kind of score
+    kv_scores: dict[str, Scores] = Field(default_factory=dict)  # of KV heads, by kind of score
+    windows: Windows | None = None  # None: streaming heads have the settings' window
+    verification: Verification | None = None  # the map's measured loss
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> HeadMap:
@@ -149,7 +149,7 @@ class HeadMap:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers that a model of this map has too."""
+        """Sizes that a model must have for this map."""
         return {
             "layers": len(self.retrieval),
             "query heads": self.query_heads,
@@ -169,13 +169,13 @@ class HeadMap:
 
     @property
     def selected_fraction(self) -> float:
-        """Fraction of query heads selected for their own scores, before groups are promoted."""
+        """Fraction of query heads that were selected by their own scores."""
         chosen = {pair for pairs in self.selected.values() for pair in pairs}
         return len(chosen) / (len(self.retrieval) * self.query_heads)
 
     @classmethod
     def of_model(cls, name: str, config: PretrainedConfig, **fields: Any) -> HeadMap:
-        """Build a map of the model that a configuration describes, with the other ``fields``."""
+        """Build a map with these ``fields`` for the model of a configuration."""
         from razor_dist.models.loader import model_fingerprint
         from razor_dist.models.shape import ModelShape
 
@@ -217,7 +217,7 @@ class HeadMap:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadMap:
-        """Read a head map; raise `HeadMapError` if that fails, naming the field that is wrong."""
+        """Read a head map; raise `HeadMapError`, with the wrong field, if that fails."""
         try:
             return _adapter.validate_json(Path(path).expanduser().read_bytes())
         except OSError as error:
@@ -226,10 +226,10 @@ class HeadMap:
             raise HeadMapError(f"head map {path}: {first_fault(error)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the map as JSON, one layer a line, optional fields only if they have a value.
+        """Write the map as JSON, one layer a line, without empty optional fields.
 
-        A crash or a full disk leaves the old file or the new one; raises `ConfigError` if it cannot
-        be written.
+        A crash or a full disk leaves the old file or the new one. Raise `ConfigError` if the file
+        cannot be written.
         """
         optional = ("kv_scores", "windows", "verification")
         fields = dataclasses.asdict(self).items()
@@ -243,7 +243,7 @@ _adapter = TypeAdapter(HeadMap)
 
 
 def head_map_of(config: EngineConfig, shape: ModelShape, fingerprint: str) -> HeadMap:
-    """The head map that an engine's settings name, for a model of this shape."""
+    """The head map of an engine's settings, checked against the model."""
     if config.attention != "razor":
         return HeadMap.uniform(config.attention, shape)
     head_map = HeadMap.load(config.head_map or default_head_map(config.model))
@@ -270,7 +270,7 @@ def shipped_head_map(model_name: str) -> Path:
 
 
 def head_map_file(name: str) -> Path:
-    """Return the path that ``name`` is, or that of the shipped map of this name."""
+    """``name`` as a path, or else the path of the shipped map of this name."""
     path, shipped = Path(name).expanduser(), _shipped(name)
     return shipped if shipped.is_file() and not path.exists() else path
 
@@ -281,7 +281,7 @@ def _shipped(name: str) -> Path:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Name the first field that is wrong, and say what is wrong with it."""
+    """The first wrong field, and what is wrong with it."""
     fault = error.errors(include_url=False)[0]
     if fault["loc"] == ("format_version",):
         return f"format_version is {fault['input']!r}, but this release reads {FORMAT_VERSION}"
@@ -299,9 +299,9 @@ def _on_one_line(match: re.Match[str]) -> str:
 class Choice:
     """The KV heads that a map would keep at a budget."""
 
-    kept: Pairs  # in the order chosen: a larger budget's begins with a smaller one's
+    kept: Pairs  # in the order of choice: a larger budget's list begins with a smaller one's
     retrieval: Flags
-    selected: dict[str, int]  # query heads by each score of theirs, if the map has any
+    selected: dict[str, int]  # number of selected query heads by kind of score, if the map has any
 
 
 def kv_budget(head_map: HeadMap, percent: float) -> int:
@@ -314,10 +314,10 @@ def kv_budget(head_map: HeadMap, percent: float) -> int:
 def choose(head_map: HeadMap, kv_heads: int) -> Choice:
     """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
 
-    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: the best
-    1 % of all by echo score, whatever the budget, then one by one by induction score, until the
-    groups that they promote are as many as the budget. Each adds one KV head at most, so the budget
-    is met exactly. Raise `HeadMapError` if the map has neither kind of scores.
+    A score of KV heads ranks them directly. RazorAttention scores query heads: the best 1 % of all
+    by echo score are selected, whatever the budget, then more one by one by induction score, until
+    their groups are as many KV heads as the budget. Each adds at most one KV head, so the budget is
+    met exactly. Raise `HeadMapError` if the map has neither kind of scores.
     """
     selected: dict[str, int] = {}
     if head_map.scores.keys() >= {"induction", "echo"}:

@@ -1,8 +1,8 @@
 """The place of each KV head's keys and values, from a head map's decision.
 
 With tensor-parallel decode the ranks share the heads of short steps. Each streaming head belongs to
-one rank, which alone keeps its window and computes it. Retrieval heads are computed by all, each
-over its own shard; once their partial results are merged, every rank projects the outputs of some.
+one rank, which alone keeps its window and computes it. Retrieval heads are computed by all ranks,
+each over its own shard; after the merge, every rank projects the outputs of some of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StreamingGroup:
     index: int  # in `HeadLayout.windows`
     part: slice  # of `LayerHeads.streaming`
     rows: slice  # among that window's heads of all layers; in its cache, unless ranks share heads
-    # With tensor-parallel decode: the heads that each rank keeps, as parts of the group, and the
-    # rows of this rank's in its cache.
+    # With tensor-parallel decode: the part of the group that each rank keeps, by rank, and the rows
+    # of this rank's part in its cache.
     shares: tuple[slice, ...] = ()
     kept: slice | None = None
 
@@ -35,21 +35,21 @@ class LayerHeads:
     """The split of one layer's KV heads; index tensors are int64."""
 
     retrieval: Tensor  # the layer's retrieval heads, ascending
-    streaming: Tensor  # its streaming heads, group by group, and in these by rank
+    streaming: Tensor  # the layer's streaming heads, group by group, and within a group by rank
     groups: tuple[StreamingGroup, ...]  # by window
-    inverse: Tensor  # the model's order of what is computed in [*retrieval, *streaming]
+    inverse: Tensor  # index that puts results of [*retrieval, *streaming] into the model's order
     retrieval_rows: slice  # in the page pool
-    streaming_rows: slice  # among those of all layers and windows (the scratch pool's)
-    all_stream: bool  # and are in the model's order
+    streaming_rows: slice  # in the scratch pool: among the streaming heads of all layers
+    all_stream: bool  # all heads stream, and are in the model's order
 
     @property
     def retrieval_index(self) -> Tensor | slice:
-        """Index of the retrieval heads; where those are all it copies nothing."""
+        """Index of the retrieval heads; a slice, which copies nothing, if all heads are."""
         return self.retrieval if len(self.streaming) else slice(None)
 
     @property
     def streaming_index(self) -> Tensor | slice:
-        """Index of the streaming heads, by group; where all stream, in order, it copies nothing."""
+        """Index of the streaming heads, by group; a slice, which copies nothing, if all stream."""
         return slice(None) if self.all_stream else self.streaming
 
 
@@ -57,30 +57,30 @@ class LayerHeads:
 class ShortHeads:
     """The part of one layer that this rank computes in a short step."""
 
-    # KV heads of the model, and where they are among those that the model hands to attention.
+    # KV heads of the model, and their indices among the heads that the model hands to attention.
     retrieval: list[int]
     streaming: list[int]  # this rank's, group by group
     retrieval_index: Tensor | slice
     streaming_index: Tensor | slice
-    order: Tensor  # both, one after the other
+    order: Tensor  # both indices, one after the other
     groups: tuple[StreamingGroup, ...]  # `part` is of ``streaming``, `rows` in this rank's caches
     retrieval_rows: slice  # in the page pool
-    inverse: Tensor | None  # the model's order of the KV heads [*retrieval, *streaming], if another
-    # With tensor-parallel decode: of the retrieval heads' results, one for each query head, those
-    # that this rank projects, beside those of its streaming heads.
+    inverse: Tensor | None  # as `LayerHeads.inverse`; None if results are in the model's order
+    # With tensor-parallel decode: the retrieval heads' results that this rank projects, by query
+    # head. It also projects those of its streaming heads.
     taken: slice | None
-    # Of the query heads that are handed to attention, int64: the row of its result among those that
-    # this rank projects, or -1. None if it projects all in their order.
+    # int64, for each query head that is handed to attention: the row of its result among those that
+    # this rank projects, or -1. None if the rank projects all in their order.
     places: Tensor | None
     outputs: list[int]  # the model's query heads that this rank projects, in the order of results
 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The part that a rank has with tensor-parallel decode.
+    """A rank's share of the heads with tensor-parallel decode.
 
     ``group`` is the number of query heads for each KV head. With ``compact``, the model hands only
-    those heads to attention that the rank computes, as [*retrieval, *streaming].
+    the rank's own heads to attention, as [*retrieval, *streaming].
     """
 
     rank: int
@@ -95,10 +95,10 @@ class HeadLayout:
 
     layers: tuple[LayerHeads, ...]
     short: tuple[ShortHeads, ...]  # for short steps
-    # The streaming heads' windows, each once, ascending; None, the last, is what the settings say.
+    # The streaming heads' windows, each once, ascending; None, the last, is the settings' window.
     windows: tuple[int | None, ...]
-    # For each of them, the rows of its heads of all layers that each rank keeps; one list, if every
-    # rank keeps all.
+    # By window and rank: the rows that the rank keeps, among the window's heads of all layers. If
+    # every rank keeps all, there is one list per window.
     kept: tuple[tuple[list[int], ...], ...]
     share: HeadShare | None  # with tensor-parallel decode
 
@@ -111,7 +111,7 @@ class HeadLayout:
         return self.layers[-1].streaming_rows.stop
 
     def streaming_in_layers(self, index: int) -> tuple[int, ...]:
-        """Return the streaming heads of a window in each layer; ``index`` is that of `windows`."""
+        """The number of streaming heads of ``windows[index]``, by layer."""
         return tuple(
             sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
             for heads in self.layers
@@ -125,7 +125,7 @@ class HeadLayout:
 
     @property
     def most_rows(self) -> tuple[int, ...]:
-        """Rows of the rank that has most, by window."""
+        """The most rows that any rank has, by window."""
         return tuple(max(map(len, by_rank)) for by_rank in self.kept)
 
     @classmethod
@@ -138,8 +138,8 @@ class HeadLayout:
     ) -> HeadLayout:
         """Build the layout, with index tensors on ``device``; tables are ``[layers][KV heads]``.
 
-        A streaming head without a window of its own in ``windows`` has that of the settings. With a
-        ``share`` it is tensor-parallel decode's, for one rank.
+        A streaming head without a window in ``windows`` has the settings' window. With a ``share``
+        the layout is one rank's, for tensor-parallel decode.
         """
         if windows is None:
             windows = tuple((None,) * len(decision) for decision in retrieval)
@@ -196,8 +196,8 @@ def _deal(
 ) -> dict[int, int]:
     """Choose the rank of each streaming head of a layer: {head: rank}.
 
-    It is the one with the fewest of the layer so far, for it is waited for, and among those the one
-    that keeps the fewest of this window in the layers before, then of all windows.
+    It is the rank with the fewest heads of the layer so far, since all ranks wait for the slowest;
+    of several, the one with the fewest heads of this window in the layers before, then of all.
     """
     size = len(kept[0]) if kept else 1
     owners: dict[int, int] = {}
@@ -223,9 +223,10 @@ def _group(
     kept: Sequence[list[int]],
     share: HeadShare | None,
 ) -> StreamingGroup:
-    """Make a layer's group of one window, and note the rows that each rank keeps of it.
+    """Make a layer's group of one window, and add its rows to ``kept``, by rank.
 
-    ``begin`` is its place among the layer's streaming heads, ``counts`` are its heads by rank.
+    ``begin`` is the group's first index among the layer's streaming heads, ``counts`` are its heads
+    by rank.
     """
     first, total = sum(map(len, kept)), sum(counts)
     ends = list(itertools.accumulate(counts))
@@ -241,7 +242,7 @@ def _group(
 
 
 def _whole(layer: LayerHeads, retrieval: list[int], streaming: list[int]) -> ShortHeads:
-    """The share of every rank in replicated mode: everything."""
+    """All heads, which every rank computes in replicated mode."""
     in_order = layer.all_stream or not streaming
     return ShortHeads(
         retrieval,
@@ -277,7 +278,7 @@ def _shared(
         if of_group:
             groups.append(StreamingGroup(group.index, part, group.kept))
             streaming += of_group
-    # The retrieval heads' outputs go to the ranks that have the least to project.
+    # The retrieval heads' outputs go to the ranks with the fewest outputs to project.
     counts = [
         share.group * sum(owner == rank for owner in owners.values()) for rank in range(share.size)
     ]

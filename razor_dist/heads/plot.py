@@ -1,4 +1,4 @@
-"""A picture of a head map: where the scores are, and which groups were chosen."""
+"""A picture of a head map's scores and of the groups that were chosen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
 
 _CHOSEN = "#d62728"
-_FAINTEST = 1e-4  # of the best score: below it, scores are drawn like none
+_FAINTEST = 1e-4  # of the best score: smaller scores are drawn as 0
 
 
 def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
@@ -59,7 +59,7 @@ def _panel(figure: Figure, axis: Axes, head_map: HeadMap, kind: str, rows: Score
     group = heads // len(head_map.retrieval[0])  # columns per KV head
     of_query_heads = kind in head_map.scores
     lowest, top = min(map(min, rows)), max(map(max, rows))
-    # A gate is a share of 1: equal differences are to look equal, and equal gates in two pictures.
+    # Linear from 0 to 1, as gates are, so that equal gates look equal in all pictures.
     norm: Normalize | None = Normalize(vmin=min(0.0, lowest), vmax=max(1.0, top))
     if of_query_heads:
         # Logarithmic: the best heads score a thousand times more than the weakest chosen ones.

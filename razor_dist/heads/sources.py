@@ -1,4 +1,4 @@
-"""The choice of query heads that tell where an answer came from."""
+"""The choice of query heads whose attention weights give an answer's sources."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from razor_dist.models.shape import ModelShape
 def source_heads(
     config: EngineConfig, head_map: HeadMap, model: PretrainedConfig
 ) -> list[tuple[int, int]]:
-    """Return (layer, query head) of those that an engine asks for sources; none where it cannot.
+    """The (layer, query head) pairs that give an engine's sources; empty if there is no head map.
 
-    They are the ``config.source_heads`` strongest of the retrieval heads (`strongest_heads`). Full
-    attention is asked by the scores of the head map that ``attention: razor`` would have.
+    They are the ``config.source_heads`` strongest retrieval heads (`strongest_heads`). With full
+    attention, the head map is the one that ``attention: razor`` would have.
     """
     if config.attention == "full":
         razor = config.model_copy(update={"attention": "razor"})
@@ -29,11 +29,11 @@ def source_heads(
 
 
 def strongest_heads(head_map: HeadMap, count: int) -> list[tuple[int, int]]:
-    """Return the retrieval heads' query heads of the largest scores, largest first.
+    """The ``count`` query heads of retrieval heads with the largest scores, largest first.
 
-    The score is that of induction if the map has it, else its first; a KV head's counts for all
-    query heads of its group. Of a map without scores they are those that it names as induction
-    heads, or else all: nothing tells which is strongest. Ties break by index.
+    The score is induction if the map has it, else its first kind; a KV head's score counts for all
+    query heads of its group. A map without scores gives all query heads that it selected for
+    induction, or else all of its retrieval heads. Ties break by index.
     """
     group = head_map.group
     heads = [

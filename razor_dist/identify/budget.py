@@ -1,16 +1,16 @@
 """Maps of equal bytes: retrieval heads, a class of long windows, and short windows for the rest.
 
-**Bytes.** What a sequence of N tokens takes in keys and values, on one rank: N tokens of a
-retrieval head; of a streaming head the sinks, the compensation token and the window, which holds up
-to ``block - 1`` tokens more than its length. It is the most at any length up to N. The *KV
-footprint* (PruLong, arXiv 2506.17121) counts how long it is kept as well: the tokens that heads
-keep, summed over all positions, as a fraction of full attention's.
+**Bytes.** The keys and values of a sequence of N tokens on one rank: N tokens for a retrieval head;
+for a streaming head the sinks, the compensation token and the window, which holds up to
+``block - 1`` tokens more than its length. The most at any length up to N counts. The *KV footprint*
+(PruLong, arXiv 2506.17121) also counts for how long tokens are kept: it is the number of tokens
+that heads keep, summed over all positions, as a fraction of full attention's.
 
-**Ladder.** All heads begin with the short window. A criterion orders the heads that then keep
-everything. ``Mass`` measures, on ordinary text, the attention that a head gives to what a window
-drops; the heads that win most of it back get the middle window. Each step buys one head, of the
-class that has had less than its share of the bytes, and the ladder ends at the first step that
-cannot be paid. So for one middle window a larger budget shortens no head's window.
+**Ladder.** All heads begin with the short window. A criterion gives the order in which heads become
+retrieval heads. ``Mass`` measures, on ordinary text, the attention that a head gives to tokens
+that a window drops; the heads that regain most of it get the middle window. Each step upgrades one
+head, to the class that has less than its share of the bytes, and the ladder ends at the first step
+beyond the budget. So for one middle window a larger budget shortens no head's window.
 
 Letters: K key-value heads, G query heads for each of them, T tokens, L lengths.
 """
@@ -36,9 +36,9 @@ from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
 
 Masses = Mapping[int, Scores]
-"""By window, in tokens: of each KV head ``[layers][K]``, the mass that the window drops."""
+"""By window, in tokens: the mass that it drops of each KV head, ``[layers][K]``."""
 
-_QUERIES: Final = 256  # whose weights exist at once
+_QUERIES: Final = 256  # whose weights are in memory at once
 _DOUBLINGS: Final = 3  # of the short window, tried for the middle class
 
 
@@ -100,15 +100,15 @@ class Budget:
         for middle in self.middles if self.share else ():
             if not self.short < middle or self.cost(middle) >= self.tokens:
                 raise ConfigError(
-                    f"middle_window is {middle} tokens, but must be between the short window of "
-                    f"{self.short} and what holds all {self.tokens} tokens"
+                    f"middle_window is {middle} tokens, but must be longer than the short window "
+                    f"of {self.short} and too short for all {self.tokens} tokens"
                 )
 
     @classmethod
     def of(
         cls, config: EngineConfig, shape: ModelShape, tokens: int, *, short: int | None, **rest: Any
     ) -> Budget:
-        """Build a budget with a config's policy, whose window at N is the default for ``short``."""
+        """Build a budget by a config's policy, whose window at N is the default of ``short``."""
         policy = StreamingPolicy.of(config)
         short = policy.window(tokens - 1) if short is None else short
         return cls(tokens=tokens, policy=policy, shape=shape, short=short, **rest)
@@ -124,7 +124,7 @@ class Budget:
 
     @property
     def middles(self) -> tuple[int, ...]:
-        """Windows that the middle class may have: the given one, or doublings of the short one."""
+        """Possible windows of the middle class: the given one, or doublings of the short one."""
         if self.middle is not None:
             return (self.middle,)
         found = (self.short << power for power in range(1, _DOUBLINGS + 1))
@@ -132,7 +132,7 @@ class Budget:
         return tuple(w for w in found if w <= longest and self.cost(w) < self.tokens)
 
     def cost(self, window: int | None) -> int:
-        """Most tokens that a head of this window keeps, up to N; None is a retrieval head: N."""
+        """The most tokens that a head of this window keeps; N for None, a retrieval head."""
         if window is None:
             return self.tokens
         own = self.policy.with_window(window, alibi=False)
@@ -201,7 +201,7 @@ class Plan:
 
 
 def plan(order: Pairs, budget: Budget, masses: Masses) -> Plan:
-    """Choose windows for KV heads in the ``order`` of a criterion, the best first."""
+    """Choose windows for KV heads, in the ``order`` of a criterion, the best first."""
     if budget.share == 0:
         return _climb(order, (), budget, None)
     found = [_climb(order, _by_mass(masses, budget, one), budget, one) for one in budget.middles]
@@ -215,7 +215,7 @@ def _by_mass(masses: Masses, budget: Budget, middle: int) -> Pairs:
 
 
 def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> Plan:
-    """Buy heads one by one until the next cannot be paid."""
+    """Upgrade heads one by one until the next is beyond the budget."""
     windows: dict[tuple[int, int], int | None] = dict.fromkeys(order, budget.short)
     short = budget.cost(budget.short)
     left = budget.bytes // budget.token_bytes - budget.heads * short
@@ -225,7 +225,7 @@ def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> 
         wants_middle = spent[middle] * (1 - budget.share) < spent[None] * budget.share
         kind = middle if middle is not None and wants_middle and queues[middle] else None
         head = queues[kind].pop()
-        if windows[head] is None:  # keeps everything already
+        if windows[head] is None:  # a retrieval head already
             continue
         price = budget.cost(kind) - budget.cost(windows[head])
         if price > left:
@@ -257,7 +257,7 @@ def budgeted(found: HeadMap, budget: Budget, masses: Masses) -> tuple[HeadMap, P
         "compensation": budget.policy.compensation,
     }
     windows = None if all(map(all, chosen.retrieval)) else chosen.windows
-    # Query heads that were selected by another rule decide nothing here.
+    # Query heads that another rule selected do not count here.
     changed = replace(
         found,
         retrieval=chosen.retrieval,
@@ -270,7 +270,7 @@ def budgeted(found: HeadMap, budget: Budget, masses: Masses) -> tuple[HeadMap, P
 
 
 class Mass(Criterion):
-    """Sums, over the second half of each text, the mass that windows drop, without the sinks."""
+    """Sums the mass, without the sinks', that windows drop in the second half of each text."""
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int], sinks: int) -> None:
         shape = ModelShape.from_config(model.config)
@@ -291,7 +291,7 @@ class Mass(Criterion):
             products = query.q[:, :, start:stop].float() * query.scale @ keys_K1DT[..., :stop]
             weights = torch.exp(products - lse_KGT[:, :, start:stop, None])
             weights[..., : self._sinks] = 0
-            # Keys before [first]: none of them is after its query.
+            # Windows drop the keys before `first`, all of which precede the query.
             first_TL = torch.arange(start, stop, device=device)[:, None] + 1 - windows_L
             before = weights.mean(1).cumsum(-1, dtype=torch.float64)
             index = (first_TL - 1).clamp(min=0).expand(len(k), -1, -1)
@@ -311,7 +311,7 @@ def masses(
     sinks: int,
     on_sample: Callable[[int], None] | None = None,
 ) -> Masses:
-    """Measure the mass that each window drops, in one pass for each sample."""
+    """Measure the mass that each window drops, in one pass per sample."""
     layers = ModelShape.from_config(model.config).layers
     rows = score(model, batch, Mass(model, windows, sinks), on_sample)
     starts = range(0, len(rows), layers)

@@ -1,8 +1,8 @@
 """The common part of all criteria of retrieval heads: samples, a score of each KV head, a head map.
 
-A criterion is an `AttentionContext` of full attention that measures on the way. `score` runs a
-model over a batch of samples with it. DuoAttention's gates are trained (`duo.train`), on the same
-samples and to the same scores.
+A criterion is an `AttentionContext` of full attention that also measures heads. `score` runs a
+model over a batch of samples with it. DuoAttention's gates are trained instead (`duo.train`), on
+the same kind of samples, and give scores of the same form.
 
 Letters: H query heads, K key-value heads, G = H / K, T tokens, D head dimension.
 """
@@ -35,7 +35,7 @@ class Sample:
 class Criterion(ABC):
     """Scores the heads of a model by forward passes, one for each sample."""
 
-    sample: Sample  # whose pass it is
+    sample: Sample  # of the current pass
 
     def begin(self, sample: Sample) -> None:
         """Prepare for the pass over a sample."""
@@ -47,7 +47,7 @@ class Criterion(ABC):
 
     @abstractmethod
     def scores(self) -> Tensor:
-        """Return the score of each KV head by all samples so far, float64 ``[layers, K]``."""
+        """The score of each KV head from all samples so far, float64 ``[layers, K]``."""
 
 
 def score(
@@ -80,7 +80,7 @@ def head_map(
     sparsity: float | None = None,
     threshold: float | None = None,
 ) -> HeadMap:
-    """Build the head map that one kind of KV heads' scores decides (see `by_rule`)."""
+    """Build the head map that follows from one kind of KV heads' scores (`by_rule`)."""
     (scores,) = kv_scores.values()
     group = ModelShape.from_config(config).group
     rule, retrieval = by_rule(scores, group, sparsity=sparsity, threshold=threshold)

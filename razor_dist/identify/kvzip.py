@@ -1,18 +1,18 @@
 """KVzip's head scores: the largest attention that a head gives to a text while it is repeated.
 
-A model that repeats a text must read all of it again, so the keys that get attention then are those
-that any question about the text may need (KVzip, arXiv 2505.23416, section 3). A sample is a text
-of ``tokens`` tokens, the request to repeat it, and the text once more. **The score** of a KV head
-is the largest attention weight that any query from the request on, of any query head of the group,
-gives to any token of the text; over all samples, the maximum. That is what KVzip's
-``--save_head_score`` stores of a text of one chunk (2,000 tokens); more text is more samples.
+A model that repeats a text must read all of it again, so its attention then marks the keys that any
+question about the text may need (KVzip, arXiv 2505.23416, section 3). A sample is a text of
+``tokens`` tokens, the request to repeat it, and the text once more. **The score** of a KV head is
+the largest attention weight that any query from the request on, of any query head of the group,
+gives to any token of the text; over all samples, the maximum. KVzip's ``--save_head_score`` stores
+the same for a text of one chunk (2,000 tokens); here more text is more samples.
 
-**What it cannot see.** The request follows the text at once, so a head that looks at the last few
-tokens only gets a weight of up to 1 on the text's end. ``recent`` leaves the last tokens of the
-text out of the maximum: a streaming head's window shows them anyway. In the definition it is 0.
+**Limits.** The request follows the text at once, so a head that only looks at the last few tokens
+gets a weight of up to 1 on the text's end. ``recent`` leaves the text's last tokens out of the
+maximum, since a streaming head's window has them anyway. In the definition it is 0.
 
 The score files of KVzip's repository (``utils/head_score/*.pt``) are tensors ``[layers, KV heads]``
-of torch.save; of several, for one model, the maximum counts (`read_scores`).
+of torch.save; of several files for one model the maximum is taken (`read_scores`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 METHOD: Final = "kvzip"
 KIND: Final = "reconstruction"  # of score, in `HeadMap.kv_scores`
 _REQUEST: Final = "\n\nRepeat the previous context exactly."
-_QUERIES: Final = 256  # compared with a text's keys at once
+_QUERIES: Final = 256  # whose weights are in memory at once
 
 
 class Reconstruction(Criterion):
-    """Measures the largest weight on a text; a sample's mask is all that follows the text."""
+    """Measures the largest weight on a text; a sample's mask has the tokens after the text."""
 
     def __init__(self, model: PreTrainedModel, settings: KVzipSettings) -> None:
         shape = ModelShape.from_config(model.config)
@@ -75,7 +75,7 @@ def repetitions(
     shape: ModelShape,
     turn: tuple[Sequence[int], Sequence[int]],
 ) -> Iterator[Sample]:
-    """Make the samples; ``turn`` is what stands before and after a message (`prose.user_turn`).
+    """Make the samples; ``turn`` are the tokens before and after a message (`prose.user_turn`).
 
     Raise `ConfigError` if the model's context does not hold a text twice.
     """
@@ -115,11 +115,11 @@ def _read(file: Path) -> Tensor:
     except OSError as error:
         raise HeadMapError(f"cannot read {file}: {error.strerror}") from error
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        # Not torch's words, which advise to run what the file holds.
+        # Not torch's message, which advises to run the file's code.
         raise HeadMapError(
             f"{file} is no file of KVzip's head scores: torch.save wrote no tensor there"
         ) from error
-    if isinstance(found, Tensor) and found.ndim == 3:  # of a batch of one, in either place
+    if isinstance(found, Tensor) and found.ndim == 3:  # one dimension is a batch of one
         found = found.squeeze(1) if found.shape[1] == 1 else found.squeeze(0)
     if not isinstance(found, Tensor) or found.ndim != 2:
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__

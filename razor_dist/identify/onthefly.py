@@ -1,20 +1,19 @@
-"""DuoAttention's criterion without its training: what each KV head loses if it alone is cut.
+"""DuoAttention's criterion without training: the change of the output if one KV head is cut.
 
-A retrieval head is one that significantly alters the model's output when it sees the sinks and
-the recent tokens only (papers/duoattention.txt, section 2.2). Training finds these heads jointly,
-in hours. This is the first-order answer, in one forward pass a sample: every head runs in full,
-and beside it, for every KV head, what its group's output would have been without the middle of
-the context.
+A retrieval head significantly alters the model's output when it sees only the sinks and the recent
+tokens (papers/duoattention.txt, section 2.2). Training finds these heads jointly, in hours. This is
+the first-order approximation, in one forward pass per sample: every head runs in full, and each
+group's output is also computed without the middle of the context.
 
 **The score** of KV head j of layer i is, over the tokens t of the recall (see `passkeys`)::
 
     || W_O,j (full_j - streaming_j) ||  /  || sum over all heads h of W_O,h full_h ||
 
-where W_O,j are the columns of the output projection that the query heads of group j own: a
-distance in the hidden state, where heads can be compared, relative to all that the layer's
-attention adds there. Norms are over tokens and hidden dimensions, squares summed over samples.
+where W_O,j are the columns of the output projection for the query heads of group j: a distance in
+the hidden state, where heads can be compared, relative to all that the layer's attention adds
+there. Norms are over tokens and hidden dimensions, with squares summed over samples.
 
-What it cannot see: heads that stand in for one another, and what later layers make of a change.
+It does not see that heads may replace one another, or what later layers make of a change.
 
 Letters: H query heads, K key-value heads, G = H / K, T tokens, R recall tokens, D head dimension,
 E hidden size.
@@ -42,7 +41,7 @@ _PROJECTIONS: Final = ("o_proj", "dense", "out_proj", "wo")
 
 
 class Change(Criterion):
-    """Measures what each KV head would lose, in squares: its own, and of the layer's whole."""
+    """Sums squares of each KV head's change, and of the whole output of its layer."""
 
     def __init__(self, model: PreTrainedModel, settings: OnTheFlySettings) -> None:
         shape = ModelShape.from_config(model.config)

@@ -2,11 +2,11 @@
 
 A sample (papers/duoattention.txt, section 2.2 and Figure 3) is text with ten passkeys at random
 places, each of 32 random words, and at its end the recall of all ten in order. To predict a word
-of the recall a model must look back to where it stood: whatever a KV head contributes there from
-beyond the sinks and the recent tokens, it contributes to retrieval.
+of the recall a model must look back to the passkey: what a KV head contributes there from beyond
+the sinks and the recent tokens is retrieval.
 
-Everything follows from the seed and the sample's index: a run that is resumed needs no state of the
-data, and ranks that draw the same sample need not send it.
+Seed and index determine a sample: a resumed run needs no state of the data, and ranks that draw the
+same sample need not send it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Passkeys:
         ordinals = _ORDINALS.split()[: settings.passkeys]
         self._hidden = [encode(_PASSKEY.format(ordinal)) for ordinal in ordinals]
         self._asked = [encode(_RECALL.format(ordinal, ordinal)) for ordinal in ordinals]
-        # What a sample takes besides its text, if every word is the longest one.
+        # Tokens of a sample besides its text, if every word is the longest.
         fixed = len(self._start) + sum(map(len, self._hidden)) + sum(map(len, self._asked))
         each = settings.words * max(map(len, self._words)) + len(self._stop)
         shortest = max(settings.min_tokens, fixed + 2 * settings.passkeys * each)
@@ -100,7 +100,7 @@ class Passkeys:
 def open_passkeys(
     tokenizer: PreTrainedTokenizerBase, settings: PasskeySettings, haystack: Path | None = None
 ) -> Passkeys:
-    """Make samples for the model of a tokenizer, of the text of `open_prose`.
+    """Make samples for a tokenizer's model, from the text of `open_prose`.
 
     Raise `ConfigError` as `Passkeys`.
     """

@@ -1,4 +1,4 @@
-"""Tokens of ordinary text, and what a model's prompts begin with."""
+"""Tokens of ordinary text, and the special tokens around a model's prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Prose:
     """Sentences of a text, as tokens; `ConfigError` if there are none.
 
     ``encode`` gives the tokens of a text, without special ones. Sentences are encoded one by one,
-    so that what stands between two of them changes neither.
+    so that text inserted between two of them changes neither.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], paragraphs: Sequence[str]) -> None:
@@ -40,8 +40,8 @@ class Prose:
     def take(self, tokens: int, draw: random.Random, end: Sequence[int] = ()) -> list[list[int]]:
         """Take consecutive sentences of ``tokens`` tokens in all, the last one cut.
 
-        They begin at a random one; text that is too short begins again. What is cut ends with the
-        tokens ``end``.
+        The first one is random; after the last sentence of the text comes its first. A sentence
+        that is cut ends with the tokens ``end``.
         """
         first = draw.randrange(len(self._sentences))
         text: list[list[int]] = []
@@ -78,7 +78,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
 def user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the tokens before and after a user's message, by the chat template.
 
-    Without a template: what every prompt begins with, and a line's end.
+    Without a template they are `start_tokens` and a newline.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False)
     if tokenizer.chat_template is None:

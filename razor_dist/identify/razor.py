@@ -48,7 +48,7 @@ class ProbeScores:
     per_token: dict[str, Scores]  # means over tokens of the mean over occurrences
 
     def decide(self, settings: RazorSettings, group: int) -> tuple[Decision, Decision]:
-        """Return the decision, and the one that the other reading would give."""
+        """The decision by `scores`, and the one by `per_token`."""
         percents = (settings.induction_percent, settings.echo_percent)
         return decide(self.scores, *percents, group), decide(self.per_token, *percents, group)
 
@@ -57,7 +57,7 @@ class ProbeScores:
 class ProbeContext(Criterion):
     """Measures the weights on earlier occurrences of each token.
 
-    ``on_layer`` is called with the index of each layer that is measured.
+    ``on_layer`` is called with the index of each measured layer.
     """
 
     shape: ModelShape
@@ -95,7 +95,7 @@ class ProbeContext(Criterion):
         return total.flatten(1)
 
     def scores(self) -> Tensor:
-        """Return the largest mean weight, of either kind, in each KV head's group."""
+        """The largest mean weight of either kind in each KV head's group."""
         n, repeats = self.tokens, self.repeats
         heads = self._weight.sum(-1).amax(0) / (n * repeats * (repeats - 1) // 2)
         return heads.unflatten(-1, (self.shape.kv_heads, -1)).amax(-1)
@@ -119,8 +119,8 @@ def probe_input(
 ) -> tuple[int, Tensor]:
     """Draw n random tokens; return n and the prompt: ``start``, then these R times.
 
-    n is at most ``settings.tokens``, and all that the context holds. The tokens are distinct, so
-    that a token's earlier occurrences are those of the definition: n is within the vocabulary too.
+    n is at most ``settings.tokens``, the vocabulary, and what the context holds R times. Tokens are
+    distinct, so that a token occurs once in each repetition, as the definition assumes.
     """
     room = (shape.max_positions - len(start)) // settings.repeats
     tokens = min(settings.tokens, room, len(vocabulary))
@@ -152,7 +152,7 @@ def probe(
 
 
 def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> Tensor:
-    """List the ids of ordinary text, int64 ``[V]``: nothing special, by tokenizer or config."""
+    """Token ids of ordinary text, without special tokens, by tokenizer or config: int64 ``[V]``."""
     size: int = config.vocab_size
     if tokenizer is not None:
         ids = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
@@ -168,7 +168,7 @@ def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: Pretrain
 def head_map(
     name: str, model: PreTrainedModel, result: ProbeScores, settings: RazorSettings
 ) -> HeadMap:
-    """Build the head map that a probe's scores decide, with all settings recorded."""
+    """Build the head map that follows from a probe's scores, with all settings."""
     decision, _ = result.decide(settings, ModelShape.from_config(model.config).group)
     used = {"tokens": result.tokens, "tokens_requested": settings.tokens}
     return HeadMap.of_model(

@@ -1,18 +1,18 @@
 """Reach: how far back a head looks by position alone, in a few passes over ordinary text.
 
-kvpress's "Duo on the fly" (NVIDIA/kvpress, ``duo_attention_press.py``): of each head, the mean
-query and the mean key of a text, before rotary embeddings, stand for all of its tokens. At
-``length`` places, each with the same mean key, the last place's mean query gives weights w_0 ..
-w_{L-1} that depend on distance alone. **The score** is the area under the cumulated weights::
+kvpress's "Duo on the fly" (NVIDIA/kvpress, ``duo_attention_press.py``): the mean query and the mean
+key of a head over a text, before rotary embeddings, represent all of its tokens. With the mean key
+at each of ``length`` positions, the mean query at the last one gives weights w_0 .. w_{L-1} that
+depend on distance alone. **The score** is the area under the cumulated weights::
 
     mean over t of (w_0 + ... + w_t)  =  sum over distances d of w(d) (d + 1) / L
 
-the mean distance that the head looks back, as a fraction of L: 1/L where it sees itself only, about
-1/2 where position does not matter, 1 where it looks at the farthest place. The mean of a group's
-query heads, and of all texts, is the KV head's.
+the mean distance that the head looks back, as a fraction of L: 1/L if it sees itself only, about
+1/2 if position does not matter, 1 if it looks at the farthest position. A KV head's score is the
+mean over its query heads and all texts.
 
-**What it cannot see.** It knows heads that are local by position. Whether one that is not looks at
-all tokens alike, at the first, or for what the text says, it does not tell: all have about 1/2.
+**Limits.** It finds heads that are local by position. It does not tell whether another head looks
+at all tokens alike, at the first ones, or by content: all of these score about 1/2.
 """
 
 from __future__ import annotations

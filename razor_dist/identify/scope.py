@@ -1,23 +1,23 @@
 """The reach of each head of an ALiBi model, from its weights (RazorAttention, section 3.1).
 
-A key's score falls by the head's slope l with every token of distance, while queries and keys are
-bounded by the norm before the layer. So beyond some distance, the head's *scope* L, no weight
-exceeds epsilon (Theorem 1, equation 2)::
+A key's score falls by the head's slope l with every token of distance, while the norm before the
+layer bounds queries and keys. So beyond some distance, the head's *scope* L, no weight exceeds
+epsilon (Theorem 1, equation 2)::
 
     L = (2 ||W_Q W_K^T|| (||gain||^2 + ||shift||^2) - log epsilon) / l
 
 with the spectral norm, and gain and shift the weight and bias of the norm. A head needs a window of
-L tokens and no more, no sinks, and nothing that stands for what is dropped. Heads whose scope,
-rounded up (`window_of`), reaches the context are retrieval heads.
+L tokens, without sinks or compensation token. Heads whose scope, rounded up (`window_of`), reaches
+the context are retrieval heads.
 
-Here W_Q holds the scale of the scores, and the bias of the queries as one more column, for an input
-that is always 1; the bias of the keys adds the same to all scores of a query and is left out.
+Here W_Q includes the scale of the scores, and the bias of the queries as one more column, for an
+input that is always 1; the bias of the keys adds the same to all scores of a query and is left out.
 
-**What the proof leaves open.** (Appendix A.1.) It drops the denominator's term of the query's own
-key, which is below 1 when their product is negative; and it bounds ``||gain * z||`` by
-``||gain||``, which holds on average over a normalised z, not where the gain is large. For all
-weights and inputs ``bound="strict"`` holds. With ``||z||^2 <= E``, and the query's own key in the
-denominator, the weight is at most ``exp(q (k_n - k_m) - l (m - n))``, where::
+**Gaps in the proof** (appendix A.1). It drops the denominator's term for the query's own key, which
+is below 1 when their product is negative; and it bounds ``||gain * z||`` by ``||gain||``, which
+holds on average over a normalised z, but not where the gain is large. ``bound="strict"`` holds for
+all weights and inputs. With ``||z||^2 <= E``, and the query's own key in the denominator, the
+weight is at most ``exp(q (k_n - k_m) - l (m - n))``, where::
 
     |q (k_n - k_m)| <= ||A^T B||  sqrt(E + 1)  2 sqrt(E),   A = [W_Q gain, W_Q shift],  B = W_K gain
 
@@ -45,18 +45,18 @@ KIND: Final = "scope"  # of score, in `HeadMap.scores`: L of each query head, in
 
 
 def scopes(weights: LayerWeights, slopes: Tensor, epsilon: float, bound: Bound = "paper") -> Tensor:
-    """Compute L of every query head of a layer from its ``slopes``, float64 ``[H]``, in tokens."""
+    """L of every query head of a layer, float64 ``[H]``, in tokens."""
     content = _product_bound(weights, bound)
     return (content - math.log(epsilon)) / slopes.double().cpu()
 
 
 def _product_bound(w: LayerWeights, bound: Bound) -> Tensor:
-    """Bound the product of a query and a key, ``[H]``; strictly, of it and two keys' difference."""
+    """Bound ``q k``, float64 ``[H]``; with ``bound="strict"``, ``q (k_n - k_m)``."""
     if bound == "paper":
         query, key = _query(w, torch.ones_like(w.gain), w.shift.new_zeros(())), _key(w)
         squares = w.gain.double().square().sum() + w.shift.double().square().sum()
         if w.query_bias is not None:
-            squares = squares + 0.5  # of the input that is always 1: 2 * 0.5
+            squares = squares + 0.5  # for the input that is always 1: 2 * 0.5
         of_query = of_key = float(2 * squares.detach()) ** 0.5
     else:
         query, key = _query(w, w.gain, w.shift), _key(w) * w.gain.double()
@@ -92,11 +92,11 @@ def _product_norm(query: Tensor, key: Tensor) -> Tensor:
 
 
 def window_of(scope: float, context: int) -> int | None:
-    """Return the window that covers a scope, in tokens; None if it reaches the context.
+    """The window that covers a scope, in tokens; None if it reaches the context.
 
-    Rounded up to ``2**n`` or ``3 * 2**(n-1)``: heads with one window share a cache and a kernel
-    call, and a layer's scopes are all different. A window of the whole context would be kept by
-    every rank: a retrieval head's keys are sharded.
+    It is rounded up to ``2**n`` or ``3 * 2**(n-1)``, because heads with the same window share a
+    cache and a kernel call, and a layer's scopes are all different. If it reaches the context the
+    head is a retrieval head: ranks share its keys, but would all keep the whole window.
     """
     least = math.ceil(scope)
     power: int = 1 << max(0, least - 1).bit_length()
@@ -107,7 +107,7 @@ def window_of(scope: float, context: int) -> int | None:
 def head_map(
     name: str, model: AlibiModel, settings: ScopeSettings, on_layer: Callable[[int], None]
 ) -> HeadMap:
-    """Build the head map of scopes; those of a KV head's query heads give its window."""
+    """Build the head map of scopes; a KV head's window covers all of its query heads' scopes."""
     shape = ModelShape.from_config(model.config)
     context, group = settings.context_tokens or shape.max_positions, shape.group
     rows = []

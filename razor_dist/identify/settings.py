@@ -62,7 +62,7 @@ class RazorSettings:
 @explained()
 @dataclass(frozen=True, config=STRICT)
 class PasskeySettings:
-    """Settings of the passkey samples; `Passkeys` raises ``min_tokens`` to what passkeys take."""
+    """Settings of the passkey samples; `Passkeys` raises ``min_tokens`` until passkeys fit."""
 
     passkeys: Annotated[
         int, Field(ge=1, le=MOST_PASSKEYS), Doc("Passkeys hidden in a sample, at most ten.")

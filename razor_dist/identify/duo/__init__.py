@@ -1,1 +1,1 @@
-"""DuoAttention's way to find retrieval heads: gates that are trained."""
+"""DuoAttention's trained gates, which find retrieval heads."""

@@ -36,13 +36,13 @@ from razor_dist.parallel.zero import import_deepspeed
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From ``q_HTD``, ``k_KTD`` and ``v_KTD`` of some heads and the whole sequence to ``[H, T, D]``."""
 
-_ALIGNMENT = 64  # of masks' rows, which fused kernels want
+_ALIGNMENT = 64  # of masks' rows, which fused kernels require
 
 
 def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor:
     if not _takes_groups(q_HTD):
-        # `enable_gqa` would hold a matrix of queries by keys. A batch of groups: the keys of all
-        # heads in one are the same memory.
+        # `enable_gqa` would hold a matrix of queries by keys. In a batch of groups, all heads of a
+        # group have the same memory for keys.
         q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
         k_KGTD, v_KGTD = (x[:, None].expand(*q_KGTD.shape[:3], -1) for x in (k_KTD, v_KTD))
         return scaled_dot_product_attention(
@@ -54,7 +54,7 @@ def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) ->
 
 
 def _takes_groups(q: Tensor) -> bool:
-    """True if a fused kernel supports grouped-query attention: on CUDA none does in float32."""
+    """True if a fused kernel takes grouped queries; on CUDA none does in float32."""
     return q.device.type != "cuda" or q.dtype != torch.float32
 
 
@@ -68,7 +68,7 @@ def streaming_attention(
     # From here on no sink is among a query's recent tokens, so that one mask fits all blocks.
     start = block * -(-(sinks + recent) // block)
 
-    # The first queries, whose number does not depend on T, have one small mask.
+    # The first queries, at most `start` of them, have one small mask.
     t = torch.arange(min(start, tokens), device=k_KTD.device)
     distance = t[:, None] - t
     visible = (distance >= 0) & ((distance < recent) | (t < sinks))
@@ -77,8 +77,8 @@ def streaming_attention(
     if tokens <= start:
         return out_KGTD.flatten(0, 1)
 
-    # The others come in blocks that all see the same pattern. They are padded to whole blocks: no
-    # query sees the keys added, which come after all of them.
+    # The others come in blocks with the same mask, the last one padded: the added keys come after
+    # all queries, so that none sees them.
     blocks = -(-(tokens - start) // block)
     extra = start + blocks * block - tokens
     q_KGnBD = pad(q_KGTD[:, :, start:], (0, 0, 0, extra)).unflatten(2, (blocks, block))
@@ -101,7 +101,7 @@ def streaming_attention(
 def _grouped(
     q_nKGTD: Tensor, k_nKSD: Tensor, v_nKSD: Tensor, visible_TS: Tensor, scale: float
 ) -> Tensor:
-    """Attend by a mask; the queries of a group become rows, so that keys are not repeated."""
+    """Attend with a mask; a group's queries become rows, so that keys are not repeated."""
     group = q_nKGTD.shape[2]
     out = scaled_dot_product_attention(
         q_nKGTD.flatten(2, 3), k_nKSD, v_nKSD, attn_mask=visible_TS.repeat(group, 1), scale=scale
@@ -128,9 +128,9 @@ def gated_attention(
 class Ulysses:
     """DeepSpeed-Ulysses: a rank holds a part of the sequence, and attends for a part of the heads.
 
-    An all-to-all before attention gives each rank the whole sequence for its share of KV heads
-    and of their groups, one after it gives the tokens back. Rank r of the group holds the r-th of
-    equal parts. Raise `ConfigError` if the KV heads of a layer cannot be shared out evenly.
+    An all-to-all before attention gives each rank the whole sequence for its share of the KV heads
+    and their groups; one after attention returns the tokens. Rank r of the group holds the r-th of
+    equal parts. Raise `ConfigError` if a layer's KV heads cannot be shared evenly.
     """
 
     def __init__(self, group: dist.ProcessGroup, kv_heads: int) -> None:
@@ -167,9 +167,9 @@ class _Local(nn.Module):
 
 @dataclass(frozen=True)
 class GateContext:
-    """An `AttentionContext` (`razor_dist.models.bridge`) of gated attention, or of full."""
+    """An `AttentionContext` (`razor_dist.models.bridge`) of gated or full attention."""
 
-    gates: Tensor | None  # float32 [layers, K], in [0, 1]; None is the training's target
+    gates: Tensor | None  # float32 [layers, K], in [0, 1]; None for full attention, the target
     sinks: int
     recent: int
     ulysses: Ulysses | None = None  # for ranks that each hold a part of the sequence

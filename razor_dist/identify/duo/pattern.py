@@ -34,7 +34,7 @@ KIND: Final = "gate"  # of score, in `HeadMap.kv_scores`
 GATES_FILE: Final = "full_attention_heads.tsv"
 CONFIG_FILE: Final = "config.json"
 
-# Used to train all published patterns. DuoAttention's loader wants them of any pattern.
+# The sizes of all published patterns, which DuoAttention's loader requires of any pattern.
 _SIZES: Final = {"sink_size": 128, "recent_size": 256}
 # Training clips the gates to [0, 1] before every step but not after the last, so published files
 # hold values such as -0.0002, and DuoAttention clips when it loads. One step moves a gate by about
@@ -50,7 +50,7 @@ class Pattern:
 
 
 def read_pattern(folder: str | Path) -> Pattern:
-    """Read a pattern folder; raise `HeadMapError` with the file and line that are at fault."""
+    """Read a pattern folder; raise `HeadMapError` with the wrong file and line."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise HeadMapError(
@@ -64,7 +64,7 @@ def read_pattern(folder: str | Path) -> Pattern:
         raise HeadMapError(f"the pattern folder {folder} has no {GATES_FILE}{hint}")
     rows: list[list[float]] = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
-        # savetxt can write a header besides.
+        # savetxt can also write a header.
         if line.strip() and not line.startswith("#"):
             rows.append(_gates(line, f"{path}, line {number}"))
             if len(rows[-1]) != len(rows[0]):
@@ -137,7 +137,7 @@ def head_map(
     sparsity: float | None = None,
     threshold: float | None = None,
 ) -> HeadMap:
-    """Build the head map that a pattern's gates decide for a model.
+    """Build the head map that follows from a pattern's gates, for a model.
 
     Without `sparsity` and `threshold`, the sparsity is the one in the pattern's ``config.json``
     (`write_pattern` puts it there; the published ones have null), else `published_sparsity`.
@@ -176,12 +176,12 @@ def head_map(
 def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     """Write a head map as a pattern folder, for `read_pattern` and DuoAttention.
 
-    The gates are the map's own, if they give its decision back (then return True); otherwise 1 for
-    a KV head that keeps the whole context and 0 for the others. ``config.json`` gets the map's
-    sizes and training settings where it was imported, and the fraction of streaming heads as
-    ``sparsity``: importing the folder decides the same. Raise `HeadMapError` if a file is there
-    already (a model's folder has a ``config.json`` too) or cannot be written, or streaming heads
-    have windows of their own, for which a pattern has no place.
+    The gates are the map's own if they give the same decision (then return True); otherwise they
+    are 1 for a retrieval head and 0 for a streaming head. ``config.json`` gets the sizes and
+    training settings of an imported map, and the fraction of streaming heads as ``sparsity``, so
+    that importing the folder decides the same. Raise `HeadMapError` if a file exists already (a
+    model's folder has a ``config.json``, too) or cannot be written, or if streaming heads have
+    windows of their own, which a pattern cannot store.
     """
     if head_map.windows is not None:
         raise HeadMapError(

@@ -6,17 +6,17 @@ words of a sample's recall (see `passkeys`; papers/duoattention.txt, section 2.2
     L = 1 / (l E) sum_j || H_full[j] - H_mixed[j] ||^2  +  lambda / n sum_i |alpha_i|
 
 over the n gates. Equations 1 and 2 of the paper are sums: over the l tokens (and, squared, over
-their E dimensions) and over the gates. Taken so, the first term has thousands of summands for each
-gate, lambda = 0.05 would weigh nothing, and its weight would depend on the model's size. Both
-terms are means here, as DuoAttention's code takes the first one to be.
+their E dimensions) and over the gates. With sums, the first term would have thousands of summands
+for each gate, so that lambda = 0.05 would have no effect, or one that depends on the model's size.
+Both terms are means here, as the first one is in DuoAttention's code.
 
-**The loop.** Only the gates train. They begin at 1, and are put back into [0, 1] after every step.
-The batch is one sample, as in the paper. At 1 all gates are exact, so that the first step moves all
-of them down by the learning rate; the distance then says which ones come back.
+**The loop.** Only the gates train. They begin at 1, and are clipped to [0, 1] after every step. The
+batch is one sample, as in the paper. At 1 the mixed output is exact, so that the first step moves
+all gates down by the learning rate; then the distance brings some of them back.
 
-**Ranks** share a sample's tokens, its KV heads at attention (DeepSpeed-Ulysses), and the weights if
-asked to (ZeRO stage 3). The gates are alike on every rank, and their gradients are averaged. Sample
-s is that of step s: to be continued, a run needs nothing but gates, optimiser state and step.
+**Ranks** share a sample's tokens, its KV heads in attention (DeepSpeed-Ulysses), and with ZeRO
+stage 3 the weights. All ranks have the same gates, whose gradients are averaged. Step s takes
+sample s: to resume, a run needs only gates, optimiser state and step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _LOWEST: Final = 0.1
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step: the loss's first term, and the gates after it."""
+    """One training step: the loss's first term, and the gates after the step."""
 
     step: int  # steps done, this one included
     tokens: int  # of the sample
@@ -99,12 +99,12 @@ class GatedModel(nn.Module):
         )
 
     def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Compute the loss and its first term, of this rank; the sample's are means over ranks."""
+        """This rank's loss and its first term; the sample's are means over ranks."""
         extra = -len(sample.ids) % self._ranks
         part = (len(sample.ids) + extra) // self._ranks
         mine = slice(self._rank * part, (self._rank + 1) * part)
         device = self.gates.device
-        # Padding at the end, which causal attention hides from all real tokens.
+        # Padding at the end, which causal attention hides from all other tokens.
         ids = nn.functional.pad(sample.ids, (0, extra))[mine].to(device)
         mask = nn.functional.pad(sample.mask, (0, extra))[mine].to(device)
         positions = torch.arange(mine.start, mine.stop, device=device)
@@ -133,9 +133,9 @@ class GatedModel(nn.Module):
 
 
 def _recompute_layers(body: nn.Module) -> None:
-    """Keep only the layers' inputs for backward, and compute each layer again there."""
-    # ``gradient_checkpointing_enable`` does so in training mode, which would also switch dropout
-    # on: here the layers alone believe that they are trained, not the modules in them.
+    """Keep only the layers' inputs for backward, and recompute each layer there."""
+    # ``gradient_checkpointing_enable`` needs training mode, which also switches dropout on. Here
+    # only the layers themselves are in training mode, not the modules in them.
     for module in body.modules():
         if isinstance(module, GradientCheckpointingLayer):
             layer: Any = module
@@ -145,7 +145,7 @@ def _recompute_layers(body: nn.Module) -> None:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a factor of the highest."""
+    """The learning rate of a step, counted from 0, as a fraction of the highest."""
     ramp = max(1.0, _RAMP * steps)
     ends = min(step, max(steps - 1 - step, 0))
     return _LOWEST + (1 - _LOWEST) * min(1.0, ends / ramp)
@@ -153,12 +153,12 @@ def schedule(step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that changes while gates are trained; tensors are float32 ``[layers, KV heads]``."""
+    """The state of a training; tensors are float32 ``[layers, KV heads]``."""
 
-    step: int  # from which data and learning rate follow
+    step: int  # steps done, which determine data and learning rate
     gates: Tensor
-    mean: Tensor  # AdamW's, of the gradient
-    square: Tensor  # and of its square
+    mean: Tensor  # AdamW's running mean of the gradient
+    square: Tensor  # AdamW's running mean of the squared gradient
 
     def save(self, path: Path, identity: dict[str, Any]) -> None:
         """Write the state and `run_identity`; a kill leaves the old file or the new one."""
@@ -192,12 +192,12 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class KeptRun:
-    """A run whose state is kept in a file, after ``every`` steps and after the last."""
+    """A run whose state is saved after every ``every`` steps and after the last."""
 
     file: Path
     identity: dict[str, Any]  # `run_identity`
     every: int = 50  # steps
-    state: TrainingState | None = None  # that it goes on from
+    state: TrainingState | None = None  # from which the run resumes
 
 
 def run_identity(
@@ -208,9 +208,9 @@ def run_identity(
     passkeys: Passkeys,
     haystack: str,
 ) -> dict[str, Any]:
-    """Collect the settings that must be equal in a run and in the one that continues it."""
+    """The settings that must be equal when a run is resumed."""
     training = asdict(settings)
-    # Neither the place of the numbers nor the rule by which gates decide in the end changes a gate.
+    # Neither where weights are kept nor the rule that turns gates into a head map changes a gate.
     del training["zero_stage"], training["sparsity"], training["threshold"]
     return {
         "model": model_fingerprint(config),
@@ -235,10 +235,10 @@ def train(
 ) -> Scores:
     """Train the gates of a model, ``[layers][KV heads]``; raise `ConfigError` as `Ulysses`.
 
-    With ``zero_stage`` 3 the ``model`` is best left on the CPU; ``device``, by default the model's,
-    is the one to train on. ``sample`` is `Passkeys.sample`, the same on every rank. ``group`` has
-    all ranks (`razor_dist.parallel.zero.join_ranks`), and ``zero_stage`` 3 needs it even of one.
-    ``on_step`` is called on rank 0, which also keeps the run's state. Raise `ModelError` once the
+    With ``zero_stage`` 3 the ``model`` is best on the CPU; training runs on ``device``, by default
+    the model's. ``sample`` is `Passkeys.sample`, the same on every rank. ``group`` has all ranks
+    (`razor_dist.parallel.zero.join_ranks`); ``zero_stage`` 3 needs it even for one rank.
+    ``on_step`` is called on rank 0, which also saves the run's state. Raise `ModelError` if the
     loss is not finite.
     """
     device = device or model.device
@@ -291,7 +291,7 @@ def head_map(
     passkeys: PasskeySettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """Build the head map that trained gates decide, by the rule of imported patterns."""
+    """Build the head map that follows from trained gates, as for imported patterns."""
     training = asdict(settings)
     del training["sparsity"], training["threshold"]
     sizes = {"sink_size": training.pop("sinks"), "recent_size": training.pop("recent")}
