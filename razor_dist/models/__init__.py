@@ -1,1 +1,1 @@
-"""What each model family needs beyond transformers: loading, positions, adapters."""
+"""The parts of model families beyond transformers: loading, positions, adapters."""

@@ -1,4 +1,4 @@
-"""The adapters: classes of our own that serve models biased by distance (ALiBi)."""
+"""Adapters: our own classes for models biased by distance (ALiBi)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-# Model types with an adapter, and where its class `Model` is.
+# Model types with an adapter, and the module of its class `Model`.
 _ADAPTERS = {
     "bloom": "razor_dist.models.bloom",
     "mpt": "razor_dist.models.mpt",
@@ -16,7 +16,7 @@ _ADAPTERS = {
 
 
 def adapter(config: PretrainedConfig) -> Any:
-    """The `CausalLM` class for a configuration in place of transformers' own, or None."""
+    """The `CausalLM` class that replaces transformers' own for a configuration, or None."""
     name = _ADAPTERS.get(config.model_type)
     return name and importlib.import_module(name).Model
 
@@ -26,7 +26,7 @@ def is_alibi(config: PretrainedConfig) -> bool:
 
 
 def register_configs() -> None:
-    """Make `AutoConfig` read the configurations that transformers does not know, or refuses."""
+    """Make `AutoConfig` read configurations that transformers does not know, or refuses."""
     from razor_dist.models.baichuan import BaichuanConfig
     from razor_dist.models.mpt import MptConfig
 

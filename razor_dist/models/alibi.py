@@ -1,8 +1,8 @@
-"""Models biased by distance (ALiBi): what their adapters share.
+"""The common part of adapters for models biased by distance (ALiBi).
 
 BLOOM and MPT bypass transformers' attention interface, and Baichuan is not in transformers at all.
 Each has a small adapter (`bloom`, `mpt`, `baichuan`): a model class whose attention is the call's
-`AttentionContext`, which gets the slopes. Nothing as wide as the context is ever built.
+`AttentionContext`, which gets the slopes. No tensor as wide as the context is ever built.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from razor_dist.models.bridge import AttentionContext
 
 
 class LayerWeights(NamedTuple):
-    """The weights behind a layer's scores, as `razor_dist.identify.scope` needs them.
+    """The weights behind a layer's scores, for `razor_dist.identify.scope`.
 
     With ``z`` the normalised hidden state, the attention's input is ``x = gain * z + shift``, and
-    its scores are ``scale * (query x + query_bias) . (key x + ...) - slope * distance``; a bias of
-    the keys adds the same to every score of a query.
+    its scores are ``scale * (query x + query_bias) . (key x + ...) - slope * distance``. The keys'
+    bias is left out, since it adds the same to every score of a query.
     """
 
     query: Tensor  # [H, D, E]
     query_bias: Tensor | None  # [H, D]
     key: Tensor  # [K, D, E]
-    gain: Tensor  # [E], of the norm before, as is shift
-    shift: Tensor  # 0 where the norm has none
+    gain: Tensor  # [E], of the norm before attention, as is shift
+    shift: Tensor  # 0 if the norm has none
     scale: float
     clip: float | None = None  # bound on the coordinates of queries and keys
 
 
 class AlibiModel(Protocol):
-    """Methods that a model with an adapter has beyond transformers' models."""
+    """The methods of a model with an adapter beside those of transformers' models."""
 
     config: Any
 
@@ -44,19 +44,19 @@ class AlibiModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def slopes(self, device: torch.device) -> Tensor:
-        """float32 ``[H]``, the same in every layer."""
+        """ALiBi's slopes by head, float32 ``[H]``, the same in every layer."""
 
     def layer_weights(self, layer: int) -> LayerWeights: ...
 
 
 class Biased(NamedTuple):
-    """A model hands this to its layers in place of transformers' ALiBi tensor."""
+    """A model passes this to its layers in place of transformers' ALiBi tensor."""
 
     context: AttentionContext
     slopes: Tensor
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """``[1, T, H * D]`` of one layer, from ``q``, ``k`` and ``v`` ``[H, T, D]``."""
+        """A layer's attention ``[1, T, H * D]`` from ``q``, ``k`` and ``v`` ``[H, T, D]``."""
         out = self.context.attend(layer, Query.grouped(q, scale, self.slopes, k.shape[0]), k, v)
         return out.flatten(1).unsqueeze(0)
 
@@ -89,9 +89,9 @@ class CausalLM:
     ) -> CausalLMOutput:
         """Logits of one sequence's tokens ``input_ids``, int64 ``[1, T]``.
 
-        ``logits_to_keep`` has the indices of the tokens whose logits are wanted, or how many at the
-        end; 0 means all. The context knows where the tokens stand: ``position_ids`` is taken, as
-        every model takes it, and not needed. There is no cache to use.
+        ``logits_to_keep`` are the indices of the tokens whose logits are wanted, or their number at
+        the end; 0 means all. ``position_ids`` and ``use_cache`` are accepted as by every model and
+        ignored: the context has positions and cache.
         """
         hidden = self.base_model(
             input_ids=input_ids, biased=Biased(attention_context, self.slopes(input_ids.device))
@@ -102,10 +102,10 @@ class CausalLM:
 
 
 def press_slopes(heads: int) -> list[float]:
-    """Slopes by head as ALiBi's paper has them (arXiv 2108.12409, section 3), and its code.
+    """Slopes by head, as in ALiBi's paper (arXiv 2108.12409, section 3) and code.
 
-    For a power of two n they are ``2 ** (-8 k / n)``, k = 1..n. Otherwise they are those of the
-    power of two below, then every other one of the power of two above.
+    For a power of two n they are ``2 ** (-8 k / n)``, k = 1..n. Otherwise they are the slopes for
+    the power of two below, then every other slope for the power of two above.
     """
     power: int = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * k / power) for k in range(1, power + 1)]
@@ -114,6 +114,6 @@ def press_slopes(heads: int) -> list[float]:
 
 
 def packed(weight: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries' and keys' ``[H, D, E]`` of one projection ``[3 H D, E]`` to q, then k, then v."""
+    """Weights of queries and keys, ``[H, D, E]``, from a projection ``[3 H D, E]`` to q, k, v."""
     query, key, _ = weight.unflatten(0, (3, heads, -1))
     return query, key

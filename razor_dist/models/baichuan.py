@@ -1,8 +1,8 @@
-"""Baichuan with ALiBi (Baichuan-13B, Baichuan2-13B), whose layout transformers does not have.
+"""Baichuan with ALiBi (Baichuan-13B, Baichuan2-13B), which transformers does not have.
 
 A Llama-like decoder with RMSNorm and a gated MLP. Queries, keys and values come from one packed
-projection, ``W_pack``. Baichuan 2 normalises the rows of its output projection: a token's logit is
-the hidden state against the token's direction alone (arXiv 2309.10305, section 3.2.2).
+projection, ``W_pack``. Baichuan 2 normalises the rows of its output projection: a token's logit
+does not depend on the length of its row (arXiv 2309.10305, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSN
 
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed, press_slopes
 
-# These tell the kinds of Baichuan apart: they share a model type, and no field says which it is.
+# Sizes that tell the kinds of Baichuan apart: they share a model type, and no field names the kind.
 _ROTARY_HIDDEN_SIZE = 4096
 _VOCAB_1, _VOCAB_2 = 64000, 125696
 
@@ -48,7 +48,7 @@ class BaichuanConfig(PretrainedConfig):
 
     @property
     def normalised_head(self) -> bool:
-        """True if logits are against the directions of the output projection's rows."""
+        """True if the rows of the output projection are normalised."""
         return self.z_loss_weight is not None or self.vocab_size == _VOCAB_2
 
 
@@ -132,9 +132,7 @@ class Model(CausalLM, _PreTrained):
     def reason(config: PretrainedConfig) -> str | None:
         c: Any = config
         if c.hidden_size == _ROTARY_HIDDEN_SIZE:
-            return (
-                "those of 7B have rotary embeddings in a layout of their own; only 13B's is known"
-            )
+            return "Baichuan-7B has rotary embeddings in its own layout; Baichuan-13B is supported"
         if not c.normalised_head and c.vocab_size != _VOCAB_1:
             return (
                 "it is not clear whether its output projection is normalised: Baichuan 2 has "

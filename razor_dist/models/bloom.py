@@ -19,7 +19,7 @@ from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, press_slopes
 
 
 class _Attention(BloomAttention):
-    """A layer hands ``alibi`` on as it is: not a tensor here, but what computes attention."""
+    """BLOOM's layers pass ``alibi`` on unchanged; here it is no tensor but computes attention."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, residual: Tensor, alibi: Biased, **unused: Any

@@ -2,8 +2,8 @@
 
 Models are loaded with ``attn_implementation="razor"``. Each forward pass carries an
 `AttentionContext` in the model call's keyword arguments (``attention_context=...``); every layer
-hands its rotated queries, keys and values to it. No mask is ever built: what is visible follows
-from the context's positions.
+passes its rotated queries, keys and values to it. No mask is ever built: the context's positions
+decide which keys are visible.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from razor_dist.models.longrope import position_mark
 
 NAME = "razor"
 
-# Arguments to attention that do not change what it computes: the positions are in the queries and
-# keys already, and the rest is about what a model returns or how another library runs, or is looked
-# at by itself (dropout, is_causal).
+# Arguments to attention that do not change its result. Positions are in queries and keys already,
+# `_problem` checks dropout and is_causal, and the rest concerns a model's outputs or a library.
 _NAMES = """
     cache_position deterministic dropout hidden_states is_causal num_items_in_batch
     output_attentions output_hidden_states output_router_logits position_embeddings position_ids
@@ -34,15 +33,14 @@ _HARMLESS = frozenset(_NAMES.split())
 
 
 class AttentionContext(Protocol):
-    """Knowledge of one forward pass about its sequences."""
+    """Computes attention for one forward pass, whose sequences it knows."""
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of one layer, by index, to the T tokens of this pass and those before.
+        """Attention of a layer, by index, to the T tokens of this pass and the tokens before them.
 
-        ``query.q`` is ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, T, D]``; queries and keys are
-        rotated, or are to be (``query.rotation``), or the query has slopes (ALiBi). The result is
-        ``[T, K G, D]`` in the dtype of the
-        queries.
+        ``query.q`` is ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, T, D]``. Queries and keys are
+        rotated, or attention has to rotate them (``query.rotation``), or the query has ALiBi's
+        slopes. The result is ``[T, K G, D]`` in the dtype of the queries.
         """
 
 
@@ -59,8 +57,8 @@ def _forward(
 ) -> tuple[Tensor, None]:
     problem = _problem(module, (query, key, value), attention_mask, kwargs)
     if problem is not None:
-        # `models.support` refuses such models by their configuration; reaching this means that
-        # a model's own code or a new release of transformers does what no configuration tells.
+        # `models.support` refuses such models by their configuration. This is for a model's own
+        # code, or a new release of transformers, that does what no configuration tells.
         raise NotImplementedError(f"the attention of {type(module).__name__} {problem}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -72,7 +70,7 @@ def _forward(
 def _problem(
     module: nn.Module, qkv: Sequence[Tensor], mask: Tensor | None, given: Mapping[str, Any]
 ) -> str | None:
-    """Name what a layer asks for beyond causal attention: silence would be a wrong answer."""
+    """Name what a layer asks for beyond causal attention, since ignoring it would be wrong."""
     if mask is not None:
         return "brings a mask of its own, which is not supported"
     if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -95,7 +93,7 @@ def _problem(
 
 @torch.inference_mode()
 def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContext) -> None:
-    """Run a prompt, int64 ``[N]``, through a model's body; logits would outweigh all else."""
+    """Run a prompt, int64 ``[N]``, through a model's body; logits would take most of the memory."""
     ids = input_ids.to(model.device)
     body = model.base_model
     check_one_chunk(body, len(ids))

@@ -1,4 +1,4 @@
-"""A hash of a model's folder, by which a job that goes on knows that the model is the same."""
+"""A hash of a model's folder, by which a resumed job recognises the model."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import BinaryIO, Final
 
 from razor_dist.config.errors import ModelError
 
-# What decides token ids, prompts and defaults of sampling, beside the weights.
+# Files beside the weights that decide token ids, prompts and sampling defaults.
 _FILES: Final = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "chat_template*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
 )
-_TENSORS: Final = 4096  # of a file, of which a sample is read
+_TENSORS: Final = 4096  # the most tensors of a file that are sampled
 _SAMPLE: Final = 64  # bytes of a tensor, from its middle
-_NO_HEADER: Final = 4096  # bytes that are read where the header's length is beyond the file
+_NO_HEADER: Final = 4096  # bytes that are read if the header's length is beyond the file
 
 
 def content_hash(model: str) -> str | None:
     """Hash the files of a model's local folder; None for a hub id and the embedded model.
 
-    Of weights it takes names, dtypes and shapes, and a few bytes of each tensor: another
-    fine-tune differs in these, and gigabytes are not read. Raises `ModelError` if a file cannot be
-    read.
+    Weights enter by their names, dtypes, shapes and a few bytes of each tensor, in which fine-tunes
+    differ; so gigabytes need not be read. Raise `ModelError` if a file cannot be read.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -44,9 +43,9 @@ def content_hash(model: str) -> str | None:
 
 
 def _weights(file: BinaryIO) -> bytes:
-    """Return the digest of a safetensors file's header and samples.
+    """The digest of a safetensors file's header and samples.
 
-    Of a file that is none, such as a Git LFS pointer, of what stands in the place of the header.
+    Any other file, such as a Git LFS pointer, enters by its first bytes.
     """
     length, size = file.read(8), os.fstat(file.fileno()).st_size
     says = int.from_bytes(length, "little")

@@ -1,9 +1,9 @@
-"""Dual chunk attention in a model: its settings, and positions counted anew in every chunk.
+"""Dual chunk attention in a model: its settings, and positions that restart in every chunk.
 
-Qwen's 1M models reach beyond their training by it (`razor_dist.kernels.dual_chunk`); transformers
-does not know the field and attends as usual at any length. Queries and keys of all layers get their
-rotary embeddings by ``position mod chunk`` here, and attention turns queries further towards keys
-of other chunks. Within the first chunk nothing changes.
+With it, Qwen's 1M models serve longer texts than they were trained on
+(`razor_dist.kernels.dual_chunk`). transformers ignores the field and attends as usual at any
+length. Here queries and keys are rotated by ``position mod chunk``, and attention rotates queries
+further for keys of other chunks. Within the first chunk nothing changes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _DUAL_CHUNK = ("qwen2", "qwen3", "qwen3_moe")
 
 
 def dual_chunk_sizes(config: PretrainedConfig) -> tuple[int, int, int] | None:
-    """Sizes of dual chunk attention in tokens, as `DualChunk` has them; None for models without.
+    """Sizes of dual chunk attention in tokens, as in `DualChunk`; None for models without it.
 
-    They are those of a chunk, ``chunk_size - local_size``; ``chunk_size``; and
-    ``original_max_position_embeddings``, or 0. Raises `ModelError` where the field makes no sense,
-    or the model is of a type for which it is not known. A ``sparse_attention_config`` is left
-    aside: attention is exact.
+    They are ``chunk_size - local_size``, the length of a chunk; ``chunk_size``; and
+    ``original_max_position_embeddings``, or 0. Raise `ModelError` if the field is malformed, or
+    unknown for the model's type. A ``sparse_attention_config`` is ignored: attention is exact.
     """
     fields = getattr(config, "dual_chunk_attention_config", None)
     if fields is None:
@@ -55,7 +54,7 @@ def dual_chunk_sizes(config: PretrainedConfig) -> tuple[int, int, int] | None:
 
 
 class DualChunkRope(nn.Module):
-    """A model's rotary embedding ``stock``, for positions within their chunk."""
+    """A model's rotary embedding ``stock``, applied to positions modulo the chunk length."""
 
     def __init__(self, stock: Any, sizes: tuple[int, int, int]) -> None:
         super().__init__()
@@ -72,20 +71,20 @@ class DualChunkRope(nn.Module):
 
 
 def count_within_chunks(model: PreTrainedModel) -> None:
-    """Give a model of dual chunk attention its positions; leave others alone."""
+    """Make a model with dual chunk attention use `DualChunkRope`; leave other models alone."""
     sizes, body = dual_chunk_sizes(model.config), model.base_model
     if sizes is not None:
         body.rotary_emb = DualChunkRope(body.rotary_emb, sizes)
 
 
 def dual_chunk_of(body: nn.Module) -> DualChunk | None:
-    """The dual chunk attention of ``base_model`` of a model that `count_within_chunks` has seen."""
+    """The dual chunk attention of a ``base_model``, after `count_within_chunks`; None without."""
     rope = getattr(body, "rotary_emb", None)
     return rope.dual if isinstance(rope, DualChunkRope) else None
 
 
 def check_one_chunk(body: nn.Module, tokens: int) -> None:
-    """Raise `ConfigError` for a text of several chunks, where attention does not know of them."""
+    """Raise `ConfigError` for a text of several chunks, for attention that does not know chunks."""
     dual = dual_chunk_of(body)
     if dual is not None and tokens > dual.length:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Load a model for serving: our attention, shared weights, no gradients, nothing missing."""
+"""Load a model for serving, with our attention, shared weights, and no gradients."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ from razor_dist.models.support import (
 # By their names in safetensors files.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _FLOATS = {*_DTYPES, "F64"}  # of weights that transformers casts to a model's dtype
-# Ends of the names of what quantised weights are multiplied by or moved.
+# Ends of the names of quantised weights' scales and offsets.
 _SCALES = ("_scale", "_scale_inv", "_zero_point", ".scales", ".qzeros")
 
-# Numbers of each weight that make its fingerprint; fields that say nothing of keys and values.
+# Numbers of each weight that enter `weights_fingerprint`.
 _SAMPLES = 256
+# Fields of a configuration that do not change keys and values.
 _IDLE = {
     *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"),
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "max_length"),
@@ -65,9 +66,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def read_config(
     path: str | Path, *, trust_remote_code: bool = False, rope_scaling: RopeScaling | None = None
 ) -> PretrainedConfig:
-    """Read a model folder's configuration; `ModelError` unless `check_supported` takes it.
+    """Read a model folder's configuration; `ModelError` if `check_supported` refuses it.
 
-    With ``rope_scaling`` it is as if ``config.json`` said so (`scale_rope`).
+    ``rope_scaling`` is applied as if it stood in ``config.json`` (`scale_rope`).
     """
     register_configs()
     try:
@@ -93,10 +94,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the causal language model in a local folder, its attention replaced by ours.
 
-    All safetensors files are mapped. On CPU, where ``dtype`` is the stored one, the
-    parameters are views of them: the ranks of one host share those pages, and loading reads nothing
-    until it is used. Not so the experts of a mixture, which transformers reads and stacks: every
-    rank has a copy of its own. To another device or dtype each weight goes by itself.
+    All safetensors files are mapped. On CPU, if ``dtype`` is the stored one, parameters are views
+    of the files: ranks of one host share those pages, and nothing is read before it is used. The
+    experts of a mixture are an exception: transformers reads and stacks them, so that every rank
+    has its own copy. To another device or dtype weights are moved one by one.
 
     ``dtype`` is float32, bfloat16 or float16; ``trust_remote_code`` runs Python code that comes
     with the weights. The model is in eval mode, without gradients and without transformers' own
@@ -108,7 +109,7 @@ def load_model(
         raise ModelError(f"dtype must be one of {names}, got {dtype_name(dtype)}")
     config = read_config(path, trust_remote_code=trust_remote_code, rope_scaling=rope_scaling)
     model_class = adapter(config)
-    # Typed as returning a model alone, which output_loading_info makes untrue.
+    # Any: its type has no second result, which output_loading_info adds.
     from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained
     config = without_idle_window(config)
     with quiet_transformers(), _reading_weights(path):
@@ -118,8 +119,7 @@ def load_model(
             config=config,
             dtype=dtype,
             attn_implementation=RAZOR_ATTENTION,
-            # Without it, weights that change dtype would first be whole on the CPU, once for each
-            # rank of a host.
+            # Without it, every rank would first have all weights that change dtype on the CPU.
             device_map={"": device},
             use_safetensors=True,
             local_files_only=True,
@@ -133,12 +133,12 @@ def load_model(
 
 
 def _check_floats(path: str | Path) -> None:
-    """Raise `ModelError` for weights that are codes, and no numbers without their scales."""
+    """Raise `ModelError` for weights that are quantised codes."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in sorted(weights.keys()):
                 dtype = weights.get_slice(name).get_dtype()
-                # Other tensors may be masks, say GPT-2's; 8-bit and 4-bit floats are always codes.
+                # Other tensors may be masks, as GPT-2's; 8-bit and 4-bit floats are always codes.
                 if dtype not in _FLOATS and (dtype.startswith("F") or name.endswith(".weight")):
                     raise ModelError(
                         f"the weight {name} in {file} is of dtype {dtype}: {QUANTISED}"
@@ -146,10 +146,10 @@ def _check_floats(path: str | Path) -> None:
 
 
 def _check_report(path: str | Path, config: PretrainedConfig, report: dict[str, Any]) -> None:
-    """Raise `ModelError` for what transformers says of the weights that it loaded."""
+    """Raise `ModelError` for mismatched, missing or quantised weights in transformers' report."""
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise ModelError(
-            f"the weight {name} in {path} is {list(found)}, and by config.json {list(wanted)}"
+            f"the weight {name} in {path} is {list(found)}, but by config.json {list(wanted)}"
         )
     # transformers fills missing weights with random numbers and only warns.
     if report["missing_keys"]:
@@ -159,7 +159,7 @@ def _check_report(path: str | Path, config: PretrainedConfig, report: dict[str, 
     for name in unexpected:
         if name.endswith(_SCALES):
             raise ModelError(f"the weights in {path} have {name}: {QUANTISED}")
-    # What an adapter does not know of may be a kind of model that its configuration does not tell.
+    # Weights that an adapter does not know may mean a kind of model that no field tells.
     if unexpected and adapter(config) is not None:
         raise ModelError(
             f"the weights in {path} have {len(unexpected)} that a model of type "
@@ -169,7 +169,7 @@ def _check_report(path: str | Path, config: PretrainedConfig, report: dict[str, 
 
 @contextlib.contextmanager
 def _reading_weights(path: str | Path) -> Iterator[None]:
-    """Raise `ModelError` where files of a model folder cannot be read."""
+    """Raise `ModelError` if files of a model folder cannot be read."""
     try:
         yield
     except SafetensorError as error:
@@ -181,10 +181,10 @@ def _reading_weights(path: str | Path) -> Iterator[None]:
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
-    """The dtype in which a model folder keeps its weights: in it, loading on CPU copies nothing.
+    """The dtype of a model folder's weights, in which loading on CPU copies nothing.
 
-    The first weight of the first ``*.safetensors`` file speaks for all. Raise `ModelError` if there
-    is none, or no model can be loaded in its dtype.
+    It is that of the first weight in the first ``*.safetensors`` file. Raise `ModelError` if there
+    is none, or its dtype is not served.
     """
     file = min(Path(path).glob("*.safetensors"), default=None)
     if file is None:
@@ -198,7 +198,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def layer_classes(model: PreTrainedModel) -> set[type[nn.Module]]:
-    """The classes of a model's decoder layers, also where `use_fused_layers` has changed them."""
+    """The classes of a model's decoder layers, also after `use_fused_layers`."""
     names = set(model._no_split_modules or ())
     kinds = {type(module) for module in model.modules()}
     return {kind for kind in kinds if any(base.__name__ in names for base in kind.__mro__)}
@@ -211,11 +211,11 @@ def model_from_config(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A model of a configuration with our attention and no weights of its own.
+    """Make a model with our attention and random weights from a configuration.
 
-    They are drawn at random; on the meta device there are none, and it is made at once. ``config``
-    is from `read_config`, which refuses models that cannot be served. Raise `ModelError` if the
-    model's class, which may be of remote code, does not use the attention interface.
+    On the meta device it has no weights and takes no time. ``config`` is from `read_config`, which
+    refuses models that cannot be served. Raise `ModelError` if the model's class, which may be
+    remote code, does not use the attention interface.
     """
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": RAZOR_ATTENTION}
     model_class = adapter(config)
@@ -235,7 +235,7 @@ def model_from_config(
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
     module: Any
     for module in model.modules():
-        # Its frequencies are constant here (`check_supported`); transformers would look at the
+        # Frequencies are constant here (`check_supported`), but transformers would read the
         # positions of each call.
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"
@@ -251,9 +251,9 @@ def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
-    """Token ids that end a text, by a configuration or a model folder; empty if it names none.
+    """Token ids that end a text, from a configuration or a model folder; empty if it names none.
 
-    In a folder ``generation_config.json`` is asked before ``config.json``.
+    In a folder ``generation_config.json`` precedes ``config.json``.
     """
     if isinstance(source, PretrainedConfig):
         found = [getattr(source, "eos_token_id", None)]
@@ -272,12 +272,11 @@ def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = _SAMPLES) -> str:
-    """Hash of samples from all weights, and of their names and shapes: of another model, another.
+    """Hash of all weights' names, shapes and samples, which differs between models.
 
-    Reading all of a model's weights would take longer than much that is to be saved by it. What
-    turns keys is in it as well, by any release of transformers: the rotary
-    frequencies, to three digits, since processors round otherwise; and so is code that comes with
-    the weights.
+    Reading all weights would take longer than the cached work often saves. The hash includes rotary
+    frequencies, which releases of transformers may change, to three digits, since processors round
+    differently; and code that comes with the weights.
     """
     found = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
@@ -300,17 +299,17 @@ def weights_fingerprint(model: PreTrainedModel, samples: int = _SAMPLES) -> str:
 
 
 def settings_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return a model's configuration but for what does not touch its keys and values."""
+    """A model's configuration without fields that do not change its keys and values."""
     fields = config.to_dict()
     return {name: value for name, value in sorted(fields.items()) if name not in _IDLE}
 
 
 def model_fingerprint(config: PretrainedConfig) -> str:
-    """Hash (``sha256:...``) of the fields that decide a model's heads and what they can attend to.
+    """Hash (``sha256:...``) of the fields that decide a model's heads and their attention.
 
-    Fine-tunes of one model share it; so do its copies saved by other releases of transformers,
-    whose spelling of the rotary fields is brought to one form here. Fields that do not touch
-    attention (dtype, names, cache switches, token ids) are left out.
+    Fine-tunes of one model share it, and so do copies saved by other releases of transformers,
+    whose spellings of the rotary fields are brought to one form. Other fields (dtype, names, cache
+    switches, token ids) are left out.
     """
     c: Any = config
     shape = ModelShape.from_config(config)
@@ -331,7 +330,7 @@ def model_fingerprint(config: PretrainedConfig) -> str:
         names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
         attention = getattr(c, "attn_config", None)
         fields["alibi"] = {name: getattr(attention, name, None) for name in names}
-    # Equal numbers are spelt alike, whether 10000 or 10000.0.
+    # 10000 and 10000.0 are spelt alike.
     plain = json.loads(json.dumps(fields), parse_float=_whole)
     canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
@@ -356,17 +355,16 @@ def _rope_fields(config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' bars, and what it says of a model's flags for its own ``generate``.
+    """Silence transformers' progress bars, and its warnings about flags of ``generate``.
 
-    Eight ranks that load at once would draw over each other, and the flags are read by
-    `razor_dist.protocol.sampling_params.sampling_defaults` alone.
+    Bars of eight ranks would overlap, and only `razor_dist.protocol.sampling_params` reads flags.
     """
     flags = logging.getLogger("transformers.generation.configuration_utils")
     level = flags.level
     flags.setLevel(logging.ERROR)
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    # It has a bar of tqdm's own, which this switch would not reach.
+    # This module has a bar of tqdm's own, which the switch does not reach.
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm  # type: ignore[assignment]
     try:
         yield
@@ -377,12 +375,12 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> None:
-    # Where DeepSpeed is installed accelerate imports it now, and it would print its guess.
+    # accelerate imports DeepSpeed now if it is installed, which would print its guess.
     from razor_dist.parallel.zero import name_accelerator
 
     name_accelerator()
     with quiet_transformers():
         model.save_pretrained(folder)
-    # safetensors writes files that their owner alone may read, whatever the umask.
+    # safetensors writes files that only their owner may read, whatever the umask.
     for weights in Path(folder).glob("*.safetensors"):
         shutil.copymode(Path(folder) / "config.json", weights)

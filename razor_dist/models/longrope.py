@@ -1,16 +1,16 @@
-"""LongRoPE (arXiv 2402.13753): of two sets of rotary frequencies, one for all of a sequence.
+"""LongRoPE (arXiv 2402.13753): one of two sets of rotary frequencies for a whole sequence.
 
 Phi-3's long-context models have ``short_factor`` for texts of up to
 ``original_max_position_embeddings`` tokens and ``long_factor`` for longer ones. Keys rotated by one
-set say nothing to queries rotated by the other, so a sequence must keep to one from its first
-token on. transformers chooses anew in every forward call, by the largest position in it: right for
-a call that holds a whole text; wrong for a slice of one, for decode steps over several sequences,
-and for the cached keys of a text that grows beyond the limit while it is answered (there `generate`
-throws the cache away and reads everything again).
+set mean nothing to queries rotated by the other, so a sequence must use one set from its first
+token on. transformers chooses in every forward call, by the largest position in it. That is right
+for a call with a whole text, but wrong for a slice of a text, for decode steps over several
+sequences, and for the cached keys of a text that exceeds the limit while it is answered (there
+`generate` drops the cache and reads everything again).
 
-Here the choice is made once, by how long the sequence may become (`position_mark`), and comes with
-every position id: bit `LONG` asks for the long set. So it holds in every chunk, on every rank and
-in every decode step, also when short and long sequences share one, and a CUDA graph sees it change.
+Here the choice is made once, by the length that the sequence may reach (`position_mark`), and is
+part of every position id: bit `LONG` asks for the long set. So it holds in every chunk, on every
+rank and in every decode step, also if short and long sequences share a step or a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LONG = 1 << 40
 
 
 class LongRope(nn.Module):
-    """A model's rotary embedding that tells short from long by each position's own mark.
+    """A model's rotary embedding with the set of frequencies that each position's mark asks for.
 
-    transformers' embedding of ``rope_type`` longrope, ``stock``, stays the one that computes: a
-    copy of it for each set of frequencies, with the choice between them switched off.
+    It computes by two copies of ``stock``, transformers' embedding of ``rope_type`` longrope, one
+    for each set, with transformers' own choice switched off.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -66,7 +66,7 @@ def _fixed(stock: Any, inv_freq: Tensor) -> nn.Module:
 
 
 def mark_long_positions(model: PreTrainedModel) -> None:
-    """Have a model of ``rope_type`` longrope choose by mark; leave others alone."""
+    """Make a model of ``rope_type`` longrope use `LongRope`; leave other models alone."""
     body: Any = model.base_model
     rope = getattr(body, "rotary_emb", None)
     if getattr(rope, "rope_type", None) == "longrope":
@@ -76,10 +76,9 @@ def mark_long_positions(model: PreTrainedModel) -> None:
 def position_mark(body: nn.Module, max_read: int) -> int:
     """The number to add to every position id of a sequence: 0, or `LONG` (LongRoPE only).
 
-    ``body`` is ``base_model`` of a model that `mark_long_positions` has seen. ``max_read``, the
-    most tokens of the sequence that the model may ever read, decides alone: a prompt is read with
-    the long frequencies if its answer may outgrow the short ones, so that the keys of both go
-    together.
+    ``body`` is a model's ``base_model``, after `mark_long_positions`. ``max_read``, the most tokens
+    of the sequence that the model may ever read, decides alone: if the answer may exceed the limit,
+    its prompt is read with the long frequencies, too.
     """
     rope = getattr(body, "rotary_emb", None)
     return LONG if isinstance(rope, LongRope) and max_read > rope.limit else 0

@@ -17,9 +17,9 @@ from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed
 
 @strict
 class MptConfig(transformers.MptConfig):
-    """transformers', which takes StoryWriter's ``"clip_qkv": 6`` for the wrong type.
+    """transformers' class, which refuses StoryWriter's ``"clip_qkv": 6`` as an integer.
 
-    Its name is transformers', too, for `AutoModelForCausalLM` finds a model by it.
+    It has the same name because `AutoModelForCausalLM` finds models by it.
     """
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class MptConfig(transformers.MptConfig):
 
 
 class _Attention(MptAttention):
-    """A layer hands ``position_bias`` on as it is: here it is what computes attention."""
+    """MPT's layers pass ``position_bias`` on unchanged; here it computes attention."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, position_bias: Biased, **unused: Any
@@ -69,9 +69,9 @@ class Model(CausalLM, MptForCausalLM):
 
     @staticmethod
     def reason(config: PretrainedConfig) -> str | None:
-        """Return why an MPT cannot be served, as the end of a sentence.
+        """The reason why an MPT cannot be served, as the end of a sentence; None if it can.
 
-        transformers' class ignores all of this: it computes what such a model was not trained for.
+        transformers' class ignores these fields, and computes what the model was not trained for.
         """
         c: Any = config
         a = c.attn_config
@@ -92,11 +92,11 @@ class Model(CausalLM, MptForCausalLM):
 
     @staticmethod
     def slopes_of(config: Any) -> list[float]:
-        """Slopes by head, as MPT's own code has them.
+        """Slopes by head, as in MPT's own code.
 
-        Where the number of heads is not a power of two they are those of the power above, every
-        second one first. ``alibi_bias_max`` counts, 16 in MPT-7B-StoryWriter, though transformers'
-        class takes 8 whatever it is.
+        If the number of heads is not a power of two they are the slopes for the power above, every
+        second one first. ``alibi_bias_max`` is 16 in MPT-7B-StoryWriter; transformers' class
+        ignores it and takes 8.
         """
         heads: int = config.n_heads
         power: int = 2 ** math.ceil(math.log2(heads))

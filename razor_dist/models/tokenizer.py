@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, which the frontend and, for grammars, rank 0 load."""
+"""A model folder's tokenizer, which the frontend loads, and rank 0 for grammars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from razor_dist.config.errors import ModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-# A call takes some 140 bytes of memory a character; this many at once take 150 MB.
+# A call takes about 140 bytes of memory per character, so 150 MB for this many.
 _CHARACTERS_AT_ONCE = 2**20
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load a model folder's tokenizer; ``None`` without one, `ModelError` if it is broken.
 
-    Mistral's ``tekken.json`` is none: transformers' copy of it has no special tokens and adds no
-    ``<s>``.
+    Mistral's ``tekken.json`` does not count: transformers reads it without special tokens, and adds
+    no ``<s>``.
     """
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         if (folder / "tekken.json").exists():
@@ -41,7 +41,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    # We check what fits; transformers would warn about each longer prompt.
+    # The engine checks lengths; transformers would warn about each longer prompt.
     tokenizer.model_max_length = 2**62
     # The first call may switch off a truncation that tokenizer.json asks for; later, in the midst
     # of another thread's call, the tokenizer would refuse that as "already borrowed".
@@ -53,8 +53,8 @@ def load_tokenizer(
 def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
     """Return the number of each text's tokens, without special ones.
 
-    A text of more than a million characters is cut for it, before line breaks if it has any; at
-    each cut the number may be one off.
+    A text of more than a million characters is cut, before line breaks if it has any; at each cut
+    the number may be one off.
     """
     counts = [0] * len(texts)
     pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]

@@ -51,7 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm is True"),
     ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
     ("mpt", {"no_bias": False}, "no_bias is False, and only True"),
-    ("baichuan", {"hidden_size": 4096}, "those of 7B have rotary embeddings"),
+    ("baichuan", {"hidden_size": 4096}, "Baichuan-7B has rotary embeddings"),
     ("baichuan", {"vocab_size": 1000}, "not clear whether its output projection is normalised"),
     ("t5", {}, "encoder-decoder"),
     ("bert", {}, "bidirectional"),
