@@ -147,13 +147,13 @@ class Conversation:
         begin = self.turn(role).say(text)
         self.segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), None))
 
-    def show(self, document: CitedDocument, text: str, context: str | None) -> None:
-        """Add a document to the user's turn."""
+    def show(self, role: str, document: CitedDocument, text: str, context: str | None) -> None:
+        """Add a document to the turn of the user or of a tool."""
         number = len(self.documents)
         title = document.title
         name = json.dumps(title, ensure_ascii=False) if title else str(number + 1)
         about = f"Context: {context}{APART}" if context else ""
-        turn = self.turn("user")
+        turn = self.turn(role)
         turn.apart = True
         turn.say(f"Document {name}:{APART}{about}")
         begin = turn.say(text)

@@ -33,11 +33,11 @@ class Block(Returned):
     def kept(self) -> CacheControl | None:
         """The block's own mark, or the last one within it: what is kept ends with the block."""
         return self.cache_control or next(
-            (part.cache_control for part in reversed(self.texts) if part.cache_control), None
+            (block.kept for block in reversed(self.blocks) if block.kept), None
         )
 
     @property
-    def texts(self) -> Sequence[TextBlock]:
+    def blocks(self) -> Sequence[Block]:
         """The blocks that this one is made of."""
         return ()
 
@@ -120,14 +120,14 @@ class DocumentBlock(Block):
     citations: Citations | None = None
 
     @property
-    def texts(self) -> Sequence[TextBlock]:
+    def blocks(self) -> Sequence[Block]:
         return self.source.content if isinstance(self.source, ContentSource) else ()
 
     def add_to(self, chat: Conversation, role: str) -> None:
         kind, text, begins = self.source.read(chat)
         offset = len(text) - len(text.lstrip())
         cited = CitedDocument(kind, self.title, offset, begins)
-        chat.show(cited, text.strip(), self.context)
+        chat.show(role, cited, text.strip(), self.context)
 
 
 class ThinkingBlock(Block):
@@ -160,7 +160,7 @@ class ToolReference(TextBlock):
     text: Annotated[str, Field(alias="tool_name"), AfterValidator(lambda name: f"{name}\n")]
 
 
-Result = Annotated[TextBlock | ToolReference, Kinds("type")]
+Result = Annotated[TextBlock | DocumentBlock | ToolReference, Kinds("type")]
 
 
 class ToolResultBlock(Block):
@@ -173,14 +173,15 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
     @property
-    def texts(self) -> Sequence[TextBlock]:
+    def blocks(self) -> Sequence[Result]:
         return self.content or ()
 
     def add_to(self, chat: Conversation, role: str) -> None:
         # No template knows of failed calls but by what their results say.
         failed = "Error: " if self.is_error else ""
-        chat.turns.append(Turn("tool", tool_call_id=self.tool_use_id))
-        chat.say("tool", failed + "".join(block.text for block in self.texts))
+        chat.turns.append(Turn("tool", tool_call_id=self.tool_use_id, content=failed))
+        for block in self.blocks:
+            block.add_to(chat, "tool")
 
 
 UserBlock = Annotated[TextBlock | DocumentBlock | ToolResultBlock, Kinds("type")]

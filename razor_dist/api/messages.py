@@ -122,8 +122,12 @@ class CountTokensBody(Strict):
         """The documents, each with where it stands in the request."""
         for i, message in enumerate(self.messages):
             for j, block in enumerate(message.content):
+                where = f"messages[{i}].content[{j}]"
                 if isinstance(block, DocumentBlock):
-                    yield f"messages[{i}].content[{j}]", block
+                    yield where, block
+                for k, part in enumerate(block.blocks):
+                    if isinstance(part, DocumentBlock):
+                        yield f"{where}.content[{k}]", part
 
     @property
     def cites(self) -> bool:

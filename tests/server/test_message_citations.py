@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from razor_dist.api.formats import Format
 from razor_dist.api.parsing import ParsedRequest
 from razor_dist.api.responses_format import FORMATS
+from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
@@ -183,6 +185,40 @@ def test_weak_sources_questions_and_earlier_turns_are_not_cited() -> None:
     texts = {b["text"].strip(): b["citations"] for b in form.whole()["content"]}
     assert [text for text, citations in texts.items() if citations] == ["First.", "Weak.", "Last."]
     assert texts["First."][0]["cited_text"] == "The sky is no1."
+
+
+def test_documents_in_the_result_of_a_tool_are_cited() -> None:
+    text = {"type": "text", "text": "Two files."}
+    own = [document(text_source("Red. Blue no2."), title="b"), document(pdf_source(b"%PDF-"))]
+    result = {"type": "tool_result", "tool_use_id": "c1", "is_error": True}
+    messages = [
+        {"role": "user", "content": [document(text_source("Grass. Sky no1."), title="a")]},
+        {"role": "assistant", "content": "I look."},
+        {"role": "user", "content": [result | {"content": [text, *own]}, text]},
+    ]
+    body = asking() | {"messages": messages}
+    where = "messages[2].content[0].content"
+    assert parse("messages", body).unread == [(f"{where}[2].source.data", b"%PDF-")]
+    request = parse("messages", body, [Document("The page is no3.", [0])])
+    shown = 'tool\nError: Two files.\n\nDocument "b":\n\nRed. Blue no2.\n\nDocument 3:\n\nThe page'
+    assert shown in prompt_of(request)
+    marks = ["no1", "no2", "no3"]
+    places = looking_at(request, marks)
+    choice = traced(
+        request, [(f"It is {m}. ", at, 0.9) for m, at in zip(marks, places, strict=True)]
+    )
+    blocks = FORMATS["messages"](request, "m", [choice], smollm2_tokenizer()).whole()["content"]
+    found = [citation for block in blocks for citation in block["citations"]]
+    assert [(c["document_index"], c["document_title"]) for c in found] == [
+        (0, "a"),
+        (1, "b"),
+        (2, None),
+    ]
+    assert (found[1]["cited_text"], found[1]["start_char_index"]) == ("Blue no2.", 5)
+    assert (found[2]["type"], found[2]["start_page_number"]) == ("page_location", 1)
+    own[0]["citations"] = None
+    with pytest.raises(RequestError, match=re.escape(f"{where}[1].citations must be enabled")):
+        parse("messages", body)
 
 
 CASTLE = "The castle says nothing."
