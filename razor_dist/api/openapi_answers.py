@@ -7,7 +7,6 @@ from typing import Any
 Json = dict[str, Any]
 TEXT: Json = {"type": "string"}
 NULL: Json = {"type": "null"}
-_COUNT: Json = {"type": "integer", "minimum": 0}
 
 
 def some(items: Json) -> Json:
@@ -18,184 +17,204 @@ def or_null(schema: Json) -> Json:
     return {"anyOf": [schema, NULL]}
 
 
-def _object(required: Json, **optional: Json) -> Json:
-    return {"type": "object", "properties": required | optional, "required": list(required)}
+class _Share(float):
+    """A number from 0 to 1."""
 
 
-def _counts(*names: str) -> Json:
-    return dict.fromkeys(names, _COUNT)
-
-
-def _texts(*names: str) -> Json:
-    return dict.fromkeys(names, TEXT)
-
-
-_LOGPROBS: Json = {"type": ["object", "null"]}
-_FINISH: Json = {"enum": ["stop", "length", "repetition", "tool_calls"]}
-_USAGE = _object(_counts("prompt_tokens", "completion_tokens", "total_tokens"))
-_HEAD: Json = {"id": TEXT, "created": _COUNT, "model": TEXT}
-_CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": {"type": "object"}})
-_ANSWER_MESSAGE = _object(
-    {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
-    tool_calls={"type": "array", "items": _CALL},
-)
-_STATUS: Json = {"enum": ["completed", "incomplete"]}
-_OUTPUT_MESSAGE = _object(
-    {
-        "id": TEXT,
-        "type": {"const": "message"},
-        "role": {"const": "assistant"},
-        "status": _STATUS,
-        "content": some(_object({"type": {"const": "output_text"}, "text": TEXT})),
-    }
-)
-_OUTPUT_CALL = _object(
-    {
-        "id": TEXT,
-        "type": {"const": "function_call"},
-        "status": _STATUS,
-        **_texts("call_id", "name", "arguments"),
-    }
-)
-_SHARE: Json = {"type": "number", "minimum": 0, "maximum": 1}
-_SOURCE = _object(
-    {"start": _COUNT, "end": _COUNT, "weight": _SHARE, "text": or_null(TEXT)}, message=_COUNT
-)
-_FOUND: Json = {
-    "sources": {"type": "array", "items": _SOURCE},
-    "grounded": or_null(_SHARE),
+_TYPES: dict[Any, Json] = {
+    None: NULL,
+    bool: {"type": "boolean"},
+    dict: {"type": "object"},
+    float: {"type": "number"},
+    int: {"type": "integer", "minimum": 0},
+    list: {"type": "array"},
+    str: TEXT,
+    _Share: {"type": "number", "minimum": 0, "maximum": 1},
 }
-_SENTENCE = _object({"start": _COUNT, "end": _COUNT, **_FOUND})
-_SOURCES: Json = {
-    **_FOUND,
-    "question_match": or_null(_SHARE),
-    "sentences": {"type": "array", "items": _SENTENCE},
+
+
+def _schema(shape: Any) -> Json:
+    """Return the JSON Schema of a shape, which looks like the answer itself.
+
+    A shape is a type, a constant, or a tuple of shapes, of which a value has one. A list has one
+    shape for all its values, and an ellipsis behind it unless it may be empty. An object has a
+    shape for each key; a key may be missing if it ends with a question mark here.
+    """
+    if isinstance(shape, dict):
+        required = [key for key in shape if not key.endswith("?")]
+        properties = {key.removesuffix("?"): _schema(value) for key, value in shape.items()}
+        return {"type": "object", "properties": properties, "required": required}
+    if isinstance(shape, list):
+        items, *more = shape
+        return some(_schema(items)) if more else {"type": "array", "items": _schema(items)}
+    if isinstance(shape, tuple):
+        words = all(isinstance(one, str) for one in shape)
+        return {"enum": [*shape]} if words else {"anyOf": [_schema(one) for one in shape]}
+    return _TYPES.get(shape, {"const": shape})
+
+
+_SOURCE = {"start": int, "end": int, "weight": _Share, "text": (str, None), "message?": int}
+_SENTENCE = {"start": int, "end": int, "sources": [_SOURCE], "grounded": (_Share, None)}
+_CONTEXT_NAME = {"id": str, "tokens": int, "expires_at": int}
+_CONTEXT = {
+    **_CONTEXT_NAME,
+    "object": "context",
+    "begins": str,
+    "created_at": int,
+    "last_used_at": int,
+    "ttl": int,
+    "bytes": dict,
 }
-_CITATION = _object(
-    {
-        "type": {"enum": ["char_location", "page_location", "content_block_location"]},
-        "cited_text": TEXT,
-        "document_index": _COUNT,
-        "document_title": or_null(TEXT),
+_URL_CITATION = {"start_index": int, "end_index": int, "title": str, "url": str}
+_FUNCTION = {"name": str, "arguments": str}
+_ANSWER_MESSAGE = {
+    "role": "assistant",
+    "content": (str, None),
+    "tool_calls?": [{"id": str, "type": "function", "function": _FUNCTION}],
+    "annotations?": [{"type": "url_citation", "url_citation": _URL_CITATION}],
+}
+_USAGE = {
+    "prompt_tokens": int,
+    "completion_tokens": int,
+    "total_tokens": int,
+    "prompt_tokens_details": {"cached_tokens": int},
+    "completion_tokens_details?": {
+        "accepted_prediction_tokens": int,
+        "rejected_prediction_tokens": int,
     },
-    **_counts("start_char_index", "end_char_index", "start_page_number", "end_page_number"),
-    **_counts("start_block_index", "end_block_index"),
-)
-_TEXT_BLOCK = _object(
-    {
-        "type": {"const": "text"},
-        "text": TEXT,
-        "citations": or_null({"type": "array", "items": _CITATION}),
-    }
-)
-_TOOL_USE_BLOCK = _object(
-    {"type": {"const": "tool_use"}, "id": TEXT, "name": TEXT, "input": {"type": "object"}}
-)
-_CONTEXT: Json = _object(
-    {
-        **{"id": TEXT, "object": {"const": "context"}, "bytes": {"type": "object"}, "begins": TEXT},
-        **_counts("tokens", "created_at", "last_used_at", "expires_at", "ttl"),
-    }
-)
-
-
-def _completion(kind: str, field: str, content: Json, **optional: Json) -> Json:
-    """An answer of choices, whose content is in a field."""
-    choice = {"index": _COUNT, field: content, "logprobs": _LOGPROBS, "finish_reason": _FINISH}
-    choices = some(_object(choice, stop_reason={"const": "repetition"}, **optional, **_SOURCES))
-    return _object({**_HEAD, "object": {"const": kind}, "choices": choices, "usage": _USAGE})
-
-
-ANSWERS: Json = {
-    "Context": _CONTEXT,
-    "ContextList": _object(
-        {"data": {"type": "array", "items": _CONTEXT}, "limit_bytes": {"type": "integer"}}
-    ),
-    "ContextMessages": _object(
-        {
-            "id": TEXT,
-            "object": {"const": "context.messages"},
-            "messages": {"type": "array", "items": {"type": "object"}},
-            "goes_on": {"type": "boolean"},
-        }
-    ),
-    "EndedContext": _object({"id": TEXT, "deleted": {"const": True}}),
-    "Error": _object(
-        {
-            "error": _object(
-                {**_texts("message", "type"), "param": or_null(TEXT), "code": or_null(TEXT)}
-            )
-        }
-    ),
-    "ChatCompletion": _completion("chat.completion", "message", _ANSWER_MESSAGE),
-    "Completion": _completion(
-        "text_completion", "text", TEXT, token_ids={"type": "array", "items": _COUNT}
-    ),
-    "Response": _object(
-        {
-            "id": TEXT,
-            "object": {"const": "response"},
-            "created_at": _COUNT,
-            "model": TEXT,
-            "status": _STATUS,
-            "output": some({"anyOf": [_OUTPUT_MESSAGE, _OUTPUT_CALL]}),
-            "temperature": {"type": "number"},
-            "top_p": {"type": "number"},
-            "max_output_tokens": or_null(_COUNT),
-            "parallel_tool_calls": {"type": "boolean"},
-            "tool_choice": {"type": ["string", "object"]},
-            "tools": {"type": "array"},
-            "usage": _object(_counts("input_tokens", "output_tokens", "total_tokens")),
-        }
-    ),
-    "Message": _object(
-        {
-            "id": TEXT,
-            "type": {"const": "message"},
-            "role": {"const": "assistant"},
-            "model": TEXT,
-            "content": {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, _TOOL_USE_BLOCK]}},
-            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-            "stop_sequence": or_null(TEXT),
-            "usage": _object(
-                {
-                    **_counts("input_tokens", "output_tokens"),
-                    **_counts("cache_creation_input_tokens", "cache_read_input_tokens"),
-                }
-            ),
-        }
-    ),
-    "TokenCount": _object({"input_tokens": _COUNT}),
-    "Tokenized": _object(
-        {
-            "count": _COUNT,
-            "max_model_len": _COUNT,
-            "tokens": {"type": "array", "items": _COUNT},
-            "token_strs": or_null({"type": "array", "items": TEXT}),
-        }
-    ),
-    "Detokenized": _object({"prompt": TEXT}),
-    "Model": _object(
-        {
-            "id": TEXT,
-            "object": {"const": "model"},
-            "created": _COUNT,
-            "owned_by": TEXT,
-            "root": TEXT,
-            "parent": NULL,
-            "max_model_len": or_null(_COUNT),
-        }
-    ),
-    "ModelList": _object(
-        {
-            "object": {"const": "list"},
-            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
-        }
-    ),
-    "Health": _object({"status": TEXT, "reason": TEXT}),
-    "Version": _object({"version": TEXT}),
-    "Stats": {"type": "object"},
 }
+_STATUS = ("completed", "incomplete")
+_PART = {
+    "type": "output_text",
+    "text": str,
+    "annotations": [{"type": "url_citation", **_URL_CITATION}],
+    "logprobs": list,
+}
+_OUTPUT_MESSAGE = {
+    "id": str,
+    "type": "message",
+    "role": "assistant",
+    "status": _STATUS,
+    "content": [_PART, ...],
+}
+_OUTPUT_CALL = {"id": str, "type": "function_call", "status": _STATUS, "call_id": str, **_FUNCTION}
+_CITED = {"cited_text": str, "document_index": int, "document_title": (str, None)}
+_CITATION = (
+    {"type": "char_location", **_CITED, "start_char_index": int, "end_char_index": int},
+    {"type": "page_location", **_CITED, "start_page_number": int, "end_page_number": int},
+    {"type": "content_block_location", **_CITED, "start_block_index": int, "end_block_index": int},
+)
+_TEXT_BLOCK = {"type": "text", "text": str, "citations": ([_CITATION], None)}
+_TOOL_USE_BLOCK = {"type": "tool_use", "id": str, "name": str, "input": dict}
+_MODEL = {
+    "id": str,
+    "object": "model",
+    "created": int,
+    "owned_by": str,
+    "root": str,
+    "parent": None,
+    "max_model_len": (int, None),
+}
+
+
+def _completion(kind: str, content: Json) -> Json:
+    """Return the shape of an answer whose choices have this content."""
+    choice = {
+        "index": int,
+        **content,
+        "logprobs": (dict, None),
+        "finish_reason": ("stop", "length", "repetition", "tool_calls"),
+        "stop_reason?": "repetition",
+        "sources?": [_SOURCE],
+        "grounded?": (_Share, None),
+        "question_match?": (_Share, None),
+        "sentences?": [_SENTENCE],
+    }
+    return {
+        "id": str,
+        "created": int,
+        "model": str,
+        "object": kind,
+        "choices": [choice, ...],
+        "usage": _USAGE,
+        "contexts?": [_CONTEXT_NAME],
+    }
+
+
+_SHAPES: Json = {
+    "Context": _CONTEXT,
+    "ContextList": {"object": "list", "data": [_CONTEXT], "limit_bytes": int},
+    "ContextMessages": {
+        "id": str,
+        "object": "context.messages",
+        "messages": [dict],
+        "goes_on": bool,
+    },
+    "EndedContext": {"id": str, "object": "context", "deleted": True},
+    "Error": {
+        "type?": "error",  # of /v1/messages
+        "error": {"message": str, "type": str, "param": (str, None), "code": (str, None)},
+    },
+    "ChatCompletion": _completion("chat.completion", {"message": _ANSWER_MESSAGE}),
+    "Completion": _completion("text_completion", {"text": str, "token_ids?": [int]}),
+    "Response": {
+        "id": str,
+        "model": str,
+        "object": "response",
+        "created_at": int,
+        "status": _STATUS,
+        "error": None,
+        "incomplete_details": ({"reason": str}, None),
+        "output": [(_OUTPUT_MESSAGE, _OUTPUT_CALL), ...],
+        "previous_response_id": None,
+        "store": False,
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": int,
+            "input_tokens_details": {"cached_tokens": int, "cache_write_tokens": int},
+            "output_tokens": int,
+            "output_tokens_details": {"reasoning_tokens": int},
+            "total_tokens": int,
+        },
+        "instructions": (str, None),
+        "max_output_tokens": (int, None),
+        "metadata": dict,
+        "reasoning": {"effort": (str, None), "summary": (str, None)},
+        "parallel_tool_calls": bool,
+        "temperature": float,
+        "top_p": float,
+        "text": dict,
+        "tool_choice": (str, dict),
+        "tools": list,
+        "user": (str, None),
+        "contexts?": [_CONTEXT_NAME],
+    },
+    "Message": {
+        "id": str,
+        "type": "message",
+        "role": "assistant",
+        "model": str,
+        "content": [(_TEXT_BLOCK, _TOOL_USE_BLOCK)],
+        "stop_reason": ("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+        "stop_sequence": (str, None),
+        "usage": {
+            "input_tokens": int,
+            "cache_creation_input_tokens": int,
+            "cache_read_input_tokens": int,
+            "output_tokens": int,
+        },
+        "contexts?": [_CONTEXT_NAME],
+    },
+    "TokenCount": {"input_tokens": int},
+    "Tokenized": {"count": int, "max_model_len": int, "tokens": [int], "token_strs": ([str], None)},
+    "Detokenized": {"prompt": str},
+    "Model": _MODEL,
+    "ModelList": {"object": "list", "data": [_MODEL]},
+    "Health": {"status": str, "reason": str},
+    "Version": {"version": str},
+    "Stats": dict,
+}
+ANSWERS: Json = {name: _schema(shape) for name, shape in _SHAPES.items()}
 
 
 def examples(model: str) -> dict[str, Json]:

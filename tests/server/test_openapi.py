@@ -10,13 +10,15 @@ from collections import Counter
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from tests.server.process import fake_server
+from tests.server.message_bodies import asking, document, text_source
+from tests.server.process import fake_server, server_on
 
 # What a schema cannot say of a field, by its name in the answer: whether a text tokenises to
 # something that fits, a token exists, a grammar or schema can be matched, the queue has room.
@@ -102,6 +104,51 @@ def test_the_description_is_true(count: int) -> None:
     assert sum(counts.values()) >= 8 * count
     taken = {name.split()[1] for name in counts if " positive 200" in name}
     assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"} <= taken
+
+
+def _closed(schema: Any) -> Any:
+    """A schema that allows no key that it does not name."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return {key: _closed(part) for key, part in schema.items()} | closed
+
+
+def test_every_key_of_an_answer_is_described() -> None:
+    text = "The castle says nothing.\n\nWhy?"
+    said = [{"role": "user", "content": text}]
+    prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    cited = asking(document(text_source("The castle says nothing.")))
+    posts: list[tuple[str, str, dict[str, Any]]] = [
+        ("ChatCompletion", "v1/chat/completions", {"messages": said, "return_annotations": True}),
+        ("ChatCompletion", "v1/chat/completions", {"messages": said, "return_sources": 2}),
+        ("Completion", "v1/completions", {"prompt": prompt, "return_sources": 2}),
+        ("Completion", "v1/completions", {"prompt": [5, 6], "logprobs": 2}),
+        ("Response", "v1/responses", {"input": said, "return_annotations": True}),
+        ("Response", "v1/responses", {"input": said, "max_output_tokens": 2}),
+        ("Message", "v1/messages", cited),
+        ("TokenCount", "v1/messages/count_tokens", {"messages": said}),
+        ("Tokenized", "tokenize", {"prompt": "a", "return_token_strs": True}),
+        ("Detokenized", "detokenize", {"tokens": [5]}),
+        ("Error", "v1/messages", cited | {"max_tokens": 0}),
+        ("Error", "v1/completions", {"prompt": ""}),
+    ]
+    gets = ("ModelList", "v1/models"), ("ContextList", "v1/contexts"), ("Health", "health")
+    with server_on("tests.server.page_rank") as server, httpx.Client(base_url=server.url()) as http:
+        components = _closed(http.get("openapi.json").json()["components"])
+        answers = [
+            (name, http.post(path, json={"model": "smollm2", **body}, timeout=60))
+            for name, path, body in posts
+        ]
+        answers += [(name, http.get(path)) for name, path in gets]
+    for name, answer in answers:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
+        jsonschema.validate(answer.json(), schema)
+        assert (answer.status_code != 200) == (name == "Error")
+    sources = [answer.json()["choices"][0].get("sources") for _, answer in answers[:4]]
+    assert [bool(found) for found in sources] == [False, True, True, False]
 
 
 def test_the_page_shows_every_route_and_field(url: str) -> None:
