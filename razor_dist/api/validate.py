@@ -108,16 +108,19 @@ def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[st
         )
     ignored += [f"tools[] of type {types[at]}" for at in others]
     fields["tools"] = [one for at, one in enumerate(tools) if at not in others] or None
-    choice = fields.get("tool_choice")
+    choice, gone = fields.get("tool_choice"), [tools[at] for at in others]
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    if fields["tools"] is not None:
-        return
-    if kind == "auto":
-        del fields["tool_choice"]
-    elif kind in ("required", "any", "tool", "function", *types):
+    asked = kind in [tool["type"] for tool in gone]
+    if isinstance(choice, dict) and choice.get("name") is not None:  # as in Anthropic's API
+        asked |= choice["name"] in [tool.get("name") for tool in gone]
+    if fields["tools"] is None:
+        if kind == "auto":
+            del fields["tool_choice"]
+        asked |= kind == "required" or (isinstance(choice, dict) and kind not in ("auto", "none"))
+    if asked:
         raise RequestError(
-            "tool_choice asks for a tool, but all tools are of types that this server does not "
-            f"have and leaves out: {', '.join(sorted({types[at] for at in others}))}",
+            "tool_choice asks for a tool of a type that this server does not have and leaves out: "
+            f"{', '.join(sorted({tool['type'] for tool in gone}))}",
             param="tool_choice",
         )
 

@@ -37,6 +37,8 @@ _WANTED = {
     "string_pattern_mismatch": "an address such as http://HOST:4318",
     "finite_number": "a finite number",
 }
+# The same for a value within a list or a mapping.
+_WANTED_INSIDE = {"int_type": "an integer", "float_type": "a number"}
 _TYPES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -275,9 +277,13 @@ def explain(
         return SettingError(unknown(path[-1], fields), *names)
     if kind == "missing":
         return SettingError(f"{prefix}{'.'.join(path)} is missing", *names)
+    is_key = path[-1] == "[key]"
+    is_inside = kind in _WANTED_INSIDE and isinstance(problem["loc"][-1], int)
     if kind == "literal_error":
         wanted = _one_of(re.findall("'(.*?)'", context["expected"]))
-    elif kind in _WANTED:
+    elif is_inside:
+        wanted = _WANTED_INSIDE[kind]
+    elif kind in _WANTED and not is_key:
         whole = {k: int(v) for k, v in context.items() if isinstance(v, float) and v.is_integer()}
         wanted = _WANTED[kind].format(**context | whole)
     else:
@@ -286,8 +292,10 @@ def explain(
         wanted = field.title or _type_in_words(field)
     # A number given as text (by a flag or a variable) reads better without its quotes.
     got = context.get("actual_length", value if "than" in kind else f"{value!r:.80}")
+    if is_key:
+        got = f"the key {value!r:.80}"
     # A number that is refused: its place in a list, or its key in a mapping.
-    is_number = "than" in kind or kind == "finite_number"
+    is_number = "than" in kind or kind == "finite_number" or is_inside
     numbers = [part for part in problem["loc"] if isinstance(part, int) and is_number]
     where = path[0] + "".join(f"[{number}]" for number in numbers)
     return SettingError(f"{prefix}{where} must be {wanted}, got {got}", *names)

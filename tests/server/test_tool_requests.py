@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from razor_dist.api.parsing import parse_request
-from razor_dist.api.request import ParsedRequest
+from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
@@ -54,17 +54,23 @@ def test_tokenize_leaves_out_the_tools_that_a_chat_leaves_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "choice"),
+    ("endpoint", "choice", "others"),
     [
-        ("chat", "required"),
-        ("responses", {"type": "function", "name": "search"}),
-        ("responses", {"type": "web_search"}),
+        ("chat", "required", []),
+        ("responses", {"type": "function", "name": "search"}, []),
+        ("responses", {"type": "web_search"}, []),
+        ("responses", {"type": "web_search_preview"}, []),
+        ("responses", {"type": "web_search"}, [{"type": "function", "name": "f"}]),
+        ("messages", {"type": "tool", "name": "search"}, [{"name": "f", "input_schema": {}}]),
     ],
 )
-def test_a_tool_that_is_left_out_cannot_be_forced(endpoint: str, choice: object) -> None:
+def test_a_tool_that_is_left_out_cannot_be_forced(
+    endpoint: Endpoint, choice: object, others: list[dict[str, Any]]
+) -> None:
     said = [{"role": "user", "content": "Paris?"}]
-    body = {"model": "m", "tools": [{"type": "web_search"}], "tool_choice": choice}
-    body |= {"input": said} if endpoint == "responses" else {"messages": said}
+    searching = {"type": "web_search", "name": "search"}
+    body = {"model": "m", "tools": [searching, *others], "tool_choice": choice}
+    body |= {"input": said} if endpoint == "responses" else {"messages": said, "max_tokens": 5}
     limits = LIMITS._replace(unknown_fields="warn")
     with pytest.raises(RequestError, match="does not have and leaves out: web_search") as refused:
         parse_request(endpoint, body, encoder(HERMES), limits)
@@ -73,7 +79,7 @@ def test_a_tool_that_is_left_out_cannot_be_forced(endpoint: str, choice: object)
 
 def test_a_choice_of_none_or_any_of_the_tools_that_are_left_out_is_left_out_too() -> None:
     said = [{"role": "user", "content": "Paris?"}]
-    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    choice = {"type": "auto", "name": None, "disable_parallel_tool_use": True}
     body = {"model": "m", "max_tokens": 5, "messages": said, "tool_choice": choice}
     body["tools"] = [{"type": "web_search_20250305", "name": "web_search"}]
     limits = LIMITS._replace(unknown_fields="warn")
