@@ -46,7 +46,7 @@ class SentencePlaces:
     def __init__(self) -> None:
         self._same = sys.maxsize  # first characters that answer and text have alike
         self._has_ended = False
-        self._withheld: list[AnswerSentence] = []
+        self._waiting: list[AnswerSentence] = []
 
     def differ(self, at: int) -> None:
         """Note that answer and text may differ from the character ``at`` on."""
@@ -57,37 +57,30 @@ class SentencePlaces:
         self._same = sys.maxsize if alike else self._same
         self._has_ended = True
 
-    def kept(self, sentences: Iterable[AnswerSentence]) -> list[AnswerSentence]:
-        """Return which of the next sentences have their place in the text.
+    def kept(self, sentences: Iterable[AnswerSentence], length: int) -> list[AnswerSentence]:
+        """Return the sentences, waiting or new, that are now whole in the text.
 
-        Those that end behind it wait for the end, and come then as far as the two are alike.
+        ``length`` is that of the text so far, in characters. Sentences that go beyond it, or
+        beyond what answer and text have alike, wait; at the end the latter are cut to that.
         """
-        found, self._withheld = [*self._withheld, *sentences], []
+        found, self._waiting = [*self._waiting, *sentences], []
         if self._has_ended:
             cut = (replace(one, end=min(one.end, self._same)) for one in found)
             return [one for one in cut if one.start < one.end]
-        self._withheld = [one for one in found if one.end > self._same]
-        return [one for one in found if one.end <= self._same]
+        end = min(self._same, length)
+        self._waiting = [one for one in found if one.end > end]
+        return [one for one in found if one.end <= end]
 
 
-def settled(sentences: list[AnswerSentence], length: int, *, last: bool) -> list[AnswerSentence]:
-    """Take out the sentences that end in the first ``length`` characters, or all if ``last``."""
-    count = len(sentences) if last else sum(sentence.end <= length for sentence in sentences)
-    taken, sentences[:count] = sentences[:count], []
-    return taken
-
-
-def citations(
-    sentences: Iterable[AnswerSentence], titles: Sequence[Title], length: int
-) -> list[dict[str, Any]]:
-    """Return what each sentence in the first ``length`` characters of an answer cites.
+def citations(sentences: Iterable[AnswerSentence], titles: Sequence[Title]) -> list[dict[str, Any]]:
+    """Return what each sentence of an answer cites.
 
     ``url`` names a message and characters of it (RFC 5147), ``title`` the document there.
     """
     return [
         {
             "start_index": sentence.start,
-            "end_index": min(sentence.end, length),
+            "end_index": sentence.end,
             "title": next(
                 (
                     title
@@ -99,6 +92,5 @@ def citations(
             "url": f"message:{source.message}#char={source.start},{source.end}",
         }
         for sentence in sentences
-        if sentence.start < length
         for source in cited(sentence)
     ]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.api.annotations import citations, settled
+from razor_dist.api.annotations import citations
 from razor_dist.api.answer_json import ESCAPED, dumped
 from razor_dist.api.errors import Failure
 from razor_dist.api.logprobs import Json, chat_logprobs, legacy_logprobs, prompt_pieces
@@ -213,11 +213,7 @@ class ChatFormat(ChoicesFormat):
     chunk_object = "chat.completion.chunk"
 
     def _start(self) -> None:
-        # Of a stream: the answers' parsers, the characters of their texts so far, and sentences
-        # that were not sent as a whole: they may belong to a call.
-        self._parsers = [self._parser() for _ in self._choices]
-        self._lengths = [0] * len(self._choices)
-        self._unsettled: list[list[AnswerSentence]] = [[] for _ in self._choices]
+        self._parsers = [self._parser() for _ in self._choices]  # of a stream
 
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -241,10 +237,7 @@ class ChatFormat(ChoicesFormat):
             news.append({"delta": {"tool_calls": numbered}})
         if finish:
             news.append(self._ending(finish))
-        self._lengths[index] += len(text)
-        self._unsettled[index] += piece.sentences
-        ended = settled(self._unsettled[index], self._lengths[index], last=bool(finish))
-        annotations = self._annotations(ended, self._lengths[index])
+        annotations = self._annotations(piece.sentences)
         if (rendered or annotations) and not news:
             news.append({"delta": {"content": ""}})
         if rendered:
@@ -264,7 +257,7 @@ class ChatFormat(ChoicesFormat):
                 message |= {"content": said or None, "tool_calls": calls}
         if self._request.titles is not None:
             sentences = [sentence for piece in pieces for sentence in piece.sentences]
-            message["annotations"] = self._annotations(sentences, len(message["content"] or ""))
+            message["annotations"] = self._annotations(sentences)
         return {
             "index": index,
             "message": message,
@@ -278,11 +271,10 @@ class ChatFormat(ChoicesFormat):
             return {}
         return rendered_sources(self._choices[index], pieces)
 
-    def _annotations(self, sentences: Sequence[AnswerSentence], length: int) -> list[Json]:
-        """Return the citations of sentences in a message of ``length`` characters."""
+    def _annotations(self, sentences: Sequence[AnswerSentence]) -> list[Json]:
         if self._request.titles is None:
             return []
-        found = citations(sentences, self._request.titles, length)
+        found = citations(sentences, self._request.titles)
         return [{"type": "url_citation", "url_citation": citation} for citation in found]
 
     def _empty(self, index: int) -> Json:

@@ -6,14 +6,13 @@ import itertools
 import uuid
 from typing import Any
 
-from razor_dist.api.annotations import citations, settled
+from razor_dist.api.annotations import citations
 from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat, EventFormat, Format
 from razor_dist.api.logprobs import Json
 from razor_dist.api.messages_format import MessagesFormat
 from razor_dist.api.request import Endpoint
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.outputs import AnswerSentence
 
 
 class ResponsesFormat(EventFormat):
@@ -27,7 +26,6 @@ class ResponsesFormat(EventFormat):
         self._numbers = itertools.count()
         self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
         self._annotations: list[Json] = []  # so far
-        self._unsettled: list[AnswerSentence] = []  # of which not all is in the text yet
 
     def whole(self) -> Json:
         [choice] = self._choices
@@ -72,9 +70,7 @@ class ResponsesFormat(EventFormat):
     def _read(self, piece: TextPiece) -> TextPiece:
         piece = super()._read(piece)
         if self._request.titles is not None:
-            self._unsettled += piece.sentences
-            ended = settled(self._unsettled, len(self._text), last=self._finish is not None)
-            found = citations(ended, self._request.titles, len(self._text))
+            found = citations(piece.sentences, self._request.titles)
             self._annotations += [{"type": "url_citation", **citation} for citation in found]
         return piece
 

@@ -318,7 +318,8 @@ class ToolParser:
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
         self._calling: bool | None = None
-        self._length = 0  # of the answer so far
+        # Characters of the answer so far, and of the text that `read` has returned of it.
+        self._length = self._told = 0
         self._is_plain = True  # no special token has become text
         self._places = SentencePlaces()
         # Tokens that the text leaves out, since they are special.
@@ -372,14 +373,15 @@ class ToolParser:
         return rest + unread, messages, reason
 
     def cut(self, piece: TextPiece) -> TextPiece:
-        """Return a piece that was pushed with the sentences that have their place in the text."""
-        return replace(piece, sentences=self._places.kept(piece.sentences))
+        """Return a piece that was read with the sentences that are now whole in the text."""
+        return replace(piece, sentences=self._places.kept(piece.sentences, self._told))
 
     def read(
         self, pieces: Iterable[TextPiece], finish: str | None
     ) -> tuple[str, list[dict[str, Any]], str | None]:
         """Return what `push` and, if the answer ends with these pieces, `end` return of them."""
         text = "".join(map(self.push, pieces))
+        self._told += len(text)
         if not finish:
             return text, [], None
         rest, calls, finish = self.end(finish)
