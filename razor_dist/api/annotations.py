@@ -12,10 +12,10 @@ from typing import Any
 from razor_dist.frontend.outputs import AnswerSentence
 from razor_dist.frontend.passages import PromptText, cited
 
-# How a document begins in a message of the page's, of `razor-dist prefill`, of /v1/messages.
+# The line that begins a document in messages of the page, `razor-dist prefill` and /v1/messages.
 _DOCUMENT = re.compile(r'(?:\A|\n\n)Document (".+"):\n\n')
 
-# A document's message, the character at which it begins there, and its title.
+# Of a document: the index of its message, its first character there, and its title.
 Title = tuple[int | None, int, str]
 
 
@@ -29,7 +29,7 @@ def titles(text: PromptText | None) -> list[Title]:
 
 
 def _unquoted(title: str) -> str:
-    """Return a title that was written as JSON; others have written it between bare marks."""
+    """Return the text of a quoted title; some clients quote without JSON's escapes."""
     try:
         return str(json.loads(title))
     except ValueError:
@@ -37,31 +37,31 @@ def _unquoted(title: str) -> str:
 
 
 class SentencePlaces:
-    """Keeps the sentences of an answer that stand at the same characters of its text.
+    """Selects the sentences of an answer that are at the same characters of the client's text.
 
-    A text lacks the calls of tools that an answer has, and may have special tokens that an answer
-    lacks. Behind the first of either its characters are others, and a sentence has no place there.
+    The text lacks the answer's calls of tools, and may have special tokens that the answer lacks.
+    Behind the first of either, characters of the answer are not those of the text.
     """
 
     def __init__(self) -> None:
-        self._same = sys.maxsize  # first characters that answer and text have alike
+        self._same = sys.maxsize  # characters at the beginning that answer and text share
         self._has_ended = False
         self._waiting: list[AnswerSentence] = []
 
     def differ(self, at: int) -> None:
-        """Note that answer and text may differ from the character ``at`` on."""
+        """Note that answer and text may differ from character ``at`` on."""
         self._same = min(self._same, at)
 
     def end(self, *, alike: bool) -> None:
-        """Note that the answer has ended, and whether all of it is its text after all."""
+        """Note that the answer has ended; ``alike`` if all of it is text after all."""
         self._same = sys.maxsize if alike else self._same
         self._has_ended = True
 
     def kept(self, sentences: Iterable[AnswerSentence], length: int) -> list[AnswerSentence]:
-        """Return the sentences, waiting or new, that are now whole in the text.
+        """Return the sentences, waiting or new, that are now in the text.
 
-        ``length`` is that of the text so far, in characters. Sentences that go beyond it, or
-        beyond what answer and text have alike, wait; at the end the latter are cut to that.
+        The text has ``length`` characters so far. A sentence that ends behind them, or where
+        answer and text may differ, waits. At the end it is cut to the characters that they share.
         """
         found, self._waiting = [*self._waiting, *sentences], []
         if self._has_ended:
@@ -73,7 +73,7 @@ class SentencePlaces:
 
 
 def citations(sentences: Iterable[AnswerSentence], titles: Sequence[Title]) -> list[dict[str, Any]]:
-    """Return what each sentence of an answer cites.
+    """Return the fields of a ``url_citation`` for each source that a sentence cites.
 
     ``url`` names a message and characters of it (RFC 5147), ``title`` the document there.
     """

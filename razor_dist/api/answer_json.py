@@ -1,7 +1,7 @@
-"""Answers as JSON, made value by value.
+"""Answers as JSON, written value by value.
 
-`json.dumps` is one call in C, which holds the interpreter's lock until all is written: with
-thousands of log-probabilities a second, in which no other request is answered, thread or not.
+`json.dumps` is one call in C, which holds the interpreter's lock to its end. For thousands of
+log-probabilities that is a second in which no other request is answered, even from a thread.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 _SHORT = (",", ":")
-# Writes what UTF-8 can hold as it is.
+# Writes characters as they are, for UTF-8.
 PLAIN = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=_SHORT).encode
-# Escapes all but ASCII: some clients take U+2028 and its like for line ends.
+# Escapes all but ASCII: some clients take U+2028, for instance, for the end of a line.
 ESCAPED = json.JSONEncoder(separators=_SHORT).encode
-# Levels of objects and lists that are looked into: down to the entries of ``logprobs.content``.
+# Levels of objects and lists that are written value by value: to those of ``logprobs.content``.
 _DEPTH = 5
 
 
 def dumped(value: Any, encode: Callable[[Any], str] = PLAIN, depth: int = _DEPTH) -> bytes:
-    """Return what ``encode`` would of a value whose objects have texts for names, in UTF-8."""
-    # Not as texts: one character beyond U+FFFF in them makes four bytes of each.
+    """Return the JSON that ``encode`` makes of a value, in UTF-8; keys of objects are strings."""
+    # Joined as bytes: in a `str`, one character beyond U+FFFF makes each take four bytes.
     if depth and isinstance(value, dict):
         items = [dumped(k, encode) + b":" + dumped(v, encode, depth - 1) for k, v in value.items()]
         return b"{" + b",".join(items) + b"}"

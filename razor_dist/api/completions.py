@@ -22,7 +22,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    # By hand, because pydantic would report every one of a million tokens as "not a string".
+    # Not by pydantic, which would report each of a million token ids as "not a string".
     if isinstance(value, str) or _is_tokens(value):
         return [value]
     if isinstance(value, list) and value:
@@ -58,7 +58,7 @@ class CompletionBody(GenerateBody):
         return len(self.prompt)
 
     def tool_use(self, encoder: PromptEncoder) -> None:
-        """Return None: only a chat has tools."""
+        """None: only a chat has tools."""
 
     def encoded(
         self, encoder: PromptEncoder, max_model_len: int, *, ends: bool, keeps: bool = False
@@ -89,9 +89,9 @@ class CompletionBody(GenerateBody):
         return found[0]
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The sampling settings; without a limit 16 tokens, OpenAI's default here.
+        """Return the sampling settings; without a limit for 16 tokens, OpenAI's default here.
 
-        With ``echo``, 0 tokens are computed as 1, which is not shown.
+        With ``echo`` and a limit of 0, one token is generated and not shown.
         """
         field, limit = self.limit
         if limit is None:

@@ -1,4 +1,4 @@
-"""Contexts: beginnings of conversations that are kept, and requests that go on with one."""
+"""Contexts: beginnings of conversations that are kept, for requests that continue them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from razor_dist.frontend.prompts import PromptEncoder
 
 Json = dict[str, Any]
 
-# Marks of a request at most, as Anthropic has it; and tokens from which on a beginning is kept.
-MOST_MARKS, LEAST_TOKENS = 4, 64
-_MESSAGE = "messages[].cache_control"  # a chat's
+# Marks (``cache_control``) of a request at most, as in Anthropic's API.
+MOST_MARKS = 4
+# Tokens; a shorter beginning is not kept: it is read again in no time.
+LEAST_TOKENS = 64
+_MESSAGE = "messages[].cache_control"  # the field of a mark in a chat
 
 
 class KeptContext(msgspec.Struct, frozen=True):
-    """The beginning of a conversation, as far as requests need it that go on with it."""
+    """The beginning of a conversation, with all that a request needs to continue it."""
 
     text: KeptText
     ttl: int  # seconds
-    messages: list[Json]  # as a chat has them; the last up to the mark
-    goes_on: bool = False
+    messages: list[Json]  # as in a chat; the last one ends at the mark
+    goes_on: bool = False  # as in `Mark`, like ``apart`` and ``cites``
     apart: bool = False
     documents: list[CitedDocument] = []
     segments: list[Segment] = []
@@ -43,14 +45,14 @@ class KeptContext(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode(bare)).digest()
 
     def content(self) -> Json:
-        """Return the messages, the last with what stands between it and more of it."""
+        """Return the messages, and whether a request may continue the last one."""
         *first, last = self.messages
         if self.goes_on and self.apart:
             last = last | {"content": (last["content"] or "") + APART}
         return {"messages": [*first, last], "goes_on": self.goes_on}
 
     def before(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return the whole conversation of a request with these messages."""
+        """Return the kept messages and those of a request that continues them."""
         kept = [ChatMessage(**message) for message in self.messages]
         last, rest = kept[-1], list(messages)
         same = rest and (rest[0].role, rest[0].tool_call_id) == (last.role, last.tool_call_id)
@@ -61,9 +63,9 @@ class KeptContext(msgspec.Struct, frozen=True):
         return kept + rest
 
     def cited(self, messages: Sequence[ChatMessage]) -> tuple[list[CitedDocument], list[Segment]]:
-        """Return its documents, and the blocks of a conversation that goes on with it.
+        """Return the kept documents, and the blocks of all ``messages`` that `before` returned.
 
-        ``messages`` are all of that, as `before` returns them. No blocks if it names none itself.
+        Both are empty if the context has no blocks: it is a chat's.
         """
         found, first = list(self.segments), len(self.messages) - 1
         if not found:
@@ -72,7 +74,7 @@ class KeptContext(msgspec.Struct, frozen=True):
             end = 0
             for at, part in enumerate(message.parts):
                 begin, end = end, end + len(part.text)
-                if number > first or at:  # its own blocks are in the first part of its last message
+                if number > first or at:  # the first part of the last kept message has its blocks
                     found.append(Segment(number, begin, end, None))
         return self.documents, found
 
@@ -86,10 +88,11 @@ def contexts(
     documents: Sequence[CitedDocument] = (),
     segments: Sequence[Segment] = (),
 ) -> tuple[list[KeptContext], list[str]]:
-    """Return what is to be kept of a conversation, whose text, tokens and their ends are given.
+    """Return the contexts to keep of a conversation, and fields of marks that keep nothing.
 
-    ``encoded`` is None if the tokenizer cannot tell the ends: nothing is kept then. Beside it
-    come the marks up to which nothing can be kept, without the numbers in their places.
+    ``encoded`` is the conversation's text, token ids ``[n]`` and the character at which each token
+    ends ``[n]``, or None if the tokenizer cannot tell these: nothing is kept then. The fields are
+    named without their indices.
     """
     if len(marks) > MOST_MARKS:
         raise RequestError(
@@ -110,7 +113,7 @@ def contexts(
         begin, kept = begin.rstrip(), None
         if there and text.startswith(begin):
             if (ends <= len(begin)).sum() < LEAST_TOKENS:
-                continue  # also where it has no place to be cut
+                continue  # too short, whether or not it can be cut here
             kept = keep(text, len(begin), ids, ends)
         if kept is None:
             uncut.append(_field(mark))

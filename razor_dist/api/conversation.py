@@ -1,10 +1,10 @@
-"""The chat that a request with documents stands for, and where its blocks are in it.
+"""The chat that a request of ``/v1/messages`` becomes, and the places of its blocks there.
 
-A document block becomes a part of the user's message in the form in which the page and
-``razor-dist prefill`` send documents, so that all of them find each other's prefixes:
-``Document "TITLE":``, an empty line, the text without the blanks around it, an empty line. The
-title is written as JSON, with its escapes. Without a title it is ``Document N:``; a context is a
-paragraph ``Context: …`` before the text.
+A document block becomes a part of a message as the page and ``razor-dist prefill`` write it, so
+that each finds what the others have cached: ``Document "TITLE":``, an empty line, the text without
+the blanks around it, an empty line. The title is written as JSON, with its escapes; without one
+the first line is ``Document N:``. The block's ``context`` is a paragraph ``Context: …`` before the
+text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from razor_dist.documents.read import Document
 from razor_dist.frontend.passages import Part, PromptText, question_begin
 
 Json = dict[str, Any]
-APART = "\n\n"  # between a document and what stands beside it
+APART = "\n\n"  # between a document and the text beside it
 
 
 CitationKind = Literal["char_location", "page_location", "content_block_location"]
@@ -27,8 +27,8 @@ CitationKind = Literal["char_location", "page_location", "content_block_location
 class CitedDocument(NamedTuple):
     """A document as its citations describe it.
 
-    ``offset`` is what its text lost at its beginning, in characters; ``begins`` are those of the
-    text, as it was sent, at which its pages or blocks begin.
+    ``offset`` is the number of blanks, in characters, that were cut from the beginning of its
+    text. ``begins`` are the characters of the uncut text at which pages or blocks begin.
     """
 
     kind: CitationKind
@@ -43,32 +43,32 @@ class Segment(NamedTuple):
     message: int
     begin: int  # in characters of the message's content
     end: int
-    document: int | None  # its index among the request's documents
+    document: int | None  # index among the request's documents; None for other blocks
 
 
 class Mark(NamedTuple):
-    """A place in a conversation up to which it is to be kept."""
+    """The end of a beginning of a conversation that a request wants kept."""
 
     message: int
     at: int  # in characters of the message's content
     ttl: int  # seconds
-    goes_on: bool  # what follows may belong to the same message
-    apart: bool = False  # that would begin a paragraph then
-    documents: int = 0  # of the conversation's, how many are up to here
-    segments: int = 0
-    calls: int | None = None  # of the message's; None for all
+    goes_on: bool  # the message may continue behind the mark
+    apart: bool = False  # with a new paragraph
+    documents: int = 0  # number of the conversation's documents before the mark
+    segments: int = 0  # the same of its blocks
+    calls: int | None = None  # the same of the message's calls; None for all
     cites: bool = False
-    field: str = ""  # of the request, where that is not the message itself
+    field: str = ""  # of the request; empty if it is the message itself
 
 
 class Turn:
-    """A message of the chat, of the blocks that one side has said without a break."""
+    """A message of the chat, made of all that one side says before the other does."""
 
     def __init__(self, role: str, *, calls: Sequence[Json] = (), **fields: Any) -> None:
         content = fields.pop("content", None)
         self.role, self.fields = role, fields
         self.calls = list(calls)
-        self.apart = False  # what comes next begins a paragraph
+        self.apart = False  # the next text begins a paragraph
         self._parts: list[str] = [] if content is None else [content]
         self.length = len(content or "")
 
@@ -89,12 +89,12 @@ class Turn:
 
 
 class Conversation:
-    """The chat that a request stands for, and where its blocks are in it."""
+    """The chat that a request becomes, and the places of its blocks there."""
 
     def __init__(self, files: Sequence[Document]) -> None:
         self.turns: list[Turn] = []
         self.documents: list[CitedDocument] = []
-        self.files = iter(files)  # of the request's PDF documents, in their order
+        self.files = iter(files)  # the request's PDF documents, in their order
         self.segments: list[Segment] = []
         self.notes: set[int] = set()  # indices of segments that are notes between the turns
         self.marks: list[Mark] = []
@@ -107,7 +107,7 @@ class Conversation:
         *,
         apart: bool,
     ) -> None:
-        """Begin with messages that were kept, of this endpoint or another."""
+        """Begin with the messages of a context, which may be another endpoint's."""
         for message in messages:
             own = dict(message)
             turn = Turn(own.pop("role"), calls=own.pop("tool_calls", ()), **own)
@@ -119,14 +119,14 @@ class Conversation:
         ]
 
     def mark(self, control: CacheControl, field: str, *, cites: bool) -> None:
-        """Have what was said so far be kept, as the request asks in ``field``."""
+        """Mark the conversation so far to be kept, as ``field`` of the request asks."""
         last, turn = len(self.turns) - 1, self.turns[-1]
         counts = len(self.documents), len(self.segments), len(turn.calls)
         place = last, turn.length, control.seconds, True, turn.apart
         self.marks.append(Mark(*place, *counts, cites, field))
 
     def mark_tools(self, control: CacheControl, field: str) -> None:
-        """Have all before the first message be kept: that is where templates write tools."""
+        """Mark all before the first message to be kept: templates write tools there."""
         first = next((n for n, turn in enumerate(self.turns) if turn.role != "system"), None)
         if first is None:
             return  # without a message the chat is refused
@@ -138,7 +138,7 @@ class Conversation:
         return bool(self.turns) and self.turns[-1].role == role
 
     def turn(self, role: str) -> Turn:
-        """Return the last turn if it is of this role, or a new one: some templates want turns."""
+        """Return the last turn if it has this role, else a new one: some templates alternate."""
         if not self.ends_with(role):
             self.turns.append(Turn(role))
         return self.turns[-1]
@@ -162,11 +162,11 @@ class Conversation:
         self.documents.append(document)
 
     def searched(self, text: PromptText) -> PromptText:
-        """Return a prompt's text with documents and other blocks as parts of their own.
+        """Return a prompt's text with a part for each block.
 
-        ``message`` of a document's part is its index, in characters of its text; what is no
-        document has none. The last text of the user that is no note ends with the question;
-        notes behind it are in no part.
+        ``message`` of a document's part is the document's index; other parts have none. The
+        question is at the end of the user's last text that is no note. Notes behind it are in no
+        part.
         """
         found = {part.message: part for part in text.parts}
         asking = len(self.segments)

@@ -27,7 +27,7 @@ _STATUS_OF_CODE = {
     "pinned_prefixes_hold_cache": 429,
     "rate_limit_exceeded": 429,
 }
-# Characters of an error's message and of its param: both may quote what the client has sent.
+# Characters of an error's message and of its param, both of which may quote the request.
 _LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100
 _TYPE_OF_STATUS = {
     408: "timeout_error",
@@ -35,7 +35,7 @@ _TYPE_OF_STATUS = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-# Of the routes below this one, by Anthropic.
+# The route of Anthropic's API; routes below it answer in Anthropic's shape, too.
 MESSAGES = "/v1/messages"
 _ANTHROPIC_TYPE_OF_STATUS = {
     401: "authentication_error",
@@ -74,7 +74,7 @@ class Failure(NamedTuple):
             return cls(503, str(error), code="process_killed")
         if isinstance(error, EngineError):
             return cls(500, str(error), code="engine_error")
-        # Not the error's text: it may hold what no client should see. The log has it.
+        # Without the error's text, which may hold secrets. The log has it.
         return cls(500, "internal error; see the server's log", code="internal_error")
 
     def body(self, path: str = "") -> dict[str, Any]:
@@ -90,18 +90,18 @@ class Failure(NamedTuple):
         return {"type": "error", "error": error} if anthropic else {"error": error}
 
     def response(self, retry_after: int = 1, path: str = "") -> JSONResponse:
-        """Return the failure as a response, with the seconds after which to try again."""
+        """Return the failure as a response; clients may try again after ``retry_after`` seconds."""
         headers = {}
         if self.status in (429, 503) and self.code != "engine_failed":
             headers["Retry-After"] = str(retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 408:
-            # OpenAI's clients would ask twice more, each time for as long.
+            # Else OpenAI's clients would ask twice more and wait as long each time.
             headers["x-should-retry"] = "false"
         return JSONResponse(self.body(path), self.status, headers)
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text, cut to ``longest`` characters; an ellipsis is the last then."""
+    """Return a text, cut to ``longest`` characters, the last of which is an ellipsis then."""
     return text if len(text) <= longest else text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -1,6 +1,6 @@
-"""Types of single fields of request bodies: how a value is read, and its JSON Schema.
+"""Types of single fields of request bodies, each with its validators and JSON Schema.
 
-A range in a schema says what `SamplingParams` takes, which refuses the rest in its own words.
+Ranges in a schema are those of `SamplingParams`, which refuses other values in its own words.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Json = dict[str, Any]
 
 _INT64 = 2**63
 _TOKEN_ID = re.compile("[0-9]{1,9}")
-_MOST_BIASES = 1024  # of a request; each of its prompts and answers has a copy of them
+_MOST_BIASES = 1024  # of a request; each of its prompts and answers has a copy
 _TEXT: Json = {"type": "string"}
 
 
 def _whole(value: object) -> object:
-    """Take ``16.0`` for ``16``: JSON has one kind of number, and some clients write integers so."""
+    """Take ``16.0`` for ``16``, as some clients write it: JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -43,7 +43,7 @@ Int64 = Annotated[int, Field(ge=-_INT64, lt=_INT64), BeforeValidator(_whole)]
 
 
 def in_range(field: str, low: float | None = None) -> Any:
-    """Describe the range of a field of `SamplingParams`, from ``low`` on if it is given."""
+    """Return the range of a field of `SamplingParams` for its schema, from ``low`` if given."""
     known: Any = SamplingParams
     signs = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
     bounds = {
@@ -85,7 +85,7 @@ StopStrings = Annotated[
 
 
 def _token_keys(value: object) -> object:
-    """Take the keys of a JSON object, which are strings, for token ids."""
+    """Return a JSON object with its keys, which are strings, as token ids."""
     if not isinstance(value, dict):
         return value
     if len(value) > _MOST_BIASES:
@@ -155,7 +155,7 @@ def _kind_of_choice(value: object) -> str | None:
     return "@text" if value in get_args(_Choice) else None
 
 
-# Of OpenAI's endpoints, each of which names a tool by an object of its own.
+# Of OpenAI's endpoints, each of which has its own object (`_Chosen`) to name a tool.
 ToolChoice = Annotated[
     Annotated[_Choice, Tag("@text")] | Annotated[_Chosen, Tag("@tool")],
     Discriminator(
@@ -165,7 +165,7 @@ ToolChoice = Annotated[
     ),
 ]
 
-# What `chat_template_kwargs` may not hold: it is ours to give, or a program.
+# Names that `chat_template_kwargs` must not have: the server sets these, or they are code.
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "messages"
 }

@@ -1,4 +1,4 @@
-"""The objects within request bodies: messages, tools, what an answer must look like."""
+"""The objects within request bodies: messages, tools, formats of answers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    # Of a body: unsupported fields, with the values that ask for nothing besides null.
+    # Of a body: unsupported fields, with the values, besides null, that are ignored.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     tool_type: ClassVar[str | None] = None  # of a body's tools
 
     def check(self) -> None:
-        """Refuse combinations that make no sense by a `RequestError` that names the field."""
+        """Raise `RequestError`, which names the field, for fields that contradict each other."""
 
 
 class Returned(Strict):
-    """An object that may be from an answer: servers and clients add fields, which ask for nothing.
+    """An object that a client may take from an answer, to which servers and clients add fields.
 
-    Nulls are dropped, whatever their names, and so is what ``added`` names.
+    Fields that are null are dropped, whatever their names, and so are the fields in ``added``.
     """
 
-    # What its `parse` and `stream` add, and hints to OpenAI's and Anthropic's own services.
+    # Names that `parse` and `stream` of the clients add, and hints to the APIs' own services.
     added: ClassVar[Set[str]] = frozenset()
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
@@ -56,14 +56,14 @@ class Returned(Strict):
         return {
             name: field
             for name, field in value.items()
-            # Of a message without content the error tells if it has the field.
+            # The error for a message without content says whether the field is there.
             if name not in cls.added and (name == "content" or field is not None)
         }
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Tells the classes of a union apart by the literals of a ``field`` that each has."""
+    """Selects a class of a union by the value of ``field``, a `Literal` in each class."""
 
     field: str
     default: str | None = None
@@ -72,7 +72,7 @@ class Kinds:
         self, union: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         choices = {
-            f"@{kind}": handler.generate_schema(one)  # some kinds are names of fields
+            f"@{kind}": handler.generate_schema(one)  # some are also names of fields
             for one in get_args(union)
             for kind in get_args(one.model_fields[self.field].annotation)
         }
@@ -137,20 +137,20 @@ class CalledTool(Returned):
 
 
 class ChatMessage(Returned):
-    added = frozenset({"parsed", "reasoning", "reasoning_content"})  # thoughts ask for nothing
-    type: Literal["text", "message"] | None = None  # lm-eval's; it says nothing
+    added = frozenset({"parsed", "reasoning", "reasoning_content"})
+    type: Literal["text", "message"] | None = None  # lm-eval sends it; it has no effect
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
-    name: str | None = None  # of who speaks, for templates that show it
-    tool_calls: list[CalledTool] | None = None  # an assistant's
-    tool_call_id: str | None = None  # a tool's
-    annotations: list[Any] | None = None  # of an answer that is put back; they are not read
+    name: str | None = None  # of the speaker, for templates that show it
+    tool_calls: list[CalledTool] | None = None  # of the role assistant
+    tool_call_id: str | None = None  # of the role tool
+    annotations: list[Any] | None = None  # of an earlier answer; ignored
     cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _may_be_thoughts_alone(cls, value: object) -> object:
-        """Read an answer that ended in its thoughts as an empty one: templates want the turn."""
+        """Give an answer that has only thoughts an empty content: templates want its turn."""
         if not isinstance(value, dict) or value.get("content") is not None:
             return value
         thinks = value.get("reasoning_content") or value.get("reasoning")
@@ -168,14 +168,14 @@ class ChatMessage(Returned):
 
     @property
     def marks(self) -> list[tuple[int, CacheControl]]:
-        """The marks of parts of the content, each with where it ends, in characters."""
+        """The marks of the content's parts, each behind the character at which its part ends."""
         ends = accumulate(len(part.text) for part in self.parts)
         marks = zip(ends, (part.cache_control for part in self.parts), strict=True)
         return [(end, control) for end, control in marks if control is not None]
 
     @model_validator(mode="after")
     def _is_of_its_role(self) -> ChatMessage:
-        if self.tool_calls == []:  # as an answer without any
+        if self.tool_calls == []:  # as in answers without calls
             self.tool_calls = None
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError("may have tool_calls only if its role is assistant")
@@ -184,7 +184,7 @@ class ChatMessage(Returned):
         return self
 
     def for_context(self) -> dict[str, Any]:
-        """Return the message as another request's may be."""
+        """Return the message as a context keeps it, for other requests."""
         apart = {"type", "content", "cache_control", "annotations"}
         content = {} if self.content is None else {"content": self.text}
         return self.model_dump(exclude_none=True, exclude=apart) | content
@@ -194,21 +194,21 @@ class ChatMessage(Returned):
 
 
 MAX_MESSAGES = 16384
-# At least one, which is checked where they are rendered.
+# The minimum of one message is checked where they are rendered.
 Messages = Annotated[
     list[ChatMessage], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
 ]
 
 
 class Ending(Strict):
-    """Fields of a chat and of ``/tokenize``: whether the prompt ends where an answer begins."""
+    """Fields of a chat and of ``/tokenize`` for the end of the prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     @property
     def ending(self) -> dict[str, bool]:
-        """The arguments of the chat template, as transformers calls it."""
+        """The same as arguments of the chat template, by transformers' names."""
         if self.continue_final_message:
             return {"add_generation_prompt": False, "continue_final_message": True}
         return {"add_generation_prompt": self.add_generation_prompt is not False}
@@ -223,7 +223,7 @@ class Ending(Strict):
 
 
 def check_contents(messages: Messages) -> None:
-    """Refuse messages that say nothing and call nothing."""
+    """Raise `RequestError` for a message with neither content nor calls of tools."""
     for index, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
             where = f"messages[{index}].content"
@@ -249,7 +249,7 @@ Metadata = Annotated[
 
 
 class Hints(Strict):
-    """Fields that are taken and change nothing: hints to OpenAI's own service, and notes."""
+    """Fields that are taken and ignored: notes, and hints to OpenAI's own service."""
 
     user: Annotated[str, Field(max_length=512)] | None = None
     metadata: Metadata | None = None
@@ -258,7 +258,7 @@ class Hints(Strict):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None  # Codex's
-    include_reasoning: bool | None = None  # vLLM's; reasoning is not separated from the answer
+    include_reasoning: bool | None = None  # vLLM's; answers here have no separate reasoning
     service_tier: str | None = None
     store: Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"const": False})] | None = (
         None
@@ -299,7 +299,7 @@ class JsonSchema(Strict):
     name: str
     description: str | None = None
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # answers match the schema in any case
+    strict: bool | None = None  # ignored: answers always match the schema
 
 
 class ResponseFormat(Strict):
@@ -318,27 +318,27 @@ class ResponseFormat(Strict):
         return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
 
 
-# OpenAI's; both reach the chat template, which may leave them out.
+# OpenAI's; both are passed to the chat template, which may ignore them.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name fields as ``names`` calls them: another endpoint, or another field's."""
+    """Rename fields in `RequestError`: ``names`` maps the raised name to the request's."""
     try:
         yield
     except RequestError as error:
         field, bracket, rest = (error.param or "").partition("[")
         if field not in names:
             raise
-        # At the beginning of the message, or quoted.
+        # The name is at the beginning of the message, or quoted.
         problem = re.sub(rf"(^|'){field}\b", rf"\g<1>{names[field]}", str(error))
         raise RequestError(problem, names[field] + bracket + rest, error.code) from None
 
 
 def _off(value: object) -> object:
-    if value is not None and value is not False:  # 0 is equal to it
+    if value is not None and value is not False:  # 0 == False
         raise ValueError("must be false")
     return value
 

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's two text endpoints, with their two of log-probabilities."""
+"""Answers in the shapes of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.protocol.messages import Progress
 
-# Two empty lines: by the standard of server-sent events no event. A comment would do too, but
-# ``vllm bench serve`` strips what it reads and adds the next event to a comment's line, and
+# Two empty lines, which are no event by the standard of server-sent events. Not a comment:
+# ``vllm bench serve`` strips what it reads and so joins the next event to the comment's line, and
 # `sglang.bench_serving` reads each line that is not blank as JSON. Some clients cut at two breaks.
 HEARTBEAT = "\n\n"
 
 
 class Format(ABC):
-    """Makes the answers to a request an endpoint's JSON: whole, or in chunks of a stream."""
+    """An endpoint's JSON for the answers to a request: whole, or in chunks of a stream."""
 
     prefix: ClassVar[str]  # of the answers' ids
-    # A stream's opening waits for its first event: clients take it for the first token.
+    # True if a stream's opening waits for its first event: clients take it for the first token.
     opens_late: bool = False
 
     def __init__(
@@ -51,11 +51,11 @@ class Format(ABC):
         self._start()
 
     def _start(self) -> None:  # noqa: B027 - most endpoints keep nothing
-        """Set up what an endpoint keeps of its answers so far."""
+        """Set the attributes in which an endpoint keeps its answers so far."""
 
     @property
     def is_slow(self) -> bool:
-        """True if shaping a piece and its frame may take time that grows with the prompt."""
+        """True if the time to shape a piece and its frame grows with the prompt."""
         return False
 
     @abstractmethod
@@ -66,10 +66,10 @@ class Format(ABC):
 
     @abstractmethod
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        """Chunks for one piece of the answer ``index``; none if there is nothing to see yet."""
+        """Chunks for one piece of the answer ``index``; none if it shows nothing yet."""
 
     def progress(self, index: int, progress: Progress) -> list[Json]:
-        """Chunks for what was read of the prompt, where requests can ask for them."""
+        """Chunks for the progress of a prompt, on endpoints whose requests can ask for it."""
         return []
 
     @abstractmethod
@@ -95,11 +95,11 @@ class Format(ABC):
         return "data: [DONE]\n\n"
 
     def usage(self, completion: int | None = None) -> Json:
-        """Return the token counts, of the whole answers or of their first ``completion`` tokens.
+        """Return the token counts of the whole answers, or of their first ``completion`` tokens.
 
-        Accepted and rejected tokens of drafts are those of the whole answers.
+        Accepted and rejected tokens of drafts are only in the counts of whole answers.
         """
-        # One prompt's choices read it once.
+        # A prompt is read once for all its answers.
         prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
         cached = sum(choice.cached_tokens for choice in self._choices)
         whole = completion is None
@@ -111,7 +111,7 @@ class Format(ABC):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        if whole:  # what is known of the others may not have been sent
+        if whole:  # pieces that are here may not have been sent yet
             pieces = [piece for choice in self._choices for piece in choice.pieces]
             drafted = {
                 "accepted_prediction_tokens": sum(piece.accepted for piece in pieces),
@@ -122,9 +122,10 @@ class Format(ABC):
         return usage
 
     def _ending(self, reason: str | None) -> Json:
-        """The fields of an answer's end; "length" for a repetition that only the server looks for.
+        """Return the fields for the end of an answer.
 
-        Clients check the reason against OpenAI's or Anthropic's list.
+        The reason is "repetition" only if the request asked for that: clients check it against
+        OpenAI's or Anthropic's list. Else it is "length", and ``stop_reason`` says "repetition".
         """
         if reason == "repetition" and not self._request.ends_in_repetition:
             return {"finish_reason": "length", "stop_reason": reason}
@@ -132,12 +133,12 @@ class Format(ABC):
 
     @property
     def _contexts(self) -> Json:
-        """The field ``contexts`` of an answer: those that the request has made or named."""
+        """The field ``contexts`` of an answer, if the request has made or named a context."""
         kept = self._request.kept_as and self._request.kept_as()
         return {"contexts": kept} if kept else {}
 
     def _parser(self) -> ToolParser | None:
-        """Return a new parser of one answer's calls of tools, if the request allows any."""
+        """Return a new parser for the calls of tools in one answer, if the request allows any."""
         if self._request.tools is None:
             return None
         skip = all(prompt.params.skip_special_tokens for prompt in self._request.prompts)
@@ -145,7 +146,7 @@ class Format(ABC):
 
 
 class EventFormat(Format):
-    """An endpoint with one answer, text and then calls of tools; a stream's events have names."""
+    """An endpoint with one answer, text and then calls of tools, and named events in a stream."""
 
     def _start(self) -> None:
         self._parser_of_calls = self._parser()
@@ -162,7 +163,7 @@ class EventFormat(Format):
         return ""
 
     def _read(self, piece: TextPiece) -> TextPiece:
-        """Add a piece; return it with the text and the sentences that belong to no call."""
+        """Add a piece; return it with the text, and the sentences in it, that are in no call."""
         text, self._finish = piece.text, piece.finish_reason
         if parser := self._parser_of_calls:
             text, self._calls, self._finish = parser.read([piece], self._finish)
@@ -221,7 +222,7 @@ class ChatFormat(ChoicesFormat):
         return [self._chunk([{**one, **role}], **self._contexts) for one in empty]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""
+        """As `Format.piece`; the reason for the end has a chunk of its own, as in OpenAI's API."""
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
         text, finish = piece.text, piece.finish_reason
@@ -307,7 +308,7 @@ class CompletionFormat(ChoicesFormat):
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
 
     def _with_prompt(self, index: int, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
-        """Yield a choice's prompt, the first time, and pieces of its answer, if that is wanted."""
+        """Yield a choice's prompt as pieces, once, and the pieces of its answer, if wanted."""
         only = self._request.prompt_only
         if index not in self._lengths:
             self._lengths[index] = 0
@@ -330,7 +331,8 @@ class CompletionFormat(ChoicesFormat):
 
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
         texts, tokens = list[str](), list[int]()
-        shown: list[TextPiece] = []  # with sentences, or the last: a prompt's are too many to keep
+        # Only pieces with sentences, and the last: those of a prompt take too much memory.
+        shown: list[TextPiece] = []
 
         def noted() -> Iterator[TextPiece]:
             for piece in self._with_prompt(index, pieces) if self._request.echo else pieces:
@@ -354,13 +356,13 @@ class CompletionFormat(ChoicesFormat):
 
 
 def _moved(piece: TextPiece, by: int) -> TextPiece:
-    """Return a piece of an answer that stands behind ``by`` characters."""
+    """Return a piece with its places in the answer moved by ``by`` characters."""
     own = [replace(s, start=s.start + by, end=s.end + by) for s in piece.sentences]
     return replace(piece, offset=piece.offset + by, sentences=own)
 
 
 def rendered_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
-    """Fields for a choice's sources: of its sentences, and with its last piece of the whole."""
+    """Return the fields of a choice's sources: of its sentences, with the last piece of all."""
     rendered: Json = {}
     if pieces[-1].finish_reason and choice.sources is not None:
         rendered = {

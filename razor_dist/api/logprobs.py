@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two text endpoints, and prompts as pieces."""
+"""Log-probabilities in the shapes of OpenAI's chats and completions, and prompts as pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from razor_dist.frontend.outputs import Logprob, TokenLogprobs
 
 Json = dict[str, Any]
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# The byte of each character that byte-level BPE (GPT-2's) writes.
+# Bytes by the characters that stand for them in byte-level BPE (GPT-2's).
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
@@ -28,7 +28,7 @@ def chat_logprobs(
     for piece in pieces:
         if piece.logprobs is None:
             return None
-        # An entry without a rank is the chosen token itself, unlikelier than those asked for.
+        # An entry without a rank is the chosen token, if it is not among the likeliest.
         top = [(t, lp) for t, lp in piece.logprobs.items() if lp.rank is not None]
         entry = _chat_entry(tokenizer, piece.token, piece.logprobs[piece.token])
         content.append({**entry, "top_logprobs": [_chat_entry(tokenizer, *item) for item in top]})
@@ -38,10 +38,11 @@ def chat_logprobs(
 def prompt_pieces(
     tokenizer: PreTrainedTokenizerBase | None, choice: Choice, *, free: bool
 ) -> Iterator[TextPiece]:
-    """Yield a prompt as pieces, with log-probabilities if the engine has sent them.
+    """Yield a prompt's tokens as pieces, with log-probabilities if the engine has sent them.
 
-    Those of the first token are an empty mapping: nothing comes before it. They take kilobytes a
-    token, so they are made one by one; with ``free`` the engine's entries are forgotten meanwhile.
+    The first token has an empty mapping, since nothing comes before it. Log-probabilities take
+    kilobytes a token, so pieces are made one by one, and with ``free`` the engine's entry for a
+    token is dropped once its piece is made.
     """
     entries, last = choice.prompt_entries, len(choice.prompt) - 1
     detokenizer = None if tokenizer is None else Detokenizer(tokenizer, begins=True)
@@ -61,13 +62,13 @@ def prompt_pieces(
 def legacy_logprobs(
     tokenizer: PreTrainedTokenizerBase | None, pieces: Iterable[TextPiece]
 ) -> Json | None:
-    """``choices[].logprobs`` of a completion; without a tokenizer of tokens ``token_id:17``."""
+    """``choices[].logprobs`` of a completion; tokens are ``token_id:17`` without a tokenizer."""
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[Json | None] = []
     offsets: list[int] = []
     known = True
-    for piece in pieces:  # to their end: the caller notes them
+    for piece in pieces:  # all of them, which the caller notes
         known = known and piece.logprobs is not None
         if not known or piece.logprobs is None:
             continue
@@ -98,7 +99,7 @@ def _chat_entry(tokenizer: PreTrainedTokenizerBase | None, token: int, logprob: 
 
 
 def _finite(logprob: Logprob) -> float:
-    # JSON has no infinity; OpenAI writes this value for a vanishing probability.
+    # JSON has no infinity; in OpenAI's API this value stands for a probability of 0.
     return max(logprob.logprob, -9999.0)
 
 
@@ -107,7 +108,7 @@ def _spell(token: int, logprob: Logprob) -> str:
 
 
 def _legacy_spell(tokenizer: PreTrainedTokenizerBase | None, token: int, logprob: Logprob) -> str:
-    r"""Return a token's text, or a part of a character as OpenAI does: ``bytes:\xe4\xb8``."""
+    r"""Return a token's text; for a part of a character its bytes: ``bytes:\xe4\xb8``."""
     text = _spell(token, logprob)
     if REPLACEMENT not in text or (spelt := token_bytes(tokenizer, token, text)) is None:
         return text

@@ -1,4 +1,4 @@
-"""The messages of Anthropic's ``/v1/messages``, and the blocks that they are made of."""
+"""The messages of Anthropic's ``/v1/messages``, and their blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from razor_dist.api.field_types import Json
 from razor_dist.api.fields import CacheControl, Kinds, Returned, Strict
 from razor_dist.config.errors import RequestError
 
-# What begins a line that Claude Code writes in front of its system prompt. It differs in each
-# request, so that no two prompts would begin alike.
+# The beginning of the first line of Claude Code's system prompt. The rest of the line differs in
+# each request, and no prompt would begin as another does, which the prefix cache needs.
 _ATTRIBUTION = "x-anthropic-billing-header:"
 
 
@@ -31,27 +31,27 @@ class Block(Returned):
 
     @property
     def kept(self) -> CacheControl | None:
-        """The block's own mark, or the last one within it: what is kept ends with the block."""
+        """The block's mark, or the last mark of a block in it; both keep up to the block's end."""
         return self.cache_control or next(
             (block.kept for block in reversed(self.blocks) if block.kept), None
         )
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks that this one is made of."""
+        """The blocks within this one."""
         return ()
 
 
 class TextBlock(Block):
     type: Literal["text"]
     text: str
-    citations: list[Json] | None = None  # of an answer that is put back; they are not read
+    citations: list[Json] | None = None  # of an earlier answer; ignored
 
     def add_to(self, chat: Conversation, role: str) -> None:
         chat.say(role, self.text)
 
     def leave_out_attribution(self) -> None:
-        """Leave out Claude Code's line of attribution; nothing is kept up to there."""
+        """Drop Claude Code's line of attribution; a block without other text loses its mark."""
         if self.text.startswith(_ATTRIBUTION):
             self.text = self.text.partition("\n")[2]
             self.cache_control = self.cache_control if self.text else None
@@ -72,7 +72,7 @@ class TextSource(Strict):
     data: str
 
     def read(self, chat: Conversation) -> tuple[CitationKind, str, Sequence[int]]:
-        """Return the kind of citations, the text, and where its parts begin."""
+        """Return the kind of citations, the text, and the characters at which its parts begin."""
         return "char_location", self.data, ()
 
 
@@ -98,7 +98,7 @@ class PdfSource(Strict):
         return "page_location", file.text, file.pages
 
     def file(self, where: str) -> bytes:
-        """Return the file; `RequestError` if it is none, at the request's field ``where``."""
+        """Return the file's bytes; `RequestError`, for the field ``where``, if they are no PDF."""
         try:
             data = base64.b64decode(self.data, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -131,13 +131,13 @@ class DocumentBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """Thoughts of an earlier answer, of this or another model: they ask for nothing."""
+    """Thoughts of an earlier answer, of this or another model; ignored."""
 
     added = frozenset({"thinking", "signature", "data"})
     type: Literal["thinking", "redacted_thinking"]
 
     def add_to(self, chat: Conversation, role: str) -> None:
-        """Say nothing, as Anthropic and most templates leave earlier thoughts out."""
+        """Add nothing: Anthropic's API and most templates leave out earlier thoughts, too."""
 
 
 class ToolUseBlock(Block):
@@ -154,7 +154,7 @@ class ToolUseBlock(Block):
 
 
 class ToolReference(TextBlock):
-    """The name of a tool that a search has found."""
+    """The name of a tool that a search for tools has found."""
 
     type: Literal["tool_reference"]  # type: ignore[assignment]
     text: Annotated[str, Field(alias="tool_name"), AfterValidator(lambda name: f"{name}\n")]
@@ -177,7 +177,7 @@ class ToolResultBlock(Block):
         return self.content or ()
 
     def add_to(self, chat: Conversation, role: str) -> None:
-        # No template knows of failed calls but by what their results say.
+        # Templates have no other way to show that a call failed.
         failed = "Error: " if self.is_error else ""
         chat.turns.append(Turn("tool", tool_call_id=self.tool_use_id, content=failed))
         for block in self.blocks:
@@ -204,10 +204,10 @@ class AssistantMessage(Strict):
 
 
 class SystemMessage(Strict):
-    """A note between the turns, as Claude Code's reminders.
+    """A note between the turns, such as Claude Code's reminders.
 
-    It is said in the user's turn, or behind a tool's result: where templates can show it, and
-    where it changes nothing of what was read before.
+    It becomes a part of the user's turn or of a tool's result: templates show these, and what the
+    caches have of the prompt before stays as it is.
     """
 
     role: Literal["system"]

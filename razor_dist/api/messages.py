@@ -1,4 +1,4 @@
-"""Requests of Anthropic's ``/v1/messages``: a chat in other words, whose documents are cited."""
+"""Requests of Anthropic's ``/v1/messages``: chats by other names, with cited documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from razor_dist.frontend.passages import MOST_CITED, PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
 
-# Names of fields here, by those of a chat.
+# The request's names of fields by those of a chat.
 NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
 
 
@@ -69,7 +69,7 @@ class MessageMetadata(Strict):
 
 
 class DocumentsChat(ChatBody):
-    """A chat that knows where documents and other blocks are in its messages."""
+    """A chat with the places of documents and other blocks in its messages."""
 
     _conversation: Conversation = PrivateAttr()
 
@@ -80,7 +80,7 @@ class DocumentsChat(ChatBody):
             yield ids, text and self._conversation.searched(text)
 
     def go_on_with(self, kept: KeptContext) -> None:
-        """As `GenerateBody.go_on_with`; the kept messages are in the conversation already."""
+        """As `GenerateBody.go_on_with`: the conversation has the kept messages already."""
         GenerateBody.go_on_with(self, kept)
 
     @property
@@ -93,7 +93,7 @@ class DocumentsChat(ChatBody):
 
 
 class CountTokensBody(Strict):
-    """The fields that make a prompt."""
+    """The fields from which the prompt is made."""
 
     tool_type = "custom"
     names: ClassVar[Mapping[str, str]] = NAMES
@@ -112,14 +112,15 @@ class CountTokensBody(Strict):
     tools: list[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None  # of the last block
-    context: Annotated[str, Field(min_length=1)] | None = None  # as in the other endpoints
-    chat_template_kwargs: TemplateArguments | None = None  # as in the other endpoints
+    # As on the other endpoints.
+    context: Annotated[str, Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     _cited: list[CitedDocument] = PrivateAttr(default_factory=list)
     _kept: KeptContext | None = PrivateAttr(default=None)
 
     @property
     def _documents(self) -> Iterator[tuple[str, DocumentBlock]]:
-        """The documents, each with where it stands in the request."""
+        """The documents, each behind its place in the request."""
         for i, message in enumerate(self.messages):
             for j, block in enumerate(message.content):
                 where = f"messages[{i}].content[{j}]"
@@ -150,7 +151,7 @@ class CountTokensBody(Strict):
             )
 
     def files(self) -> list[tuple[str, bytes]]:
-        """Return the PDF documents in their order, each with where it stands in the request."""
+        """Return the PDF files in their order, each behind its field of the request."""
         return [
             (f"{where}.source.data", document.source.file(f"{where}.source.data"))
             for where, document in self._documents
@@ -160,15 +161,15 @@ class CountTokensBody(Strict):
     def as_chat(
         self, files: Sequence[Document] = (), kept: KeptContext | None = None
     ) -> DocumentsChat:
-        """Return the chat that it stands for, with the documents in `files`, behind a context.
+        """Return the same request as a chat; errors have the chat's names of fields.
 
-        Errors go by its names.
+        ``files`` are the documents in its PDF files, and ``kept`` is the context that it continues.
         """
         self._kept = kept
         for block in self.system or ():
             block.leave_out_attribution()
         if not any(block.text or block.cache_control for block in self.system or ()):
-            self.system = None  # nothing is asked for
+            self.system = None  # all of it is empty
         conversation, cites = Conversation(files), self.cites
         if kept is not None:
             self._go_on_with(kept, conversation)
@@ -207,7 +208,7 @@ class CountTokensBody(Strict):
         return body
 
     def _go_on_with(self, kept: KeptContext, conversation: Conversation) -> None:
-        self.check()  # again: whether all documents are cited is known now
+        self.check()  # again: with the context it is known whether all documents are cited
         apart = kept.apart or not kept.goes_on
         conversation.restore(kept.messages, kept.documents, kept.segments, apart=apart)
         if self.system and conversation.turns[-1].role != "system":
@@ -222,18 +223,18 @@ class CountTokensBody(Strict):
             )
 
     def described(self, params: SamplingParams) -> Json:
-        """Return the documents that the answer may cite, as `CitedDocument`."""
+        """Return the documents (`CitedDocument`) that the answer may cite."""
         return {"documents": self._cited}
 
     def _fields(self) -> Json:
-        """Fields of the chat that are not made of messages and tools."""
+        """Return the chat's fields other than messages and tools."""
         return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
 
 
 class MessagesBody(CommonFields, CountTokensBody):
     max_tokens: Annotated[Int, in_range("max_tokens")]
     stop_sequences: StopSequences | None = None
-    # Hints to Anthropic's own service.
+    # Hints to Anthropic's own service, which are ignored.
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

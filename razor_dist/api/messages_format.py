@@ -24,29 +24,29 @@ _STOP_REASONS: dict[str | None, str] = {
 
 
 class MessagesFormat(EventFormat):
-    """Text in one block, or with citations a block for each sentence; then a block for each call.
+    """An answer is one block of text, or with citations one for each sentence, then the calls.
 
-    A sentence's block ends where the next sentence begins, so that the blocks' texts are the whole
-    answer.
+    A sentence's block ends where the next sentence begins, so that the blocks' texts together are
+    the whole answer. Each call of a tool is a block.
     """
 
     prefix = "msg"
 
     def _start(self) -> None:
         super()._start()
-        # A context that is refused must not be named, and that is known with the first token.
+        # The opening must not name a context that is refused, which the first token rules out.
         self.opens_late = self._request.kept_as is not None
         documents = (self._request.described or {}).get("documents", ())
         self._documents = [CitedDocument(*document) for document in documents]
-        # So far: how much of the text is in blocks, the sentences whose blocks have not ended, the
-        # blocks that have, and whether one has begun.
+        # Of the stream so far: characters of the text in blocks, the sentences of blocks that have
+        # not ended, the number of blocks that have, and whether another has begun.
         self._sent = 0
         self._sentences: deque[AnswerSentence] = deque()
         self._blocks, self._open = 0, False
         self._stop: str | None = None
 
     def whole(self) -> Json:
-        """Return what a client makes of the stream's events."""
+        """Return the message that a client makes of the stream's events."""
         [choice] = self._choices
         events = [event for piece in choice.pieces for event in self.piece(0, piece)]
         events += self._end()
@@ -109,12 +109,12 @@ class MessagesFormat(EventFormat):
         }
 
     def _advance(self) -> list[Json]:
-        """Return the events of new text, and of sentences that it shows to have ended."""
+        """Return the events of new text, and of the sentences whose blocks end with it."""
         events = []
         while self._sentences:
             rest = self._text[self._sentences[0].end :]
             if not (following := rest.lstrip()) and self._finish is None:
-                break  # what is between the two sentences may go on
+                break  # more blanks may follow the sentence
             events += self._say(len(self._text) - len(following))
             events += self._close(cited(self._sentences.popleft()))
         return events + self._say(len(self._text))
@@ -130,7 +130,7 @@ class MessagesFormat(EventFormat):
         return events
 
     def _say(self, end: int) -> list[Json]:
-        """Return the events of the text up to ``end``, in the block that is open or a new one."""
+        """Return the events of the text up to character ``end``, in the open block or a new one."""
         text = self._text[self._sent : end]
         if not text:
             return []
@@ -146,13 +146,13 @@ class MessagesFormat(EventFormat):
         return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
 
     def _close(self, sources: Sequence[Source]) -> list[Json]:
-        """Return the events of the open block's citations and its end; none if none is open."""
+        """Return the events of the open block's citations and end; none without an open block."""
         if not self._open:
             return []
         events = [
             self._delta({"type": "citations_delta", "citation": self._citation(source)})
             for source in sources
-            if source.message is not None  # of other blocks than documents
+            if source.message is not None  # not in a document
         ]
         events.append({"type": "content_block_stop", "index": self._blocks})
         self._open, self._blocks = False, self._blocks + 1
@@ -178,7 +178,7 @@ class MessagesFormat(EventFormat):
 
 
 def _add(block: Json, delta: Json) -> None:
-    """Add a delta to a block, as clients do."""
+    """Add a delta of the stream to its block, as clients do."""
     kind: Any = delta["type"]
     if kind == "text_delta":
         block["text"] += delta["text"]

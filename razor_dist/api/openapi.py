@@ -1,4 +1,4 @@
-"""``openapi.json``: what the routes take and give, as JSON Schema, for the model that is served."""
+"""``openapi.json``: JSON Schemas of requests and answers, for the model that is served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONE = "ctx_0", "The key has no such context."
 
 
 def openapi(limits: Limits, *, knows_tools: bool) -> Json:
-    """Return the description of a server with these limits."""
+    """Return the document for a server with these limits."""
     paths = {
         "/v1/chat/completions": _post(ChatBody, "ChatCompletion", "Answer a conversation.", True),
         "/v1/completions": _post(CompletionBody, "Completion", "Continue prompts.", True),
@@ -68,7 +68,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
 
 
 def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
-    """Return a body's schema and those that it refers to, by name."""
+    """Return a body's schema, and the schemas to which it refers, by name."""
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = schema.pop("$defs", {})
     schema["additionalProperties"] = {"type": "null"}
@@ -80,7 +80,7 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     optional = not cls.model_fields["model"].is_required()
     token: Json = {"type": "integer", "minimum": 0, "maximum": limits.prompt.vocab_size - 1}
     answers = or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)})
-    # Of the model that is served, and of the server's queue.
+    # These depend on the model and on the length of the server's queue.
     own: Json = {
         "model": {"enum": [limits.model, *[None] * optional]},
         "tokens": {"type": "array", "items": token},
@@ -140,7 +140,7 @@ _PROBLEMS = {
 
 
 def _responses(ok: Json, *problems: int) -> Json:
-    """The responses of a route: the answer, and errors, some of which every route has."""
+    """Return a route's responses: the answer, its ``problems``, and those of every route."""
     errors = {str(code): _error(_PROBLEMS[code]) for code in (401, 403, 503, *problems)}
     return {"200": ok, **errors}
 

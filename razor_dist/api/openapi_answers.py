@@ -34,11 +34,11 @@ _TYPES: dict[Any, Json] = {
 
 
 def _schema(shape: Any) -> Json:
-    """Return the JSON Schema of a shape, which looks like the answer itself.
+    """Return the JSON Schema of a shape, which is written as the answer itself is.
 
-    A shape is a type, a constant, or a tuple of shapes, of which a value has one. A list has one
-    shape for all its values, and an ellipsis behind it unless it may be empty. An object has a
-    shape for each key; a key may be missing if it ends with a question mark here.
+    A shape is a type, a constant, or a tuple of alternatives. A list holds the shape of all its
+    items, with an ellipsis behind it if there is at least one. An object has a shape for each key;
+    a key that ends with a question mark is optional.
     """
     if isinstance(shape, dict):
         required = [key for key in shape if not key.endswith("?")]
@@ -218,7 +218,7 @@ ANSWERS: Json = {name: _schema(shape) for name, shape in _SHAPES.items()}
 
 
 def examples(model: str) -> dict[str, Json]:
-    """Return a body for each path that takes JSON, which is answered as it stands."""
+    """Return an example of a body for each path that takes JSON."""
     question = "What is a lighthouse for? Answer in one sentence."
     return {
         "/v1/chat/completions": {

@@ -1,4 +1,4 @@
-"""Rules in JSON Schema for fields of a request that exclude or need others."""
+"""Rules in JSON Schema for fields of a request that exclude or need other fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from razor_dist.api.openapi_answers import NULL, TEXT, Json, or_null
 
 
 def _only_if(field: str, value: Any, others: Json) -> Json:
-    """A rule: unless ``field`` has the value, ``others`` hold of the other fields."""
+    """Return a rule: unless ``field`` has the value, the schemas ``others`` hold by field."""
     has = {"properties": {field: {"const": value}}, "required": [field]}
     return {"if": has, "else": {"properties": others}}
 
@@ -35,7 +35,7 @@ def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
 _SPEAKERS = ["system", "developer", "user", "assistant"]
 _SAYS: Json = {"content": _GIVEN, "tool_calls": _NO_CALLS}
 _CALLS: Json = {"tool_calls": {"type": "array", "minItems": 1}}
-# By the schema's name.
+# By the name of the schema to which they belong.
 RULES: dict[str, list[Json]] = {
     "ChatMessage": [
         {

@@ -1,8 +1,7 @@
-"""Bodies of requests to what the engine gets: token ids, and how the answers are shaped.
+"""From the body of a request to token ids for the engine and the shape of the answers.
 
-A body is checked by itself before anything is tokenised. All of this is work that grows with the
-body: in a thread for short bodies, in another process for long ones
-(`razor_dist.server.parsing_process`).
+A body is checked before anything is tokenised. The time grows with the body: short bodies are read
+in a thread, long ones in another process (`razor_dist.server.parsing_process`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ BODIES: dict[Endpoint, type[Strict]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
-# Values in a body's lists and objects: pydantic's report of one that is wrong takes 1 kB.
+# Values in a body's lists and objects; for each wrong one pydantic's report takes 1 kB.
 _MOST_VALUES = 1 << 18
-# Fields of token ids, whose check ends with the first that is none.
+# Fields of token ids, which do not count: their check ends with the first wrong one.
 _TOKENS = ("prompt", "tokens")
-# Most tokens kept for an answer without a limit, of a prompt that is truncated to what fits.
+# Tokens left at most for an answer without a limit, if its prompt is truncated to what fits.
 _ANSWER = 1024
 
 
@@ -55,8 +54,8 @@ def parse_request(
 ) -> ParsedRequest:
     """Read a request's body, as bytes or parsed; `RequestError` if it cannot be served.
 
-    ``files`` are the documents in the files that the first call has returned as ``unread``, and
-    ``kept`` what the context is that it has named.
+    The first call may return files (``unread``) or name a ``context``; a second call then gets the
+    documents in the ``files`` and the context, ``kept``.
     """
     value = parse_json(body) if isinstance(body, bytes | bytearray) else body
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
@@ -72,7 +71,7 @@ def parse_request(
 
 
 def _check_size(body: object) -> None:
-    """Refuse a body that holds too many values, its tokens left aside."""
+    """Raise `RequestError` if a body has too many values besides token ids."""
     fields = body.items() if isinstance(body, dict) else ()
     waiting: list[Any] = [[value for name, value in fields if name not in _TOKENS]]
     count = 0
@@ -110,7 +109,7 @@ def _parsed(
 
 
 def _answered(answer: Mapping[str, Any]) -> ParsedRequest:
-    """Return a request that asks for nothing of the engine."""
+    """Return a request that is answered without the engine."""
     text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
     return ParsedRequest([], answer=text.encode())
 
@@ -122,17 +121,17 @@ def _rendered(
     limits: Limits,
     kept: KeptContext | None,
 ) -> ParsedRequest:
-    """Tokenise a body, which stands for the one that was ``asked``."""
+    """Return the request of a body, which was made of ``asked`` if that is not None."""
     if kept is not None:
         body.go_on_with(kept)
     ignored: list[str] = []
     if isinstance(body, ChatBody) and body.used_tools:
         offered, warns = body.forced_tool is None, limits.unknown_fields == "warn"
         if warns and offered and not encoder.tools.shows_tools:
-            # Open WebUI sends its own tools with every question, whatever the model.
+            # Open WebUI sends its own tools with every question, to any model.
             body, ignored = body.model_copy(update={"tools": None}), ["tools"]
         elif not encoder.tools.takes_several:
-            # Two calls could not be put back: the template refuses all that follows on them.
+            # A conversation with two calls could not continue: the template refuses them.
             body = body.model_copy(update={"parallel_tool_calls": False})
     params = body.sampling(limits.defaults)
     tools = body.tool_use(encoder)

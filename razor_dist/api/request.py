@@ -1,4 +1,4 @@
-"""A request on its way from its body to the engine: what bounds it, and what it asks for."""
+"""A request between its body and the engine: its limits, and its parsed form."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ Endpoint = Literal[
 
 
 class Limits(NamedTuple):
-    """Bounds of requests: the model's sizes and the server's settings."""
+    """Limits of requests, from the model's sizes and the server's settings."""
 
     model: str
     max_prompts: int
     prompt: PromptLimits
     defaults: SamplingDefaults
-    room: int | None = None  # prompts that the queue takes now; None is any number
-    pins: bool = False  # contexts are kept
+    room: int | None = None  # answers for which the queue has room now; None is no limit
+    pins: bool = False  # True if contexts are kept
     unknown_fields: Literal["refuse", "warn"] = "refuse"
-    most_logprobs: int | None = None  # of a request's prompts, those of likelier tokens counted
+    # Log-probabilities of a request's prompt tokens, those of likelier tokens included.
+    most_logprobs: int | None = None
 
     def check_model(self, name: str) -> None:
         """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
@@ -52,7 +53,7 @@ class Limits(NamedTuple):
             )
 
     def check_logprobs(self, prompts: Sequence[Checked]) -> None:
-        """Raise `RequestError` (``answer_too_large``) if prompts ask for too many of their own."""
+        """Raise `RequestError` (``answer_too_large``) for too many ``prompt_logprobs``."""
         count = sum(
             params.n * len(tokens) * (1 + params.prompt_logprobs)
             for tokens, params, _ in prompts
@@ -70,34 +71,34 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request as the engine gets it, with all that its answers' shape depends on."""
+    """A request as the engine gets it, with all that shapes its answers."""
 
-    prompts: list[Checked]  # each to be answered by itself
+    prompts: list[Checked]  # each has its own answers
     stream: bool = False
     include_usage: bool = False
     return_progress: bool = False
     timeout: float | None = None  # seconds from its arrival
     echo: bool = False  # the answers begin with their prompts
-    prompt_only: bool = False  # and end there: ``max_tokens`` was 0
+    prompt_only: bool = False  # and end there, since ``max_tokens`` is 0
     tools: ToolUse | None = None  # that the answers may call
-    # What a response of /v1/responses repeats, or the documents that one of /v1/messages may cite.
+    # Fields that an answer of /v1/responses repeats, or documents that /v1/messages may cite.
     described: dict[str, Any] | None = None
-    answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
-    cache_salt: str | None = None  # requests of different ones share no caches
+    answer: bytes | None = None  # as JSON, if nothing is to be generated
+    cache_salt: str | None = None  # requests with different salts share no caches
     cache_prompt: bool = True  # as in `Add`
-    continuous_usage: bool = False  # every chunk of a stream tells the counts so far
+    continuous_usage: bool = False  # every chunk of a stream has the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
-    # The engine's fields as the request calls them, for errors.
+    # The request's names of fields by the engine's, for errors.
     names: Mapping[str, str] = field(default_factory=dict)
-    return_sources: bool = True  # they were asked for, if there are any
-    titles: Sequence[Title] | None = None  # for annotations, which are wanted unless it is None
-    # PDF files that must be read before the request can be, each with the field that holds it.
+    return_sources: bool = True  # False if sources are only for annotations or citations
+    titles: Sequence[Title] | None = None  # for annotations; None if these are not wanted
+    # PDF files that must be read before the request is, each behind the field that holds it.
     unread: Sequence[tuple[str, bytes]] = ()
-    context: str | None = None  # that must be found before the request can be read
-    ends_in_repetition: bool = False  # it asks for answers to end so, and knows the word
-    # Returns the contexts that it uses, as answers tell of them.
+    context: str | None = None  # a name that must be found before the request is read
+    ends_in_repetition: bool = False  # asked for, so that the client knows this reason
+    # Returns the contexts that it uses, as they stand in answers.
     kept_as: Callable[[], list[dict[str, Any]]] | None = None
-    contexts: Sequence[KeptContext] = ()  # what is to be kept of the prompt, the shortest first
+    contexts: Sequence[KeptContext] = ()  # to keep of the prompt, the shortest first
 
 
 def no_such_model(name: str, served: str) -> RequestError:

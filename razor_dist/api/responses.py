@@ -1,4 +1,4 @@
-"""Requests of OpenAI's ``/v1/responses``: a chat in other words."""
+"""Requests of OpenAI's ``/v1/responses``: chats by other names."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.sampling_params import SamplingParams
 
-# Names of fields here, by those of a chat.
+# The request's names of fields by those of a chat.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",  # if neither is given
+    "max_tokens": "max_output_tokens",  # a chat's name if the limit is not given
     "response_format": "text.format",
 }
-# Characters of the instructions, of all tools and of the text's format that a response repeats. A
-# stream repeats them three times.
+# Characters that a response repeats at most of the instructions, of all tools, and of the text's
+# format. A stream repeats them three times.
 _MOST_REPEATED = 64 * 1024
-# Characters of its name that are repeated of a longer format: OpenAI's bound of names.
+# Characters that are repeated of the name of a longer format: OpenAI's bound of names.
 _NAME = 64
 
 
@@ -46,7 +46,7 @@ class InputText(Returned):
     added = frozenset({"parsed", "prompt_cache_breakpoint"})
     type: Literal["input_text", "output_text"]
     text: str
-    # As in the answers that this server gives.
+    # Of an earlier answer; ignored.
     annotations: list[Any] | None = None
     logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -96,13 +96,13 @@ class FunctionCallOutput(_Item):
 
 
 class ReasoningItem(_Item):
-    """Thoughts of an earlier answer, of this or another model: they ask for nothing."""
+    """Thoughts of an earlier answer, of this or another model; ignored."""
 
     added = frozenset({"summary", "content", "encrypted_content"})
     type: Literal["reasoning"]
 
     def add_to(self, messages: list[Json]) -> None:
-        """Say nothing."""
+        """Add nothing."""
 
 
 Item = Annotated[
@@ -197,7 +197,7 @@ class ResponsesBody(SharedFields):
     return_annotations: bool | None = None
 
     def as_chat(self) -> ChatBody:
-        """Return the chat that it stands for, by whose names errors go (`renamed`)."""
+        """Return the same request as a chat; errors have the chat's names of fields."""
         chat: Json = {name: getattr(self, name) for name in _AS_IN_A_CHAT}
         messages: list[Json] = []
         if self.instructions:
@@ -208,7 +208,7 @@ class ResponsesBody(SharedFields):
         if self.tools:
             chat["tools"] = [tool.for_chat() for tool in self.tools]
         choice = self.tool_choice
-        if self.tools or choice not in ("auto", "none"):  # as clients send without tools
+        if self.tools or choice not in ("auto", "none"):  # which clients send without tools, too
             if isinstance(choice, ChosenFunctionTool):
                 chat["tool_choice"] = choice.for_chat()
             else:
@@ -221,10 +221,10 @@ class ResponsesBody(SharedFields):
         return validated(ChatBody, chat)
 
     def described(self, params: SamplingParams) -> Json:
-        """Return what a response repeats of its request, whose sampling is by ``params``.
+        """Return the fields of its request that a response repeats, with the sampling ``params``.
 
-        Beyond `_MOST_REPEATED` the instructions are cut, the tools are their names alone, or none
-        if even these are longer, and the text's format has no description and an empty schema.
+        Beyond `_MOST_REPEATED` the instructions are cut, tools are only their names, or missing if
+        these are too long, and the text's format has no description and an empty schema.
         """
         form = (self.text and self.text.format) or TextFormat(type="text")
         if _is_long(form.model_dump()):

@@ -16,7 +16,7 @@ from razor_dist.frontend.assembler import TextPiece
 
 
 class ResponsesFormat(EventFormat):
-    """A message, calls of tools or both; streams have typed events, numbered and named."""
+    """A message, calls of tools, or both; a stream's events have types and numbers."""
 
     prefix = "resp"
 
@@ -25,7 +25,7 @@ class ResponsesFormat(EventFormat):
         self._item = f"msg_{uuid.uuid4().hex}"
         self._numbers = itertools.count()
         self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        self._annotations: list[Json] = []  # so far
+        self._annotations: list[Json] = []  # of the answer so far
 
     def whole(self) -> Json:
         [choice] = self._choices

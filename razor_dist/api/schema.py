@@ -1,7 +1,6 @@
-"""The request bodies of the API, and everything about them that can be refused.
+"""Request bodies of OpenAI's endpoints that generate: their fields, and checks between fields.
 
-Unsupported fields are refused by name; a field of OpenAI's that is set to what happens anyway
-(``presence_penalty: 0``) is accepted.
+Unsupported fields are refused by name, unless their value is what happens anyway.
 """
 
 from __future__ import annotations
@@ -49,31 +48,31 @@ from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
-# Fields of a body that are one of `SamplingParams` by the same name; null is the default.
+# Fields of a body that are fields of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "return_sources"),
     "skip_special_tokens",
 }
 
-UNLIMITED = "n_predict", -1  # if no limit is asked for
+UNLIMITED = "n_predict", -1  # the field and value that ask for no limit
 
 
 class CommonFields(Strict):
-    """Fields of every endpoint that generates, Anthropic's too."""
+    """Fields of every endpoint that generates, Anthropic's included."""
 
     temperature: Annotated[float, in_range("temperature")] | None = None
     top_p: Annotated[float, in_range("top_p")] | None = None
     top_k: Annotated[Int64, in_range("top_k")] | None = None
     seed: Int64 | None = None
-    # Each of a request's prompts carries it to the engine.
+    # Bounded: each of a request's prompts has a copy on its way to the engine.
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
 
 
 class SharedFields(CommonFields, Hints):
-    """Fields of OpenAI's endpoints that generate, by the same names."""
+    """Fields that have the same names on all of OpenAI's endpoints that generate."""
 
     model: str
     min_tokens: Annotated[Int, in_range("min_tokens")] | None = None
@@ -90,8 +89,8 @@ class SharedFields(CommonFields, Hints):
     truncate_prompt_tokens: CountOrAll | None = None
     # Other numbers need a server with ``scheduling_policy: priority``.
     priority: Annotated[Int64, WithJsonSchema({"const": 0})] | None = None
-    cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
-    context: Annotated[str, Field(min_length=1)] | None = None  # a kept one, which this continues
+    cache_prompt: bool | None = None  # llama.cpp's; false: no use of the prefix cache
+    context: Annotated[str, Field(min_length=1)] | None = None  # the name of one to continue
 
 
 class GenerateBody(SharedFields):
@@ -117,11 +116,11 @@ class GenerateBody(SharedFields):
     return_progress: bool | None = None
     return_sources: Annotated[Int, in_range("return_sources")] | None = None
     n: Int | None = None
-    asks_in: ClassVar[str]  # the field that holds what is asked
+    asks_in: ClassVar[str]  # the field that holds the prompt
     limited_by: ClassVar[Sequence[str]] = ("max_tokens",)  # beside `n_predict`
 
     def go_on_with(self, kept: KeptContext) -> None:
-        """Continue a context; `RequestError` for fields that make no sense with one."""
+        """Continue a context; `RequestError` for fields that a context excludes."""
         for name in ("cache_salt", "truncate_prompt_tokens", "echo"):
             if getattr(self, name, None):
                 raise RequestError(f"{name} is not allowed with context", param=name)
@@ -130,7 +129,7 @@ class GenerateBody(SharedFields):
         self._kept = kept
 
     def contexts(self, encoder: PromptEncoder) -> tuple[list[KeptContext], list[str]]:
-        """Return what is to be kept of the prompt, once it is encoded: see `contexts`."""
+        """Return the contexts to keep of the prompt after `encoded`: see `contexts`."""
         return [], []
 
     @property
@@ -144,12 +143,11 @@ class GenerateBody(SharedFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """True for counts in every chunk; without ``include_usage`` there are none, as in vLLM."""
+        """True for counts in every chunk, which need ``include_usage`` as in vLLM."""
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
     def check(self) -> None:
-        """Refuse combinations that make no sense by a `RequestError` that names the field."""
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
@@ -162,7 +160,7 @@ class GenerateBody(SharedFields):
             )
 
     def one_of(self, *names: str) -> Any:
-        """Return the value of fields that mean the same; `RequestError` if they have two."""
+        """Return the value of fields with the same meaning; `RequestError` if they differ."""
         given = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
         if len(set(found.values())) > 1:
@@ -183,13 +181,13 @@ class GenerateBody(SharedFields):
 
     @property
     def constrained_by(self) -> str:
-        """The field that says what the answers must match, if any does."""
+        """The field with the constraint on the answers, if there is one."""
         given = self.response_format is not None and self.response_format.type != "text"
         return "response_format" if given else STRUCTURED
 
     @property
     def engine_names(self) -> dict[str, str]:
-        """The fields that ask for what the engine may refuse, by the engine's names."""
+        """The request's fields that the engine may refuse, by the engine's names."""
         annotates = self.annotates and not self.return_sources
         sources = "return_annotations" if annotates else "return_sources"
         own = {STRUCTURED: self.constrained_by, "return_sources": sources}
@@ -217,7 +215,7 @@ class GenerateBody(SharedFields):
             given["repetition_penalty"] = penalty
         if self.repetition_detection is not None:
             given["repetition_detection"] = self.repetition_detection
-        elif self.ignore_eos:  # as benchmarks ask for answers of a certain length
+        elif self.ignore_eos:  # benchmarks want answers of a certain length
             given["repetition_detection"] = None
         structured = self._structured_outputs()
         with renamed({STRUCTURED: self.constrained_by}):
@@ -260,11 +258,11 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         """Arguments of the chat template beside the messages."""
         hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         arguments: dict[str, Any] = {k: v for k, v in hints.items() if v is not None}
-        if self.reasoning_effort is not None:  # as in vLLM, for templates of Qwen 3 and others
+        if self.reasoning_effort is not None:  # vLLM's argument for templates such as Qwen 3's
             arguments["enable_thinking"] = self.reasoning_effort != "none"
         arguments |= self.chat_template_kwargs or {}
         arguments |= self.ending
-        if self.tools:  # also if none may be called: most templates begin with them
+        if self.tools:  # even if the answer may not call them: most templates begin with them
             arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return arguments
 
@@ -318,10 +316,10 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
     def encoded(
         self, encoder: PromptEncoder, max_model_len: int, *, ends: bool, keeps: bool = False
     ) -> Iterator[tuple[Sequence[int] | Ints, PromptText | None]]:
-        """Yield each prompt's tokens, and with ``ends`` where they are in its text.
+        """Yield the tokens of each prompt, and with ``ends`` its text with their places.
 
-        With ``keeps``, `contexts` is called next. `RequestError` as `PromptEncoder.check_length`,
-        of what follows a kept context.
+        With ``keeps``, `contexts` is called next. Raises `RequestError` as
+        `PromptEncoder.check_length` does for the text behind a kept context.
         """
         messages = [message.for_template() for message in self.messages]
         text = encoder.chat_text(messages, **self.template)
@@ -344,7 +342,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
 
     @property
     def marks(self) -> list[Mark]:
-        """The places up to which the conversation is to be kept."""
+        """The ends of the beginnings of the conversation to keep."""
         documents, segments = self.cited
         cites = self._kept is not None and self._kept.cites
         found = []
@@ -360,7 +358,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
 
     @property
     def cited(self) -> tuple[Sequence[CitedDocument], Sequence[Segment]]:
-        """The documents that an answer may cite, and where all blocks are in the messages."""
+        """The documents that an answer may cite, and the places of all blocks in the messages."""
         return ((), ()) if self._kept is None else self._kept.cited(self.messages)
 
     def contexts(self, encoder: PromptEncoder) -> tuple[list[KeptContext], list[str]]:
@@ -391,7 +389,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
             raise RequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The sampling settings; without a limit, ``max_tokens`` is None."""
+        """Return the sampling settings; without a limit, ``max_tokens`` is None."""
         field, limit = self.limit
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         with renamed({"max_tokens": field, "logprobs": "top_logprobs"}):

@@ -1,4 +1,4 @@
-"""JSON as answers and templates can hold it: without NaN, infinity, and half a character."""
+"""JSON that answers and templates can hold: without NaN, infinity, and lone surrogates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_json(body: bytes | bytearray) -> object:
 def check_characters(text: str, value: object) -> None:
     """Raise `UnicodeEncodeError` if the value of a JSON text has a lone surrogate.
 
-    JSON can spell half a character, which no tokenizer and no response can hold.
+    JSON can escape half a character, which neither a tokenizer nor a response can hold.
     """
     if _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -47,7 +47,7 @@ def _refuse_constant(name: str) -> None:
 
 def _finite(text: str) -> float:
     value = float(text)
-    if math.isinf(value):  # which no answer could repeat
+    if math.isinf(value):  # JSON of an answer could not hold it
         raise ValueError(f"the number {text:.80} is out of range")
     return value
 

@@ -20,17 +20,18 @@ class TokenizeBody(Ending):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    # Of a prompt; a chat template writes its own.
+    # Of ``prompt``: a chat template writes its own.
     add_special_tokens: bool | None = None
-    tools: list[Tool] | None = None  # of messages
-    chat_template_kwargs: TemplateArguments | None = None  # of messages
+    # Of ``messages``.
+    tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("either prompt or messages must be given", param="prompt")
         if self.add_special_tokens is False and self.messages is not None:
-            self.add_special_tokens = None  # as it is in any case
+            self.add_special_tokens = None  # no effect with messages
         for name, other in (
             ("add_special_tokens", "prompt"),
             ("tools", "messages"),
@@ -75,7 +76,7 @@ class DetokenizeBody(Strict):
 
     @classmethod
     def check_length(cls, value: object, max_model_len: int) -> None:
-        """Refuse a body with too many tokens, before each of them is looked at."""
+        """Raise `RequestError` for a body with too many tokens, before each is checked."""
         tokens = value.get("tokens") if isinstance(value, dict) else None
         if isinstance(tokens, list) and len(tokens) > MOST_CONTEXTS * max_model_len:
             raise _too_many(f"{len(tokens)} token ids", max_model_len, "tokens")

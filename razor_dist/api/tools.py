@@ -1,4 +1,4 @@
-"""Calls of tools: which format a model family writes them in, and what an answer says."""
+"""Calls of tools: the format of each model family, and the calls in an answer."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ class ToolCall(NamedTuple):
 
 
 class ToolUse(NamedTuple):
-    """The tool calls a request allows: a name of `_FORMATS`, and the tools' names."""
+    """The calls of tools that a request allows: a key of `_FORMATS`, and the tools' names."""
 
     format: str
     names: list[str]
-    parallel: bool = True  # more than one call in an answer
+    parallel: bool = True  # an answer may have more than one call
 
 
-# Calls, and what behind the marker belongs to none.
+# Calls, and the text behind the marker that belongs to no call.
 Found = tuple[list[ToolCall], str]
 
 
 @dataclass(frozen=True)
 class _Format:
-    """A way to write calls.
+    """A format of calls.
 
-    ``marker`` is what begins them; without one, ``may_begin`` tells of the text so far whether it
-    is one, ``None`` while that is open. ``parse`` reads the text
-    behind the marker. ``known_by`` are parts of the templates of models that write so.
+    ``marker`` begins the calls. Without a marker ``may_begin`` says of an answer's text so far
+    whether it begins a call, or None if that is open. ``parse`` reads the text behind the marker.
+    A model whose chat template has all parts in ``known_by``, and none in ``unless``, uses the
+    format.
     """
 
     parse: Callable[[str, Sequence[str]], Found]
@@ -69,7 +70,7 @@ _MISTRAL_NAME = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+
 
 
 def _value(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON value that comes next in a text, and where it ends."""
+    """Return the JSON value at a character of a text and its end; None if there is none."""
     blanks = _BLANKS.match(text, at)
     assert blanks is not None
     try:
@@ -81,7 +82,7 @@ def _value(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _values(text: str, separators: str) -> list[Any]:
-    """Return the JSON values of a text, [] if it holds more than them and ``separators``."""
+    """Return the JSON values of a text; [] if there is anything but them and ``separators``."""
     found, at = [], 0
     while at < len(text):
         if text[at] in separators:
@@ -96,8 +97,7 @@ def _values(text: str, separators: str) -> list[Any]:
 
 
 def _call(name: object, arguments: object) -> ToolCall | None:
-    """Return the call, if the arguments are an object, or a string that holds one."""
-    # Some models write a string.
+    """Return the call; None unless the arguments are an object or, as of some models, its JSON."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     values = _values(text, " \n")
     if not isinstance(name, str) or len(values) != 1 or not isinstance(values[0], Mapping):
@@ -106,7 +106,7 @@ def _call(name: object, arguments: object) -> ToolCall | None:
 
 
 def _calls(values: Sequence[Any], *keys: str) -> list[ToolCall]:
-    """Return the calls that all of the values are, with the arguments by one of these keys."""
+    """Return values as calls, whose arguments are at one of the keys; [] if one is no call."""
     found = []
     for value in values:
         if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
@@ -185,7 +185,7 @@ def _required(text: str, names: Sequence[str]) -> Found:
 
 
 def _named(text: str, names: Sequence[str]) -> Found:
-    # One that was cut is no JSON.
+    # A call that was cut is no JSON.
     return ([ToolCall(names[0], text)] if _values(text, " \n") else []), ""
 
 
@@ -225,11 +225,10 @@ def tool_use(
     choice: str | None,
     parallel: bool = True,
 ) -> ToolUse:
-    """Return how the model calls these tools; ``choice`` is a tool's name, "required" or None.
+    """Return the calls that an answer may have; ``choice`` is a tool's name, "required" or None.
 
-    Unless ``parallel``, an answer has one call at most.
-
-    Raises `RequestError` if its chat template knows no tools, or their format is not known here.
+    Raises `RequestError` if the model's chat template knows no tools, or writes their calls in no
+    format of `_FORMATS`.
     """
     template = _template(encoder.tokenizer)
     if not encoder.tools.shows_tools:
@@ -253,10 +252,10 @@ def tool_use(
 def forced(
     tools: Mapping[str, Mapping[str, Any]], choice: str, parallel: bool = True
 ) -> StructuredOutputsParams:
-    """Return what an answer must match that calls ``choice``, or "required": any of the tools.
+    """Return the constraint on an answer that must call ``choice``, or any tool if "required".
 
-    ``tools`` have the schema of each one's parameters. As in vLLM, the answer is then the arguments
-    alone, or a list of ``{"name", "parameters"}``.
+    ``tools`` are JSON Schemas of arguments by the tools' names. As in vLLM, the answer is the
+    arguments of the chosen tool, or a list of ``{"name", "parameters"}``.
     """
     if choice != "required":
         return StructuredOutputsParams(json=dict(tools[choice]))
@@ -284,7 +283,7 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"}
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema for another ``place``: references begin at the root of all."""
+    """Return a schema with its references, which begin at its root, for another ``place``."""
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, Mapping):
@@ -313,16 +312,16 @@ class ToolParser:
     ) -> None:
         self._form, self._names = _FORMATS[use.format], use.names
         self._most = None if use.parallel else 1
-        # Mistral's templates refuse ids of calls that have not nine letters.
+        # Mistral's templates refuse ids of calls without exactly nine letters.
         self._short_ids = use.format == "mistral" or _MISTRAL in _template(tokenizer)
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
         self._calling: bool | None = None
         # Characters of the answer so far, and of the text that `read` has returned of it.
-        self._length = self._told = 0
-        self._is_plain = True  # no special token has become text
+        self._length = self._text_length = 0
+        self._is_plain = True  # False once a special token is in the text
         self._places = SentencePlaces()
-        # Tokens that the text leaves out, since they are special.
+        # Texts of the special tokens that the answer's text leaves out and a format needs.
         self._markers: dict[int, str] = {}
         if tokenizer is not None and skip_special:
             markers = {self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"}
@@ -331,7 +330,7 @@ class ToolParser:
         self._finish_reason = "stop" if use.format == "named" else "tool_calls"
 
     def push(self, piece: TextPiece) -> str:
-        """Add a piece; return the text that is certainly no call."""
+        """Add a piece; return the text that cannot belong to a call."""
         text = piece.text
         self._length += len(text)
         if marker := self._markers.get(piece.token):
@@ -344,7 +343,7 @@ class ToolParser:
             text, found = self._matcher.push(text)
             if found is not None:
                 self._calling, self._held = True, self._matcher.rest
-                if self._is_plain:  # else they differ before that
+                if self._is_plain:  # else answer and text differ before the marker
                     self._places.differ(self._length - len(self._form.marker + self._held))
             return text
         if self._calling is None:
@@ -358,9 +357,9 @@ class ToolParser:
         return text
 
     def end(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
-        """Return the rest of the text, the calls, and why the answer ended, if for ``finish``.
+        """Return the rest of the text, the calls, and the reason for the end of the answer.
 
-        What cannot be read as calls is text.
+        ``finish`` is the reason without calls. Text that cannot be read as calls is text.
         """
         rest = self._matcher.flush()
         calls, unread = self._form.parse(self._held, self._names)
@@ -373,15 +372,15 @@ class ToolParser:
         return rest + unread, messages, reason
 
     def cut(self, piece: TextPiece) -> TextPiece:
-        """Return a piece that was read with the sentences that are now whole in the text."""
-        return replace(piece, sentences=self._places.kept(piece.sentences, self._told))
+        """Return a piece, after `read`, with the sentences that are now in the text."""
+        return replace(piece, sentences=self._places.kept(piece.sentences, self._text_length))
 
     def read(
         self, pieces: Iterable[TextPiece], finish: str | None
     ) -> tuple[str, list[dict[str, Any]], str | None]:
-        """Return what `push` and, if the answer ends with these pieces, `end` return of them."""
+        """Return the results of `push` and, if the answer ends with ``finish``, of `end`."""
         text = "".join(map(self.push, pieces))
-        self._told += len(text)
+        self._text_length += len(text)
         if not finish:
             return text, [], None
         rest, calls, finish = self.end(finish)

@@ -1,4 +1,4 @@
-"""A body's fields, checked by pydantic: what is not supported, and errors as sentences."""
+"""A body's fields, checked by pydantic: unsupported fields, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from razor_dist.config.validation import nearest
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=Strict)
-# Names of unsupported fields that are logged at most: clients choose them.
+# Names of unsupported fields that are logged at most; bounded, since clients choose them.
 _MOST_LOGGED = 256
 _LOGGED: dict[str, object] = {}
-# Names that vLLM took until 0.12, and what took their place.
+# Fields of vLLM until 0.12, and the fields that replaced them.
 _GUIDED = {
     f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
     for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
@@ -29,8 +29,8 @@ _GUIDED = {
 def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -> Body:
     """Validate a parsed request body; `RequestError` names the first field at fault.
 
-    An unsupported field that is null asks for nothing.
-    With a list ``ignored``, unsupported fields are left out and their names put there.
+    An unsupported field that is null is ignored. With a list ``ignored``, all unsupported fields
+    are, and their names are added to it.
     """
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
@@ -43,7 +43,7 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
         elif value is None or _is_neutral(value, cls.neutral.get(name, ())):
             continue
         elif name == "best_of" and name in cls.neutral and _is_neutral(value, [data.get("n")]):
-            continue  # the best n of n answers are all of them
+            continue  # the best n of n answers are all n
         elif ignored is not None:
             ignored.append(name)
         else:
@@ -63,7 +63,7 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
 
 
 def warn_of(fields: Iterable[str]) -> None:
-    """Log, once for each name, which fields have no effect; requests run in several threads."""
+    """Log the fields that are ignored, each name once; requests run in several threads."""
     for field in fields:
         mine = object()
         if len(_LOGGED) < _MOST_LOGGED and _LOGGED.setdefault(field, mine) is mine:
@@ -71,12 +71,12 @@ def warn_of(fields: Iterable[str]) -> None:
 
 
 def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
-    """Take out the nested fields that are at fault for being unknown; return their names."""
+    """Remove the unknown nested fields that the error names; return their names."""
     found = []
     for problem in error.errors(include_url=False, include_input=False):
         *path, name = problem["loc"]
         at: Any = fields
-        for part in path:  # some name a kind of object, not a place
+        for part in path:  # parts that name a kind of object are no keys
             if isinstance(at, list) and isinstance(part, int):
                 at = at[part]
             elif isinstance(at, dict):
@@ -89,9 +89,9 @@ def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
 
 
 def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[str] | None) -> None:
-    """Leave out tools of types that this server does not have; `RequestError` without ``ignored``.
+    """Remove tools of types that this server does not have; `RequestError` without ``ignored``.
 
-    Codex and Anthropic's clients, for instance, send their search of the web with every request.
+    Codex and Anthropic's clients, for instance, send a tool for web search with every request.
     """
     tools, own = fields.get("tools"), cls.tool_type
     if not isinstance(tools, list) or own is None:
@@ -126,7 +126,7 @@ def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[st
 
 
 def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:
-    # Parts with a mark are kinds of an object (`razor_dist.api.fields.Kinds`).
+    # Parts with "@" name a kind of object (`razor_dist.api.fields.Kinds`), not a field.
     field, *rest = (part for part in place if not str(part).startswith("@"))
     index = "[{}]" if numbers else "[]"
     return f"{field}" + "".join(index.format(p) if isinstance(p, int) else f".{p}" for p in rest)
@@ -151,7 +151,7 @@ def _request_error(error: ValidationError) -> RequestError:
         case "value_error":
             message = f"{where} {problem['ctx']['error']}"
         case _:
-            # "Input should be a valid string", "String should have …", and so on.
+            # As in "Input should be a valid string" and "String should have …".
             said = problem["msg"].partition(" or instance of ")[0]
             message = f"{where} " + re.sub(r"^[A-Z]\w+ should", "must", said)
     return RequestError(message, param=where)
