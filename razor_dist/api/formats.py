@@ -164,13 +164,11 @@ class EventFormat(Format):
 
     def _read(self, piece: TextPiece) -> TextPiece:
         """Add a piece; return it with the text, and the sentences in it, that are in no call."""
-        text, self._finish = piece.text, piece.finish_reason
         if parser := self._parser_of_calls:
-            text, self._calls, self._finish = parser.read([piece], self._finish)
-            piece = parser.cut(piece)
-        self._finish = self._ending(self._finish)["finish_reason"]
-        self._text += text
-        return replace(piece, text=text)
+            piece, self._calls = parser.read(piece)
+        self._finish = self._ending(piece.finish_reason)["finish_reason"]
+        self._text += piece.text
+        return piece
 
 
 class ChoicesFormat(Format):
@@ -225,19 +223,17 @@ class ChatFormat(ChoicesFormat):
         """As `Format.piece`; the reason for the end has a chunk of its own, as in OpenAI's API."""
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
-        text, finish = piece.text, piece.finish_reason
         calls: list[Json] = []
         if parser := self._parsers[index]:
-            text, calls, finish = parser.read([piece], finish)
-            piece = parser.cut(piece)
+            piece, calls = parser.read(piece)
         rendered = self._sources(index, [piece])
-        if text or logprobs:
-            news.append({"delta": {"content": text}, "logprobs": logprobs})
+        if piece.text or logprobs:
+            news.append({"delta": {"content": piece.text}, "logprobs": logprobs})
         if calls:
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
             news.append({"delta": {"tool_calls": numbered}})
-        if finish:
-            news.append(self._ending(finish))
+        if piece.finish_reason:
+            news.append(self._ending(piece.finish_reason))
         annotations = self._annotations(piece.sentences)
         if (rendered or annotations) and not news:
             news.append({"delta": {"content": ""}})
@@ -248,14 +244,14 @@ class ChatFormat(ChoicesFormat):
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece]) -> Json:
-        message: Json = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
-        finish = pieces[-1].finish_reason
-        if finish and (parser := self._parser()):
-            said, calls, finish = parser.read(pieces, finish)
-            pieces = [parser.cut(piece) for piece in pieces]
-            message["content"] = said
-            if calls:
-                message |= {"content": said or None, "tool_calls": calls}
+        calls: list[Json] = []
+        if parser := self._parser():
+            read = [parser.read(piece) for piece in pieces]
+            pieces, calls = [piece for piece, _ in read], read[-1][1]
+        said = "".join(piece.text for piece in pieces)
+        message: Json = {"role": "assistant", "content": said}
+        if calls:
+            message |= {"content": said or None, "tool_calls": calls}
         if self._request.titles is not None:
             sentences = [sentence for piece in pieces for sentence in piece.sentences]
             message["annotations"] = self._annotations(sentences)
@@ -263,7 +259,7 @@ class ChatFormat(ChoicesFormat):
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
-            **self._ending(finish),
+            **self._ending(pieces[-1].finish_reason),
             **self._sources(index, pieces),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -329,7 +329,21 @@ class ToolParser:
             self._markers = {token: text for token, text in special.items() if text in markers}
         self._finish_reason = "stop" if use.format == "named" else "tool_calls"
 
-    def push(self, piece: TextPiece) -> str:
+    def read(self, piece: TextPiece) -> tuple[TextPiece, list[dict[str, Any]]]:
+        """Return the next piece with the text that is in no call, and behind the last the calls.
+
+        The piece has the sentences that are now in the text, and ends with a reason that says
+        whether there are calls. Text that cannot be read as calls is text.
+        """
+        text, calls, finish = self._push(piece), list[dict[str, Any]](), piece.finish_reason
+        if finish:
+            rest, calls, finish = self._end(finish)
+            text += rest
+        self._text_length += len(text)
+        sentences = self._places.kept(piece.sentences, self._text_length)
+        return replace(piece, text=text, finish_reason=finish, sentences=sentences), calls
+
+    def _push(self, piece: TextPiece) -> str:
         """Add a piece; return the text that cannot belong to a call."""
         text = piece.text
         self._length += len(text)
@@ -356,11 +370,8 @@ class ToolParser:
             text, self._held = self._held, ""
         return text
 
-    def end(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
-        """Return the rest of the text, the calls, and the reason for the end of the answer.
-
-        ``finish`` is the reason without calls. Text that cannot be read as calls is text.
-        """
+    def _end(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+        """Return the rest of the text, the calls, and the reason for the end of the answer."""
         rest = self._matcher.flush()
         calls, unread = self._form.parse(self._held, self._names)
         self._places.end(alike=not calls and self._is_plain)
@@ -370,18 +381,3 @@ class ToolParser:
         reason = finish if cut else self._finish_reason
         messages = [call.message(self._short_ids) for call in calls[: self._most]]
         return rest + unread, messages, reason
-
-    def cut(self, piece: TextPiece) -> TextPiece:
-        """Return a piece, after `read`, with the sentences that are now in the text."""
-        return replace(piece, sentences=self._places.kept(piece.sentences, self._text_length))
-
-    def read(
-        self, pieces: Iterable[TextPiece], finish: str | None
-    ) -> tuple[str, list[dict[str, Any]], str | None]:
-        """Return the results of `push` and, if the answer ends with ``finish``, of `end`."""
-        text = "".join(map(self.push, pieces))
-        self._text_length += len(text)
-        if not finish:
-            return text, [], None
-        rest, calls, finish = self.end(finish)
-        return text + rest, calls, finish

@@ -285,8 +285,9 @@ def test_one_call_at_most_unless_parallel() -> None:
     answer = next(a for name, a, _, calls in ANSWERS if name == "hermes" and len(calls) == 2)
     for parallel, names in ((True, NAMES), (False, NAMES[:1])):
         parser = ToolParser(ToolUse("hermes", NAMES, parallel), None)
-        _, calls, finish = parser.read([TextPiece(5, answer)], "stop")
-        assert ([call["function"]["name"] for call in calls], finish) == (names, "tool_calls")
+        last, calls = parser.read(TextPiece(5, answer, finish_reason="stop"))
+        assert [call["function"]["name"] for call in calls] == names
+        assert last.finish_reason == "tool_calls"
     assert parse_chat(HERMES, parallel_tool_calls=False).tools == ToolUse("hermes", NAMES, False)
 
 

@@ -56,7 +56,9 @@ def test_calls_are_found_however_the_answer_is_cut(case: Any, data: st.DataObjec
     form, answer, text, calls = case
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)))) | {0, len(answer)})
     texts = [answer[a:b] for a, b in itertools.pairwise(cuts)]
-    assert parsed(form, [TextPiece(5, part) for part in texts]) == (text, calls)
+    pieces = [TextPiece(5, part) for part in texts]
+    last = TextPiece(5, "", finish_reason="stop")
+    assert parsed(form, [*pieces, last]) == (text, calls)
 
 
 def test_a_forced_call_of_mistrals_models_has_a_short_id_too() -> None:
@@ -65,7 +67,7 @@ def test_a_forced_call_of_mistrals_models_has_a_short_id_too() -> None:
         (ToolUse("named", NAMES), PARIS),
         (ToolUse("required", NAMES), f'[{{"name": "get_time", "parameters": {PARIS}}}]'),
     ):
-        _, [call], _ = ToolParser(use, mistral).read([TextPiece(5, answer)], "stop")
+        [call] = ToolParser(use, mistral).read(TextPiece(5, answer, finish_reason="stop"))[1]
         assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
@@ -88,8 +90,10 @@ def test_what_may_begin_a_stop_string_stays_before_the_marker(before: str) -> No
     assembler = Assembler(tokenizer, SamplingParams(stop=("###", '#["')))
     pieces = [assembler.push(Token("a", token)) for token in ids]
     pieces.append(assembler.push(Token("a", 2, finish="stop")))
-    text, [found], finish = ToolParser(ToolUse("mistral", NAMES), tokenizer).read(pieces, "stop")
-    assert (text, finish) == (before, "tool_calls")
+    parser = ToolParser(ToolUse("mistral", NAMES), tokenizer)
+    *_, (last, [found]) = read = [parser.read(piece) for piece in pieces]
+    assert "".join(piece.text for piece, _ in read) == before
+    assert last.finish_reason == "tool_calls"
     assert found["function"] == {"name": "get_weather", "arguments": PARIS}
     assert len(found["id"]) == 9 and found["id"].isalnum()
 
@@ -183,9 +187,9 @@ def test_a_stream_cites_what_the_whole_answer_does(case: Any) -> None:
 def test_a_second_call_that_is_cut_stays_text() -> None:
     parser = ToolParser(ToolUse("hermes", NAMES), None)
     call = f'<tool_call>{{"name": "get_time", "arguments": {PARIS}}}</tool_call>'
-    said = parser.push(TextPiece(5, call + '\n<tool_call>{"name": "get_'))
-    rest, [found], finish = parser.end("length")
-    assert (said + rest, finish) == ('<tool_call>{"name": "get_', "length")
+    cut = TextPiece(5, call + '\n<tool_call>{"name": "get_', finish_reason="length")
+    last, [found] = parser.read(cut)
+    assert (last.text, last.finish_reason) == ('<tool_call>{"name": "get_', "length")
     assert found["function"] == {"name": "get_time", "arguments": PARIS}
     piece = TextPiece(5, call + "<tool_call>{", finish_reason="length")
     asked = ParsedRequest([], tools=ToolUse("hermes", NAMES))

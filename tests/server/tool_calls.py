@@ -112,10 +112,10 @@ def letters(answer: str) -> list[TextPiece]:
 
 def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolParser(ToolUse(form, NAMES), None)
-    text = "".join(map(parser.push, pieces))
-    rest, calls, _ = parser.end("stop")
+    read = [parser.read(piece) for piece in pieces]
+    text, calls = "".join(piece.text for piece, _ in read), read[-1][1]
     assert len({call["id"] for call in calls}) == len(calls)
-    return text + rest, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    return text, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
 
 
 def encoder(template: str | dict[str, str] | None) -> PromptEncoder:
