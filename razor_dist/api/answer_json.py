@@ -15,7 +15,7 @@ _SHORT = (",", ":")
 PLAIN = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=_SHORT).encode
 # Escapes all but ASCII: some clients take U+2028, for instance, for the end of a line.
 ESCAPED = json.JSONEncoder(separators=_SHORT).encode
-# Levels of objects and lists that are written value by value: to those of ``logprobs.content``.
+# Levels of objects and lists that are written value by value, to ``logprobs.content``.
 _DEPTH = 5
 
 

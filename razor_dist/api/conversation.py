@@ -138,7 +138,7 @@ class Conversation:
         return bool(self.turns) and self.turns[-1].role == role
 
     def turn(self, role: str) -> Turn:
-        """Return the last turn if it has this role, else a new one: some templates alternate."""
+        """Return the last turn if it has this role, else a new one, as templates want turns."""
         if not self.ends_with(role):
             self.turns.append(Turn(role))
         return self.turns[-1]

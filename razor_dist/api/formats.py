@@ -163,7 +163,7 @@ class EventFormat(Format):
         return ""
 
     def _read(self, piece: TextPiece) -> TextPiece:
-        """Add a piece; return it with the text, and the sentences in it, that are in no call."""
+        """Add a piece; return it with the text and the sentences that are in no call."""
         if parser := self._parser_of_calls:
             piece, self._calls = parser.read(piece)
         self._finish = self._ending(piece.finish_reason)["finish_reason"]

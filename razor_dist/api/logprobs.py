@@ -68,7 +68,7 @@ def legacy_logprobs(
     top: list[Json | None] = []
     offsets: list[int] = []
     known = True
-    for piece in pieces:  # all of them, which the caller notes
+    for piece in pieces:  # no early end: the caller notes them all
         known = known and piece.logprobs is not None
         if not known or piece.logprobs is None:
             continue

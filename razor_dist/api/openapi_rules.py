@@ -8,7 +8,7 @@ from razor_dist.api.openapi_answers import NULL, TEXT, Json, or_null
 
 
 def _only_if(field: str, value: Any, others: Json) -> Json:
-    """Return a rule: unless ``field`` has the value, the schemas ``others`` hold by field."""
+    """Return a rule: unless ``field`` has the value, other fields match the schemas ``others``."""
     has = {"properties": {field: {"const": value}}, "required": [field]}
     return {"if": has, "else": {"properties": others}}
 

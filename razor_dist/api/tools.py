@@ -312,7 +312,7 @@ class ToolParser:
     ) -> None:
         self._form, self._names = _FORMATS[use.format], use.names
         self._most = None if use.parallel else 1
-        # Mistral's templates refuse ids of calls without exactly nine letters.
+        # Mistral's templates refuse ids of calls that have not nine letters and digits.
         self._short_ids = use.format == "mistral" or _MISTRAL in _template(tokenizer)
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
