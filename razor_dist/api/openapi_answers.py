@@ -33,24 +33,24 @@ _TYPES: dict[Any, Json] = {
 }
 
 
-def _schema(shape: Any) -> Json:
-    """Return the JSON Schema of a shape, which is written as the answer itself is.
+def schema_of(shape: Any) -> Json:
+    """Return the JSON Schema of a shape, which is written as the value itself is.
 
     A shape is a type, a constant, or a tuple of alternatives. A list holds the shape of all its
-    items, with an ellipsis behind it if there is at least one. An object has a shape for each key;
-    a key that ends with a question mark is optional.
+    items, with an ellipsis behind it if there is at least one, or nothing for an empty list. An
+    object has a shape for each key; a key that ends with a question mark is optional.
     """
     if isinstance(shape, dict):
         required = [key for key in shape if not key.endswith("?")]
-        properties = {key.removesuffix("?"): _schema(value) for key, value in shape.items()}
+        properties = {key.removesuffix("?"): schema_of(value) for key, value in shape.items()}
         return {"type": "object", "properties": properties, "required": required}
-    if isinstance(shape, list):
+    if isinstance(shape, list) and shape:
         items, *more = shape
-        return some(_schema(items)) if more else {"type": "array", "items": _schema(items)}
+        return some(schema_of(items)) if more else {"type": "array", "items": schema_of(items)}
     if isinstance(shape, tuple):
         words = all(isinstance(one, str) for one in shape)
-        return {"enum": [*shape]} if words else {"anyOf": [_schema(one) for one in shape]}
-    return _TYPES.get(shape, {"const": shape})
+        return {"enum": [*shape]} if words else {"anyOf": [schema_of(one) for one in shape]}
+    return {"const": []} if shape == [] else _TYPES.get(shape, {"const": shape})
 
 
 _SOURCE = {"start": int, "end": int, "weight": _Share, "text": (str, None), "message?": int}
@@ -214,7 +214,7 @@ _SHAPES: Json = {
     "Version": {"version": str},
     "Stats": dict,
 }
-ANSWERS: Json = {name: _schema(shape) for name, shape in _SHAPES.items()}
+ANSWERS: Json = {name: schema_of(shape) for name, shape in _SHAPES.items()}
 
 
 def examples(model: str) -> dict[str, Json]:

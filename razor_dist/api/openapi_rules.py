@@ -4,101 +4,67 @@ from __future__ import annotations
 
 from typing import Any
 
-from razor_dist.api.openapi_answers import NULL, TEXT, Json, or_null
+from razor_dist.api.openapi_answers import Json, or_null, schema_of
 
 
-def _only_if(field: str, value: Any, others: Json) -> Json:
-    """Return a rule: unless ``field`` has the value, other fields match the schemas ``others``."""
-    has = {"properties": {field: {"const": value}}, "required": [field]}
-    return {"if": has, "else": {"properties": others}}
+def _unless(field: str, value: Any, others: Json) -> Json:
+    """Return a rule: unless ``field`` has the value, the request has the shape ``others``."""
+    return {"if": schema_of({field: value}), "else": schema_of(others)}
 
 
-_STREAMED = _only_if(
-    "stream", True, {"stream_options": NULL, "return_progress": {"enum": [None, False]}}
-)
-_TEXT_FORMAT: Json = {"properties": {"type": {"const": "text"}}}
+_STREAMED = _unless("stream", True, {"stream_options?": None, "return_progress?": (None, False)})
 _ONE_FORMAT = {
-    "if": {
-        "properties": {"structured_outputs": {"type": "object"}},
-        "required": ["structured_outputs"],
-    },
-    "then": {"properties": {"response_format": {"anyOf": [NULL, _TEXT_FORMAT]}}},
+    "if": schema_of({"structured_outputs": dict}),
+    "then": schema_of({"response_format?": (None, {"type": "text"})}),
 }
-_GIVEN: Json = {"not": NULL}
-_NO_CALLS: Json = {"enum": [None, []]}
-
-
-def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
-    return {"properties": {"role": {"enum": roles}, **properties}, "required": required}
-
-
-_SPEAKERS = ["system", "developer", "user", "assistant"]
-_SAYS: Json = {"content": _GIVEN, "tool_calls": _NO_CALLS}
-_CALLS: Json = {"tool_calls": {"type": "array", "minItems": 1}}
+_SPEAKERS = ("system", "developer", "user", "assistant")
+_SAYS = {"content": (str, list), "tool_calls?": (None, [])}
 # By the name of the schema to which they belong.
 RULES: dict[str, list[Json]] = {
     "ChatMessage": [
-        {
-            "anyOf": [
-                _message(_SPEAKERS, ["content"], tool_call_id=NULL, **_SAYS),
-                _message(["assistant"], ["tool_calls"], tool_call_id=NULL, **_CALLS),
-                _message(["tool"], ["content", "tool_call_id"], tool_call_id=TEXT, **_SAYS),
-            ]
-        }
+        schema_of(
+            (
+                {"role": _SPEAKERS, "tool_call_id?": None, **_SAYS},
+                {"role": "assistant", "tool_call_id?": None, "tool_calls": [dict, ...]},
+                {"role": "tool", "tool_call_id": str, **_SAYS},
+            )
+        )
     ],
     "ResponseFormat": [
-        {
-            "anyOf": [
-                {"properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": NULL}},
-                {
-                    "properties": {
-                        "type": {"const": "json_schema"},
-                        "json_schema": {"type": "object"},
-                    },
-                    "required": ["json_schema"],
-                },
-            ]
-        }
+        schema_of(
+            (
+                {"type": ("text", "json_object"), "json_schema?": None},
+                {"type": "json_schema", "json_schema": dict},
+            )
+        )
     ],
     "ChatBody": [
         _STREAMED,
         _ONE_FORMAT,
-        _only_if("logprobs", True, {"top_logprobs": or_null({"const": 0})}),
-        {
-            "anyOf": [
-                {"properties": {"max_tokens": NULL}},
-                {"properties": {"max_completion_tokens": NULL}},
-            ]
-        },
+        _unless("logprobs", True, {"top_logprobs?": (None, 0)}),
+        schema_of(({"max_tokens?": None}, {"max_completion_tokens?": None})),
     ],
     "CompletionBody": [
         _STREAMED,
         _ONE_FORMAT,
-        _only_if("echo", True, {"max_tokens": or_null({"type": "integer", "minimum": 1})}),
+        {
+            "if": schema_of({"echo": True}),
+            "else": {"properties": {"max_tokens": or_null({"type": "integer", "minimum": 1})}},
+        },
     ],
     "TokenizeBody": [
-        {
-            "oneOf": [
+        schema_of(
+            (
                 {
-                    "properties": {
-                        "prompt": TEXT,
-                        "messages": NULL,
-                        "tools": NULL,
-                        "add_generation_prompt": NULL,
-                        "continue_final_message": NULL,
-                        "chat_template_kwargs": NULL,
-                    },
-                    "required": ["prompt"],
+                    "prompt": str,
+                    "messages?": None,
+                    "tools?": None,
+                    "add_generation_prompt?": None,
+                    "continue_final_message?": None,
+                    "chat_template_kwargs?": None,
                 },
-                {
-                    "properties": {
-                        "messages": {"type": "array"},
-                        "prompt": NULL,
-                        "add_special_tokens": NULL,
-                    },
-                    "required": ["messages"],
-                },
-            ]
-        },
+                {"messages": list, "prompt?": None, "add_special_tokens?": None},
+            )
+        )
     ],
 }
