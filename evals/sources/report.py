@@ -184,7 +184,7 @@ class SourcesReport:
                 for row in separation.separation(
                     name,
                     [
-                        (one.kind, one.document.content, one.scores(own))
+                        (one.kind, one.document.alone, one.scores(own))
                         for one in self.asked
                         if name in (one.task, "all")
                     ],

@@ -44,6 +44,11 @@ class Document(NamedTuple):
     answer_tokens: int = PRESET.answer_tokens
     score: Score = lambda answer, wanted: PRESET.score(answer, *wanted)
 
+    @property
+    def alone(self) -> str:
+        """The content without the question: several tasks may ask about the same document."""
+        return self.content.removesuffix(self.question)
+
 
 def fact_at(place: Place, seed: int) -> Fact:
     """Return what is hidden at a place."""

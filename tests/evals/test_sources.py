@@ -169,6 +169,23 @@ def test_places_of_rulers_tasks_are_judged_one_by_one() -> None:
     assert "| niah_multikey_1, 0 of 1 right | 0 % | 100 % |" in text
 
 
+def test_questions_about_one_document_are_one_sample() -> None:
+    given = {"lengths": "900", "samples": 2, "haystack": "reference"}
+    rows = []
+    for tasks in ("near,far", "near"):
+        task = SourcesTask.plan(SourcesConfig(tasks=tasks, **given))
+        results = []
+        for number, (document, item) in enumerate(zip(documents(task), task.items(), strict=True)):
+            right = item.data["at"][1][1] == 0  # the first document's
+            looks = [(document.places[0][0], 0.9 if right else 0.1)]
+            answer = document.answers[0] if right else "Nobody."
+            results.append(traced(task, number, answer, float(right), looks))
+        rows.append(SourcesReport.of(task, results).summary()["separation"][-3])
+    both, alone = rows
+    assert (both["task"], both["counts"], alone["counts"]) == ("all", (2, 2), (1, 1))
+    assert both["auc"] == alone["auc"] == 1 and both["interval"] == alone["interval"]
+
+
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "base"])
 def test_a_document_is_where_its_prompt_has_it(chat: bool) -> None:
     config = SourcesConfig(tasks="grid,vt", lengths="900", depths="50", needles=1, samples=1)
