@@ -61,9 +61,9 @@ def split(text: str, limit: int, count: Count) -> list[str]:
 def _packed(units: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
     """Put units into parts, in order, as long as they fit; one that is too long is a part alone."""
     parts: list[list[str]] = []
-    size = limit
+    size = 0
     for unit, tokens in units:
-        if size + tokens > limit:
+        if not parts or size + tokens > limit:  # white space may have no tokens
             parts.append([])
             size = 0
         parts[-1].append(unit)

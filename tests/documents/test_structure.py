@@ -52,6 +52,10 @@ def test_a_text_that_is_a_little_too_long_is_halved() -> None:
     assert words(split(text, 7_600, words)) == [4_000, 4_009]
 
 
+def test_a_text_may_begin_with_white_space_that_has_no_tokens() -> None:
+    assert split("\n\none two\n\nthree", 2, words) == ["\n\none two\n", "\nthree"]
+
+
 def test_a_text_without_headings_is_counted_twice() -> None:
     counted = 0
 
