@@ -176,8 +176,8 @@ def _costs(run: NeedleRun) -> str:
         rows.append([method, _short(length), *seconds, *megabytes])
     note = (
         "Medians of the documents of a length. CPU seconds and bytes sent are of all ranks "
-        "together. RSS is the highest since the engine's start, which reads its longest documents "
-        "first."
+        "together. RSS is the highest since the engine's start; where several engines share the "
+        "work, each reads its longest documents first."
     )
     return section("## Costs", rows, note, "numbers")
 

@@ -45,6 +45,9 @@ class HostEngine:
     def run(self, item: Item) -> Updates:
         self._llm.use_tqdm = ReadingLog(item.id)
         try:
+            # Wait while ranks that died under an earlier attempt, or item, are started again: calls
+            # such as `stats` fail meanwhile, and would use up the attempts of all items.
+            _ = self._llm.info
             return (yield from work_of(self._task.run(self._llm, item)))
         except EngineError as error:
             if self._llm.failed:

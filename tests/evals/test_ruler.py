@@ -154,7 +154,7 @@ def test_a_run_on_a_tiny_model(
 class Mute:
     """In an engine's place, for what is told of samples that never reach one."""
 
-    failed = False
+    failed, info = False, None
 
     def __init__(self, config: EngineConfig, *_: Any) -> None:
         self._tokenizer = load_tokenizer(Path(config.model))

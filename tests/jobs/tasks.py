@@ -70,6 +70,7 @@ class Completions:
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+        llm.stats()  # refused unless the ranks are ready, also after an item that killed one
         time.sleep(self.slow)
         if self.at_once > 1:
             self._meet(item)
@@ -106,10 +107,7 @@ class Completions:
 
 def kill_rank(llm: LLM) -> NoReturn:
     """Kill a rank, and raise what `generate` says then of a request in work."""
-    client = llm.client
-    while client.status.state != "ready":  # of an earlier attempt
-        time.sleep(0.01)
     os.kill(llm.pids[-1], signal.SIGKILL)
-    while client.status.state == "ready":
+    while llm.client.status.state == "ready":
         time.sleep(0.01)
     raise EngineError("a rank was killed under this item")
