@@ -145,7 +145,7 @@ def test_a_prompt_read_by_forks_of_forks_is_the_whole_prompt(
     base = Case(str(path), split_of(path), POLICY, tokens_of(190, seed=9), page_size=8)
     want = ranks(1).run(logits_of, base)[0]
     case = dataclasses.replace(base, chunked_prefill_size=19, tensor=tensor)
-    for ends in ((101, 190), (7, 95, 190), (150, 151, 190)):
+    for ends in ((101, 190), (3, 95, 190), (7, 95, 190), (150, 151, 190)):
         assert_same(ranks(world).run(forked_logits, case, ends)[0], want)
 
 

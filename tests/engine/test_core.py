@@ -38,6 +38,19 @@ def test_requests_in_flight_together_answer_as_if_alone(attention: str, tiny: Ti
     assert core.scheduler.room.accounts.free[0].tolist() == [core.runner.config.num_pages]
 
 
+def test_a_requests_sampling_settings_reach_the_sampler(tiny: Tiny) -> None:
+    core = make_core(tiny("llama"))
+
+    def drawn(**values: Any) -> list[int]:
+        core.add("a", [5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True, **values))
+        return tokens(run(core)["a"])
+
+    greedy = drawn(temperature=0)
+    assert drawn(temperature=2.0, seed=1) not in (greedy, drawn(temperature=2.0, seed=2))
+    for only in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-40}):
+        assert drawn(**{"temperature": 2.0, "seed": 1} | only) == greedy, only
+
+
 @pytest.mark.parametrize("attention", ["full", "streaming"])
 def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
     attention: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch

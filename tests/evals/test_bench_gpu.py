@@ -144,6 +144,7 @@ def test_the_whole_command_runs_on_cpu(tmp_path: Path) -> None:
     said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=540)
     assert not said.returncode, said.stderr
     assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
+    assert "razor-dist bench gpu" in (out / "gpu.md").read_text()
     found: dict[str, dict[str, Any]] = json.loads((out / "gpu.json").read_text())["parts"]
     no_gpu = dict.fromkeys(("correct", "tests"), "skipped: needs a CUDA device")
     if find_spec("triton") is None:

@@ -291,8 +291,9 @@ def test_answers_end_in_a_batch_as_on_the_server(batch: Batch) -> None:
         request("default", CHAT, messages=HELLO, reasoning_effort="low"),
         request("special", prompt=[500, 1, 600], skip_special_tokens=False, max_tokens=3),
         request("last", prompt=[700, 500, 600], truncate_prompt_tokens=2, cache_prompt=False),
+        request("string", prompt=" one two three", stop=["wo"]),
     ]
-    looped, chat, special, last = batch.bodies(lines, "--default-max-tokens", "5")
+    looped, chat, special, last, string = batch.bodies(lines, "--default-max-tokens", "5")
     assert [c["finish_reason"] for c in looped["choices"]] == ["repetition"] * 2
     assert looped["usage"]["completion_tokens"] == 18
     assert chat["usage"]["completion_tokens"] == 5
@@ -301,6 +302,8 @@ def test_answers_end_in_a_batch_as_on_the_server(batch: Batch) -> None:
     assert special["choices"][0]["text"] == f"{decode([600])}<|im_start|>{decode([500])}"
     assert last["choices"][0]["text"] == decode([600]) + decode([500])
     assert last["usage"]["prompt_tokens"] == 2
+    assert string["choices"][0]["text"] == " three t"
+    assert string["choices"][0]["finish_reason"] == "stop"
 
 
 def test_what_settings_refuse_is_tried_again_by_the_next_run(

@@ -126,6 +126,9 @@ def test_what_never_fits() -> None:
     assert "does not fit" in found.verdict[0] and "no context fits" in found.verdict[0]
     assert "weights, whole on every rank, take 19.0 GB" in found.verdict[0]
     assert "fewest ranks that fit: more than 16" in found.verdict[1]
+    shared = small.model_copy(update={"shared": True})  # where more ranks add no memory
+    said = plan(settings(), shared, context=N, retrieval=0.3).verdict
+    assert len(said) == 1 and "does not fit" in said[0] and "fewest ranks" not in said[0]
 
 
 @pytest.mark.long

@@ -73,7 +73,7 @@ def complete(url: str, timeout: float = 60) -> httpx.Response:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "mistake"),
-    # A model that the frontend does not find: tests/server/test_starts.py.
+    # A model that the frontend does not find: tests/test_cli.py.
     [(SERVE, "head map"), (SERVE_UNDER_TORCHRUN, "head map"), (SERVE_UNDER_TORCHRUN, "model")],
     ids=["frontend-head map", "torchrun-head map", "torchrun-model"],
 )

@@ -98,6 +98,25 @@ def test_what_may_begin_a_stop_string_stays_before_the_marker(before: str) -> No
     assert len(found["id"]) == 9 and found["id"].isalnum()
 
 
+def test_markers_within_a_call_may_be_special_tokens() -> None:
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    markers = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    written = f"I look. [TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{PARIS}"
+    written += "[TOOL_CALLS]get_time[ARGS]{}"
+    assembler = Assembler(tokenizer, SamplingParams())
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    pieces = [assembler.push(Token("a", token)) for token in ids]
+    pieces.append(assembler.push(Token("a", 2, finish="stop")))
+    assert "[" not in "".join(piece.text for piece in pieces)
+    text, calls, finish = ToolParser(ToolUse("mistral", NAMES), tokenizer).read(pieces, "stop")
+    assert (text, finish) == ("I look. ", "tool_calls")
+    assert [call["function"] for call in calls] == [
+        {"name": "get_weather", "arguments": PARIS},
+        {"name": "get_time", "arguments": "{}"},
+    ]
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_a_marker_that_is_in_the_text_is_there_once(special: bool) -> None:
     """Also while its end is held back, since a stop string may begin there."""
