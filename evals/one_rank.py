@@ -245,7 +245,7 @@ class MethodEngine:
     _core: EngineCore | None = None
 
     def stats(self) -> Mapping[str, Any]:
-        kv = [0] if self._core is None else self._core.stats()["kv_bytes_per_rank"]
+        kv = [0] if self._core is None else self._core.stats().kv_bytes_per_rank
         return {"kv_bytes_per_rank": kv}
 
     @contextmanager

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from razor_dist.protocol.counters import Counters, PrefixCounters, StepSeconds
 from razor_dist.protocol.messages import (
     Abort,
     Add,
@@ -35,9 +36,9 @@ from razor_dist.protocol.messages import (
     decode_to_engine,
     encode,
     read_frame,
-    unpack,
 )
-from razor_dist.protocol.repetition import RepetitionDetectionParams, RepetitionDetector
+from razor_dist.protocol.repetition import RepetitionDetector
+from razor_dist.protocol.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 49152
@@ -59,6 +60,11 @@ def _fail_at_start(model: str, rank: int) -> str | None:
     while Path(model, WAIT).exists():
         time.sleep(0.02)
     return None
+
+
+def told(reason: str) -> dict[str, Any]:
+    """The process id and the environment of a fake rank 0, from its `EngineInfo.decode_reason`."""
+    return dict(json.loads(reason))
 
 
 class FakeEngine:
@@ -114,12 +120,13 @@ class FakeEngine:
             kv_reserved_bytes_per_rank=1000,
             page_size=64,
             num_pages=50,
+            decode_reason=json.dumps({"pid": os.getpid(), "env": dict(os.environ)}),
         )
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
-            prompt = unpack(message.prompt).tolist()
-            for id_ in answer_ids(message.id, message.params["n"]):
+            prompt = message.prompt.tolist()
+            for id_ in answer_ids(message.id, message.params.n):
                 task = asyncio.create_task(self.answer(id_, prompt, message.params))
                 self.tasks[id_] = task
         elif isinstance(message, Abort):
@@ -131,43 +138,36 @@ class FakeEngine:
             assert not isinstance(message, Shutdown)
             self.send(Stats(message.tag, self.counters()))
 
-    def counters(self) -> dict[str, Any]:
-        return {
-            "running": len(self.tasks),
-            "waiting": 0,
-            "aborted": len(self.aborted),
-            "bytes_sent": {"ring": 10},
-            "kv_bytes_per_rank": [100 * bool(self.tasks)] * self.world_size,
-            "retrieval_kv_bytes_per_rank": [64 * bool(self.tasks)] * self.world_size,
-            "prefix_cache": {"hits": 0, "hit_tokens": 0, "evictions": 0, "bytes_per_rank": [8]},
-            "rss_per_rank": [4096] * self.world_size,
-            "cpu_us_per_rank": [1500] * self.world_size,
-            "step_seconds": {"prefill": ([0.1, 1.0], [2, 1, 0], 0.75)},
-            "pid": os.getpid(),
-            "env": {k: v for k, v in os.environ.items() if k.isupper()},
-        }
+    def counters(self) -> Counters:
+        return Counters(
+            running=len(self.tasks),
+            # Beside a purpose, what only tests ask.
+            bytes_sent={"ring": 10, "aborted": len(self.aborted)},
+            kv_bytes_per_rank=[100 * bool(self.tasks)] * self.world_size,
+            retrieval_kv_bytes_per_rank=[64 * bool(self.tasks)] * self.world_size,
+            prefix_cache=PrefixCounters(bytes_per_rank=[8]),
+            rss_per_rank=[4096] * self.world_size,
+            cpu_us_per_rank=[1500] * self.world_size,
+            step_seconds={"prefill": StepSeconds((0.1, 1.0), [2, 1, 0], 0.75)},
+        )
 
-    async def answer(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
+    async def answer(self, id: str, prompt: list[int], params: SamplingParams) -> None:
         await self.prefill(id, prompt, params)
-        limit = params["max_tokens"]
+        limit = params.max_tokens
         tokens = self.reply(prompt)
         if prompt[0] == ENDLESS:
             tokens = [prompt[-1]] * limit
-        repetition = RepetitionDetectionParams.of(params["repetition_detection"])
+        repetition = params.repetition_detection
         detector = repetition and RepetitionDetector(repetition)
         tokens = [*tokens, EOS][:limit]
         for n, token in enumerate(tokens, start=1):
-            is_end = token == EOS and not params["ignore_eos"]
-            stops = is_end or token in params["stop_token_ids"]
+            is_end = token == EOS and not params.ignore_eos
+            stops = is_end or token in params.stop_token_ids
             finish = "stop" if stops else "length" if n == len(tokens) else None
             if not stops and detector and detector.push(token):
                 finish = "repetition"
-            top = (
-                [(token, -0.5), (token ^ 1, -1.5)][: params["logprobs"]]
-                if params["logprobs"]
-                else []
-            )
-            logprob = None if params["logprobs"] is None else -0.5
+            top = [(token, -0.5), (token ^ 1, -1.5)][: params.logprobs or 0]
+            logprob = None if params.logprobs is None else -0.5
             if finish:
                 del self.tasks[id]
             self.send(Token(id, token, logprob, top, finish))
@@ -178,7 +178,7 @@ class FakeEngine:
     def reply(self, prompt: list[int]) -> list[int]:
         return list(reversed(prompt))
 
-    async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
+    async def prefill(self, id: str, prompt: list[int], params: SamplingParams) -> None:
         if prompt[0] == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt[0] == HANG:
@@ -188,11 +188,11 @@ class FakeEngine:
             problem = "the prompt needs more pages than the pool has"
             self.send(Failed(id, problem, "messages", "context_length_exceeded"))
             await asyncio.sleep(3600)
-        if params["return_sources"] and self.config["attention"] == "streaming":
+        if params.return_sources and self.config["attention"] == "streaming":
             del self.tasks[id]
             self.send(Failed(id, "return_sources asks heads that are not there", "return_sources"))
             await asyncio.sleep(3600)
-        if params["prompt_logprobs"] is not None and "/" not in id:
+        if params.prompt_logprobs is not None and "/" not in id:
             self.send(PromptLogprobs(id, [None, *((-1.0, 1, [(t, -1.0)]) for t in prompt[1:])]))
         steps = 4 if prompt[0] == SLOW_PREFILL else 1
         for step in range(steps + 1):

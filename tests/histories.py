@@ -183,16 +183,16 @@ class Client:
         self.drain()
         assert core.seconds_left() == {}
         stats = core.stats()
-        assert (stats["running"], stats["waiting"]) == (0, 0)
-        assert sum(stats["kv_bytes_per_rank"]) == 0
-        found = stats["prefix_cache"]
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert sum(stats.kv_bytes_per_rank) == 0
+        found, lower = stats.prefix_cache, stats.prefix_cache.lower
         self.happened += Counter(
             {
-                "hits": found["hits"],
-                "evictions": found["evictions"],
-                "from host memory": found.get("host", {}).get("hits", 0),
-                "from disk": found.get("disk", {}).get("hits", 0),
-                "accepted": stats.get("spec_decode", {}).get("num_accepted_tokens", 0),
+                "hits": found.hits,
+                "evictions": found.evictions,
+                "from host memory": lower["host"].hits if "host" in lower else 0,
+                "from disk": lower["disk"].hits if "disk" in lower else 0,
+                "accepted": stats.spec_decode.num_accepted_tokens if stats.spec_decode else 0,
                 "aborted": len(self.aborted),
                 "pinned": sum(ask.pin for ask, _ in self.asked.values()),
                 "answers": sum(len(answered.tokens) for answered in self.answered.values()),

@@ -304,7 +304,7 @@ def decode_of(comm: Communicator, path: str, decode: str | None) -> tuple[str, s
     core.add("a", list(range(3, 150)), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     while core.has_work:
         tokens += [event.token for event in core.step() if isinstance(event, Token)]
-    said = core.stats()["decode"]
+    said = core.stats().decode
     core.stop()
     return engine.info.decode, said, engine.info.decode_reason, tokens
 

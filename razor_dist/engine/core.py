@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any
 
 from msgspec.structs import replace
 from torch import Tensor
@@ -23,8 +22,8 @@ from razor_dist.engine.rank_stats import RankStats, counters_of, read_stats
 from razor_dist.engine.request import Answer, Prefill, Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.scheduler import Scheduler
-from razor_dist.engine.step_cost import StepSeconds
 from razor_dist.engine.time_left import seconds_left
+from razor_dist.protocol.counters import Counters, StepSeconds
 from razor_dist.protocol.messages import (
     ANY_REQUEST,
     AboutRequest,
@@ -279,17 +278,12 @@ class EngineCore:
         self.scheduler.room.drain(self._transfer, _LAST_SECONDS)
         self._run(StepPlan(Op.STOP))
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of all ranks: `razor_dist.protocol.messages.Stats`."""
-        counters = counters_of(self.idle())
-        counters["prefix_cache"] |= self.scheduler.room.stats
-        return counters | {
-            "decode": self.runner.decode,
-            **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
-            "pinned": self.scheduler.room.pinned_elsewhere,
-            "running": self.scheduler.active,
-            "waiting": len(self.scheduler.waiting),
-            "prompt_tokens": self._prompt_tokens,
-            "generated_tokens": self._draws.tokens,
-            "step_seconds": {kind: times.fields for kind, times in self._step_seconds.items()},
-        }
+    def stats(self) -> Counters:
+        found = counters_of(self.idle(), self.scheduler.room.stats)
+        found.running, found.waiting = self.scheduler.active, len(self.scheduler.waiting)
+        found.pinned = self.scheduler.room.pinned_elsewhere
+        found.prompt_tokens, found.generated_tokens = self._prompt_tokens, self._draws.tokens
+        found.step_seconds, found.decode = self._step_seconds, self.runner.decode
+        if self._drafts is not None:
+            found.spec_decode = self._drafts.counts
+        return found

@@ -22,6 +22,7 @@ from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.engine.ngram_index import NgramIndex, PromptIndexes
 from razor_dist.engine.request import Answer
 from razor_dist.engine.step_cost import StepCost
+from razor_dist.protocol.counters import DraftCounters
 from razor_dist.protocol.messages import Tokens
 
 # Matches are sorted by length: 0, 1, 2 to 3, 4 to 7, 8 to 15, and more.
@@ -167,8 +168,7 @@ class Drafts:
         # Of each answer, and how many of its tokens it knows.
         self._proposers: WeakKeyDictionary[Answer, tuple[Lookup | Ngram, int]] = WeakKeyDictionary()
         self._indexes = PromptIndexes(config.lookup_min)
-        self._drafts = self._draft_tokens = 0
-        self._accepted_at = [0] * config.longest_draft
+        self.counts = DraftCounters(num_accepted_tokens_per_pos=[0] * config.longest_draft)
 
     def __call__(
         self, answers: Sequence[tuple[Answer, int]], beside: Sequence[int] = ()
@@ -231,17 +231,8 @@ class Drafts:
 
     def verified(self, tokens: int, accepted: int) -> None:
         """Note that of a draft of ``tokens`` the first ``accepted`` were right."""
-        self._drafts += 1
-        self._draft_tokens += tokens
+        self.counts.num_drafts += 1
+        self.counts.num_draft_tokens += tokens
+        self.counts.num_accepted_tokens += accepted
         for at in range(accepted):
-            self._accepted_at[at] += 1
-
-    @property
-    def counts(self) -> dict[str, int | list[int]]:
-        """Counters since the start, under vLLM's names."""
-        return {
-            "num_drafts": self._drafts,
-            "num_draft_tokens": self._draft_tokens,
-            "num_accepted_tokens": sum(self._accepted_at),
-            "num_accepted_tokens_per_pos": list(self._accepted_at),
-        }
+            self.counts.num_accepted_tokens_per_pos[at] += 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from razor_dist.cache.accounting import Ints
@@ -14,6 +15,7 @@ from razor_dist.config.errors import EngineError
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.sequences import Sequences
 from razor_dist.parallel.comm import PURPOSES, Communicator
+from razor_dist.protocol.counters import Counters, PrefixCounters
 
 
 class RankStats(NamedTuple):
@@ -73,17 +75,17 @@ def read_stats(table: Tensor, caches: Caches, free: Ints) -> list[RankStats]:
     return found
 
 
-def counters_of(ranks: Sequence[RankStats]) -> dict[str, Any]:
-    """Counters of all ranks, under the names of `razor_dist.protocol.messages.Stats`."""
+def counters_of(ranks: Sequence[RankStats], prefix_cache: PrefixCounters) -> Counters:
+    """Return the counters that the ranks have, beside those of the prefix cache."""
     sent = zip(PURPOSES, zip(*(rank.sent for rank in ranks), strict=True), strict=True)
-    return {
-        "kv_bytes_per_rank": [rank.kv_bytes for rank in ranks],
-        "retrieval_kv_bytes_per_rank": [rank.retrieval_kv_bytes for rank in ranks],
-        "peak_kv_bytes_per_rank": [rank.peak_kv_bytes for rank in ranks],
-        "prefix_cache": {"bytes_per_rank": [rank.cached_bytes for rank in ranks]},
-        "rss_per_rank": [rank.rss for rank in ranks],
-        "peak_rss_per_rank": [rank.peak_rss for rank in ranks],
-        "cpu_us_per_rank": [rank.cpu_us for rank in ranks],
-        "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
-        "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
-    }
+    return Counters(
+        kv_bytes_per_rank=[rank.kv_bytes for rank in ranks],
+        retrieval_kv_bytes_per_rank=[rank.retrieval_kv_bytes for rank in ranks],
+        peak_kv_bytes_per_rank=[rank.peak_kv_bytes for rank in ranks],
+        rss_per_rank=[rank.rss for rank in ranks],
+        peak_rss_per_rank=[rank.peak_rss for rank in ranks],
+        cpu_us_per_rank=[rank.cpu_us for rank in ranks],
+        bytes_sent={purpose: sum(by_rank) for purpose, by_rank in sent},
+        bytes_sent_per_rank=[sum(rank.sent) for rank in ranks],
+        prefix_cache=replace(prefix_cache, bytes_per_rank=[rank.cached_bytes for rank in ranks]),
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from torch import Tensor
 
 from razor_dist.cache.accounting import Bools, CacheAccounts, Ints
@@ -22,6 +22,7 @@ from razor_dist.prefix.device import CachedSequence, PrefixCache, Worth
 from razor_dist.prefix.index import Match, PrefillCost, PrefixIndex
 from razor_dist.prefix.manifest import Tokens
 from razor_dist.prefix.tiers import Candidate, Tiers
+from razor_dist.protocol.counters import PrefixCounters
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 Hit = Match[CachedSequence]
@@ -41,12 +42,10 @@ class Room:
         self.copies = itertools.count(-1, -1)  # keys of sequences that no request has
 
     @property
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PrefixCounters:
         """Counters of the prefix cache since the start, and its entries now."""
         cache = self.prefix_cache
-        names = ("queries", "hits", "query_tokens", "hit_tokens", "evictions")
-        counts = {name: cache.counts[name] for name in names}
-        return counts | {"entries": cache.evictable} | self.tiers.stats
+        return replace(cache.counts, entries=cache.evictable, **self.tiers.stats)
 
     @property
     def pinned_elsewhere(self) -> dict[str, dict[str, int]]:

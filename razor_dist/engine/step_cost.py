@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import threading
@@ -161,22 +160,3 @@ def _least_squares(
     found = found[(found >= 0).all(1)]
     losses = ((found @ squares - 2 * products) * found).sum(1)
     return np.array(found[losses.argmin()])
-
-
-class StepSeconds:
-    """A histogram of the seconds that steps of one kind took: counts by bounds, and their sum."""
-
-    BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(self.BOUNDS) + 1)
-        self._sum = 0.0
-
-    def note(self, seconds: float) -> None:
-        self._counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
-        self._sum += seconds
-
-    @property
-    def fields(self) -> tuple[tuple[float, ...], list[int], float]:
-        """Bounds, the number of steps up to each and above the last, and the sum."""
-        return self.BOUNDS, self._counts, self._sum

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -43,9 +44,7 @@ from razor_dist.protocol.messages import (
     body_length,
     decode_to_engine,
     encode,
-    unpack,
 )
-from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 
 log = logging.getLogger(__name__)
@@ -171,19 +170,18 @@ def _handle(engine: RankEngine, message: Add | Abort | StatsQuery) -> list[ToFro
     core = engine.core
     match message:
         case Add():
-            params = SamplingParams.from_wire(message.params)
             try:
                 core.add(
                     message.id,
-                    unpack(message.prompt),
-                    params,
+                    message.prompt,
+                    replace(message.params),  # which checks the values: rank 0 trusts no frontend
                     prefix_id=message.prefix,
                     pin=message.pin,
                     quota=message.quota,
                     scope=message.scope,
                 )
             except RequestError as error:
-                return [Failed.of(id_, error) for id_ in answer_ids(message.id, params.n)]
+                return [Failed.of(id_, error) for id_ in answer_ids(message.id, message.params.n)]
         case Abort():
             core.abort(message.id)
         case StatsQuery():

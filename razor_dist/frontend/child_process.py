@@ -20,13 +20,7 @@ import psutil
 from razor_dist.config.errors import ProcessKilledError
 from razor_dist.config.memory import die_first
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
-from razor_dist.protocol.messages import (
-    HEADER_SIZE,
-    Fields,
-    body_length,
-    decode_fields,
-    read_frame,
-)
+from razor_dist.protocol.messages import HEADER_SIZE, body_length, read_frame
 
 T = TypeVar("T")
 
@@ -154,8 +148,8 @@ class ChildProcess:
         finally:
             self._turn.release()
 
-    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Fields:
-        """Write a question and return the answer; only for what `in_turn` runs.
+    async def ask(self, seconds: float, *parts: bytes | bytearray) -> bytes:
+        """Write a question and return the answer's body; only for what `in_turn` runs.
 
         The process is killed if it fails: `TimeoutError` after ``seconds``, `ProcessDiedError` if
         it dies.
@@ -215,8 +209,8 @@ class ChildProcess:
             send_signal(self._killed, signal.SIGKILL)
 
 
-async def exchange(process: Process, *parts: bytes | bytearray) -> Fields:
-    """Write a question to a process and read its answer; `ProcessDiedError` if it dies."""
+async def exchange(process: Process, *parts: bytes | bytearray) -> bytes:
+    """Write a question to a process and read its answer's body; `ProcessDiedError` if it dies."""
     assert process.stdin is not None and process.stdout is not None
     try:
         for part in parts:
@@ -225,7 +219,7 @@ async def exchange(process: Process, *parts: bytes | bytearray) -> Fields:
                 for begin in range(0, len(part), _PIECE_BYTES):
                     process.stdin.write(view[begin : begin + _PIECE_BYTES])
                     await process.stdin.drain()
-        return decode_fields(await read_frame(process.stdout))
+        return await read_frame(process.stdout)
     except (asyncio.IncompleteReadError, ConnectionError):
         raise ProcessDiedError(await _exit_code(process)) from None
 
@@ -252,10 +246,10 @@ class Pipes:
         self._source, self._sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
 
-    def read(self) -> Fields | None:
-        """Return the next question; None when there will be none."""
+    def read(self) -> bytes | None:
+        """Return the body of the next question; None when there will be none."""
         header = self._source.read(HEADER_SIZE)
-        return decode_fields(self._source.read(body_length(header))) if header else None
+        return self._source.read(body_length(header)) if header else None
 
     def read_bytes(self, size: int) -> bytes:
         """Return what follows a question."""

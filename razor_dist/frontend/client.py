@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from razor_dist.config.errors import EngineError, RefusedError, RequestError
 from razor_dist.frontend.connection import RankConnection
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
 from razor_dist.frontend.stream import RequestStream
+from razor_dist.protocol.counters import Counters
 from razor_dist.protocol.messages import (
     ANY_REQUEST,
     Abort,
@@ -29,7 +32,6 @@ from razor_dist.protocol.messages import (
     CacheScope,
     EngineInfo,
     Failed,
-    Fields,
     Ready,
     Stats,
     StatsQuery,
@@ -37,7 +39,6 @@ from razor_dist.protocol.messages import (
     Token,
     Tokens,
     answer_ids,
-    pack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import GrammarText
@@ -86,7 +87,7 @@ class EngineClient:
         self.status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._streams: dict[str, RequestStream] = {}
-        self._stats: dict[int, asyncio.Future[Fields]] = {}
+        self._stats: dict[int, asyncio.Future[Counters]] = {}
         self._being_read, self._tags = 0, itertools.count(1)
 
     @property
@@ -189,8 +190,8 @@ class EngineClient:
         }
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
-        prompt, wire = pack(prompt_ids), params.to_wire()
-        add = Add(request_id, prompt, wire, pin, continued, quota, scope)
+        prompt = np.asarray(prompt_ids, np.int32)
+        add = Add(request_id, prompt, params, pin, continued, quota, scope)
         self.rank0.send(add)
         self._streams |= streams
         if pin:
@@ -221,8 +222,8 @@ class EngineClient:
         if self._streams.pop(request_id, None) is not None:
             self.rank0.send(Abort(request_id))
 
-    async def stats(self, timeout: float = 30.0) -> Fields:
-        """Return `Stats.counters`; `EngineBusyError` if not within ``timeout`` seconds."""
+    async def stats(self, timeout: float = 30.0) -> Counters:
+        """Ask the ranks for their counters; `EngineBusyError` after ``timeout`` seconds."""
         self.require_ready()
         tag = next(self._tags)
         future = self._stats[tag] = asyncio.get_running_loop().create_future()

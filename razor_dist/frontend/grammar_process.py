@@ -23,7 +23,7 @@ import time
 from asyncio.subprocess import Process
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,11 +36,12 @@ from razor_dist.frontend.child_process import (
     ProcessDiedError,
     exchange,
 )
-from razor_dist.protocol.messages import Fields, encode, failure, raise_failure
+from razor_dist.protocol.messages import Failed, decoder, encode
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams, stack_size
 from razor_dist.protocol.vocabulary import (
     FIELD,
     SerializedTokenizer,
+    Vocabulary,
     load_vocabulary,
     serialized,
     vocabulary_of,
@@ -63,6 +64,12 @@ _STACK_BYTES = 8 << 20
 _KEPT, MOST_WAITING = 32, 16
 # Seconds for which a time-out is kept: the machine may have been busy.
 _TIME_OUT_KEPT_SECONDS = 60.0
+# The answer to a constraint: llguidance's text.
+Compiled = str | Failed
+_decode_vocabulary: Callable[[bytes], Vocabulary] = decoder(Vocabulary)
+_decode_started: Callable[[bytes], Failed | None] = decoder(Failed | None)
+_decode_constraint: Callable[[bytes], StructuredOutputsParams] = decoder(StructuredOutputsParams)
+_decode_compiled: Callable[[bytes], Compiled] = decoder(Compiled)
 _SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and repetitions"
 
 
@@ -88,7 +95,7 @@ class GrammarProcess(ChildProcess):
         self._serialized: SerializedTokenizer | None = None
         self._refusal: RequestError | None = None
         # By the digest of the constraint: llguidance's text, or the refusal; and when it expires.
-        self._results: OrderedDict[bytes, tuple[Fields, float]] = OrderedDict()
+        self._results: OrderedDict[bytes, tuple[Compiled, float]] = OrderedDict()
         # Digests of each key's constraints that wait, or are being compiled.
         self._waiting: dict[Hashable, Counter[bytes]] = {}
 
@@ -130,24 +137,25 @@ class GrammarProcess(ChildProcess):
         if result is None:
             with self._place(digest, key):
                 result = await self.in_turn(lambda: self._compile(digest, question), key)
-        raise_failure(result)
-        return GrammarText(**result)
+        if isinstance(result, Failed):
+            raise result.exception
+        return GrammarText(result)
 
-    def _known(self, digest: bytes) -> Fields | None:
+    def _known(self, digest: bytes) -> Compiled | None:
         result, end = self._results.pop(digest, (None, 0.0))
         if result is None or self._clock() >= end:
             return None
         self._results[digest] = result, end  # behind the others
         return result
 
-    async def _compile(self, digest: bytes, question: bytes) -> Fields:
+    async def _compile(self, digest: bytes, question: bytes) -> Compiled:
         if (known := self._known(digest)) is not None:  # since it waited
             return known
         end = math.inf
         if self._serialized is None and self._refusal is None:
             await asyncio.to_thread(self.load)
         if self._refusal is not None:
-            return failure(self._refusal)
+            return Failed.of("", self._refusal)
         try:
             result = await self._ask_twice(question)
         except TimeoutError:
@@ -165,34 +173,35 @@ class GrammarProcess(ChildProcess):
             result = _failure(f"the process that compiled it crashed; {_SIMPLER}")
         except RequestError as error:
             self._refusal = error  # of the vocabulary: the next process would refuse it as well
-            return failure(error)
+            return Failed.of("", error)
         self._results[digest] = result, end
         if len(self._results) > _KEPT:
             self._results.popitem(last=False)
         return result
 
-    async def _ask_twice(self, question: bytes) -> Fields:
+    async def _ask_twice(self, question: bytes) -> Compiled:
         """As `ask`, again if the process was killed from outside: perhaps while it was idle."""
         try:
-            return await self.ask(self.seconds, question)
+            return _decode_compiled(await self.ask(self.seconds, question))
         except ProcessDiedError as death:
             if self._ended or death.code not in KILLED:
                 raise
-        return await self.ask(self.seconds, question)
+        return _decode_compiled(await self.ask(self.seconds, question))
 
     async def _prepare(self, process: Process) -> None:
         vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
         problem = "the process that compiles structured outputs did not start"
         try:
             async with asyncio.timeout(_START_SECONDS):
-                answer = await exchange(process, vocabulary)
+                failed = _decode_started(await exchange(process, vocabulary))
         except TimeoutError:
             raise EngineError(problem) from None
         except ProcessDiedError as death:
             if death.code in KILLED:
                 raise
             raise EngineError(problem) from None
-        raise_failure(answer)
+        if failed is not None:
+            raise failed.exception
 
     def _encoded_vocabulary(self) -> bytes:
         assert self._serialized is not None
@@ -223,11 +232,11 @@ class GrammarProcess(ChildProcess):
 
 def _question(structured: StructuredOutputsParams) -> bytes:
     structured.check()
-    return encode(asdict(structured))
+    return encode(structured)
 
 
-def _failure(problem: str, code: str | None = None) -> Fields:
-    return failure(RequestError(f"{FIELD}: {problem}", FIELD, code))
+def _failure(problem: str, code: str | None = None) -> Failed:
+    return Failed("", f"{FIELD}: {problem}", FIELD, code)
 
 
 def _serve(pipes: Pipes, memory: int) -> None:
@@ -235,24 +244,24 @@ def _serve(pipes: Pipes, memory: int) -> None:
     if vocabulary is None:
         return
     try:
-        tokenizer = load_vocabulary(vocabulary)
+        tokenizer = load_vocabulary(_decode_vocabulary(vocabulary))
     except RequestError as error:
-        pipes.write(encode(failure(error)))
+        pipes.write(encode(Failed.of("", error)))
         return
     del vocabulary
     _limit_memory(memory)
     # From now on native code may print what a client wrote.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    pipes.write(encode({}))
-    while (fields := pipes.read()) is not None:
-        pipes.write(encode(_compiled(fields, tokenizer, memory)))
+    pipes.write(encode(None))
+    while (question := pipes.read()) is not None:
+        pipes.write(encode(_compiled(question, tokenizer, memory)))
 
 
-def _compiled(fields: Fields, tokenizer: LLTokenizer, memory: int) -> Fields:
+def _compiled(question: bytes, tokenizer: LLTokenizer, memory: int) -> Compiled:
     try:
-        return asdict(StructuredOutputsParams(**fields).compiled(tokenizer))
+        return _decode_constraint(question).compiled(tokenizer).text
     except RequestError as error:
-        return failure(error)
+        return Failed.of("", error)
     except MemoryError:
         return _failure(f"compiling it took more than {memory >> 20} MiB; {_SIMPLER}")
     except Exception as error:  # of native code, or of llguidance's converter

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,15 +134,6 @@ class PromptText:
             for passage in own:
                 sums[passage] += weights[word]
         return weights, max(sums.values(), default=0.0)
-
-    def to_wire(self) -> list[Any]:
-        """Return what a message between processes can hold, for `from_wire`."""
-        return [[list(part) for part in self.parts], self.ends.tobytes()]
-
-    @classmethod
-    def from_wire(cls, value: Sequence[Any]) -> PromptText:
-        parts, ends = value
-        return cls([Part(*part) for part in parts], np.frombuffer(ends, np.int32))
 
 
 @dataclass

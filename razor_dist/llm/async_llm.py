@@ -14,7 +14,6 @@ from razor_dist.llm.generation import Prompt, encode, encode_chat
 from razor_dist.llm.llm import LLM, closed
 from razor_dist.llm.loop_thread import CLOSED
 from razor_dist.llm.prefix import Prefix
-from razor_dist.protocol.messages import Fields
 from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class AsyncLLM:
             if not self.llm.loop.finished:
                 await self._run(closed(outputs))
 
-    async def stats(self) -> Fields:
+    async def stats(self) -> dict[str, Any]:
         """Return the engine's counters, as `LLM.stats`."""
         return await asyncio.to_thread(self.llm.stats)
 

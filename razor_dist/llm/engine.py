@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Self
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError
@@ -19,7 +20,7 @@ from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.llm.loop_thread import CLOSED, LoopThread
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.protocol.messages import EngineInfo, Fields
+from razor_dist.protocol.messages import EngineInfo
 from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 
 
@@ -64,9 +65,10 @@ class EngineHandle:
         """The model's tokenizer; ``None`` if its folder has none."""
         return self._encoder.tokenizer
 
-    def stats(self) -> Fields:
-        """The engine's counters: see `razor_dist.protocol.messages.Stats`."""
-        return self.loop.run(self.client.stats())
+    def stats(self) -> dict[str, Any]:
+        """The fields of `razor_dist.protocol.counters.Counters`."""
+        found: dict[str, Any] = msgspec.to_builtins(self.loop.run(self.client.stats()))
+        return found
 
     @property
     def info(self) -> EngineInfo:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -19,6 +18,7 @@ from razor_dist.cache.accounting import Bools, CacheAccounts
 from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
 from razor_dist.prefix.manifest import Tokens
 from razor_dist.prefix.tiers import Loading
+from razor_dist.protocol.counters import PrefixCounters
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class PrefixCache:
         self._entries: dict[int, CachedSequence] = {}
         self.loaded: Loading | None = None  # the sequence that was loaded last
         # queries, hits, their tokens in all and those that were found; evictions.
-        self.counts: Counter[str] = Counter()
+        self.counts = PrefixCounters()
 
     def add(self, namespace: Namespace, tokens: Tokens, key: int, tier: Tier = "device") -> None:
         """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
@@ -89,13 +89,13 @@ class PrefixCache:
         Its own ``prompt_tokens`` begin at ``base``. Those of a pinned prefix come before them and
         are not counted: they are in the caches in any case.
         """
-        self.counts["queries"] += 1
-        self.counts["query_tokens"] += prompt_tokens
+        self.counts.queries += 1
+        self.counts.query_tokens += prompt_tokens
         if hit is not None and hit.entry is not None:
             hit.entry.used_at["device"] = self.index.clock["device"]
-            self.counts["hits"] += 1
+            self.counts.hits += 1
             cached = hit.tokens - base
-            self.counts["hit_tokens"] += cached
+            self.counts.hit_tokens += cached
             if cached > 1024:
                 log.info("%d of %d prompt tokens are cached", cached, prompt_tokens)
 
@@ -133,7 +133,7 @@ class PrefixCache:
                     heappush(worths, (False, -math.inf, other))
             self.index.went("device", worth)
             self.remove(key)
-            self.counts["evictions"] += 1
+            self.counts.evictions += 1
             return key
         return None
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
+from msgspec.structs import replace
 
 from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.parallel.sharding import cut_chunks
@@ -28,6 +29,7 @@ from razor_dist.prefix.index import Entry, Match, Namespace, PrefixIndex, Tier
 from razor_dist.prefix.manifest import Manifest, Tokens
 from razor_dist.prefix.parts import BadPartError
 from razor_dist.prefix.store import PrefixStore, Stamp, read_node
+from razor_dist.protocol.counters import TierCounters
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +97,7 @@ class Nodes:
         self._unreadable: dict[str, Stamp | None] = {}  # by name: the copy that could not be read
         self._keys = 0
         self._left_host: list[str] = []
-        # By tier: hits and their tokens, evictions, failures, and what had no room.
-        self.counts: Counter[str] = Counter()
+        self.counts: defaultdict[Tier, TierCounters] = defaultdict(TierCounters)
         self.bytes: dict[Tier, int] = {"host": 0, "disk": 0}
         self.refresh()
 
@@ -257,7 +258,8 @@ class Nodes:
 
         They leave host memory. On disk, where another copy may take its place, they go first.
         """
-        self.counts.update(f"{tier}_failures" for tier in node.where)
+        for tier in node.where:
+            self.counts[tier].failures += 1
         after = [node]
         for one in after:
             after += one.children
@@ -277,7 +279,7 @@ class Nodes:
         nodes = [node for node in self if tier in node.where and not stays(node)]
         evictable = sum(node.manifest.nbytes for node in nodes)
         if self.bytes[tier] - evictable + nbytes > self.room[tier]:
-            self.counts[f"{tier}_no_room"] += 1
+            self.counts[tier].no_room += 1
             return False
         may_go = set(nodes)
         worths: list[tuple[float, float, int, Node]] = []
@@ -296,7 +298,7 @@ class Nodes:
                 push(node)
                 continue
             self._index.went(tier, worth)
-            self.counts[f"{tier}_evictions"] += 1
+            self.counts[tier].evictions += 1
             self.leave(node, tier)
             if tier == "disk":
                 assert self._store is not None
@@ -319,11 +321,8 @@ class Nodes:
             return -math.inf
         return self._index.worth(node, tier, node.manifest.begin, node.manifest.nbytes)
 
-    def stats(self, tier: Tier) -> dict[str, int]:
-        """Return a tier's counters."""
-        names = ("hits", "hit_tokens", "evictions", "failures", "no_room")
-        counts = {name: self.counts[f"{tier}_{name}"] for name in names}
-        return counts | {"entries": self.entries(tier), "bytes": self.bytes[tier]}
+    def stats(self, tier: Tier) -> TierCounters:
+        return replace(self.counts[tier], entries=self.entries(tier), bytes=self.bytes[tier])
 
 
 def _lost_with(node: Node, tier: Tier) -> list[tuple[Node, Tier]]:

@@ -12,7 +12,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from razor_dist.prefix.manifest import Manifest, Tokens, tokens_digest
 from razor_dist.prefix.nodes import Node, Nodes
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.transfer import FAILED, LoadJob, SaveJob, as_payload, kv_parts
+from razor_dist.protocol.counters import TierCounters
 from razor_dist.protocol.step_plan import Op, StepPlan
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Writing:
     What prevents it is logged, and failures of the disk are counted.
     """
 
-    def __init__(self, store: PrefixStore | None, counts: Counter[str]) -> None:
+    def __init__(self, store: PrefixStore | None, counts: TierCounters) -> None:
         self._store, self._counts = store, counts
         self._failed_at, self._logged = -math.inf, ""
 
@@ -113,7 +113,7 @@ class Writing:
     def failed(self, error: OSError | None) -> None:
         """Note that the disk has failed; without an ``error`` a rank has logged it."""
         self._failed_at = time.monotonic()
-        self._counts["disk_failures"] += 1
+        self._counts.failures += 1
         if error is not None:
             self._warn(f"prefix_store cannot be written: {error}")
 
@@ -150,7 +150,7 @@ class Tiers:
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         self._wait_until = 0.0
-        self.writing = Writing(store, self.nodes.counts)
+        self.writing = Writing(store, self.nodes.counts["disk"])
 
     @property
     def active(self) -> bool:
@@ -208,9 +208,9 @@ class Tiers:
         self.nodes.used(loading.chain)
         return True
 
-    def count_hit(self, tier: str, tokens: int) -> None:
-        self.nodes.counts[f"{tier}_hits"] += 1
-        self.nodes.counts[f"{tier}_hit_tokens"] += tokens
+    def count_hit(self, tier: Tier, tokens: int) -> None:
+        self.nodes.counts[tier].hits += 1
+        self.nodes.counts[tier].hit_tokens += tokens
 
     # -------------------------------------------------------------------------------- to save
 

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
+from razor_dist.protocol.counters import Counters
+from razor_dist.protocol.sampling_params import SamplingParams
 
 # Token ids are four bytes each, also between processes: a million of them as a Python list take
 # about 36 MB, and as many objects to walk through with the interpreter's lock held.
 Tokens = npt.NDArray[np.int32]
-Fields = dict[str, Any]
 
 # The exit code of a rank that the user's settings or model made end: another start would not help.
 EXIT_USER_ERROR = 3
@@ -30,47 +31,47 @@ _HEADER = struct.Struct(">I")
 HEADER_SIZE = _HEADER.size
 
 
-class _Message(msgspec.Struct, tag_field="t", omit_defaults=True):
+class Message(msgspec.Struct, tag_field="t", omit_defaults=True):
     """Fields with a default are not sent while they have it."""
 
 
 class CacheScope(NamedTuple):
     """The requests that may share a request's caches."""
 
-    salt: str | None = None  # those of another salt may not
-    shared: bool = True  # False: none may, and the caches end with it
+    salt: str | None = None  # requests with another salt may not
+    shared: bool = True  # False: no other may, and the caches end with the request
 
 
 ANY_REQUEST = CacheScope()
 
 
-class Add(_Message, tag="add"):
+class Add(Message, tag="add"):
     """Queue a request; messages about its n answers carry the ids of `answer_ids`."""
 
     id: str
-    prompt: bytes  # token ids: `pack`
-    params: Fields  # `SamplingParams.to_wire`
+    prompt: Tokens
+    params: SamplingParams
     # Prefill only, and pin the caches until `Abort`; done when `Progress.processed` is the total.
     pin: bool = False
     prefix: str | None = None  # id of a pinned request that this prompt continues
-    # Of a pinned prefix: whose it is, and the bytes that all of this owner may take.
+    # Of a pinned prefix: its owner, and the most bytes of all of the owner's pinned prefixes.
     quota: tuple[str, int] | None = None
     scope: CacheScope = ANY_REQUEST
 
 
-class Abort(_Message, tag="abort"):
+class Abort(Message, tag="abort"):
     """End a request. Nothing answers it."""
 
     id: str
 
 
-class StatsQuery(_Message, tag="stats"):
+class StatsQuery(Message, tag="stats"):
     """Ask for `Stats` with this tag."""
 
     tag: int
 
 
-class Shutdown(_Message, tag="shutdown"):
+class Shutdown(Message, tag="shutdown"):
     """End the ranks."""
 
 
@@ -90,28 +91,24 @@ class EngineInfo(msgspec.Struct):
     retrieval_fraction: float = 0.0  # of KV heads
     source_heads: int = 0  # retrieval heads that are asked where answers come from
     kv_reserved_bytes_per_rank: int = 0
-    saves_from_tokens: int | None = None  # from which on the head split saves memory, if it does
-    prefix_folder: str | None = None  # of the prefix store, for what fits this engine
+    saves_from_tokens: int | None = None  # the head split saves memory for this many and more
+    prefix_folder: str | None = None  # in the prefix store, for this engine's fingerprint
     page_size: int = 0  # tokens
     num_pages: int = 0  # of all ranks
 
-    @property
-    def fields(self) -> Fields:
-        return msgspec.to_builtins(self)
 
-
-class Alive(_Message, tag="alive"):
+class Alive(Message, tag="alive"):
     """Sent every second or so, whatever rank 0 is doing."""
 
     pid: int
     seconds_left: dict[str, float]  # estimated, by request, until it ends
 
 
-class Ready(_Message, tag="ready"):
+class Ready(Message, tag="ready"):
     info: EngineInfo
 
 
-class Progress(_Message, tag="progress"):
+class Progress(Message, tag="progress"):
     """Sent when a request is admitted, with `processed` = `cached`, then after each chunk."""
 
     id: str
@@ -120,14 +117,15 @@ class Progress(_Message, tag="progress"):
     prefix: int  # tokens of the pinned prefix
     cached: int  # tokens that were in the caches, of the prefix or not
     seconds: float  # since its first chunk began
-    nbytes: int = 0  # that a pinned prefix takes beside the one that it continues, on all ranks
+    nbytes: int = 0  # of a pinned prefix, on all ranks, without the prefix that it continues
 
 
-# Log-probability, place among all tokens (1 is the likeliest), and the likeliest with theirs.
+# Log-probability, rank among all tokens (1 is the likeliest), and the likeliest tokens with their
+# log-probabilities.
 PromptLogprob = tuple[float, int, list[tuple[int, float]]]
 
 
-class PromptLogprobs(_Message, tag="prompt"):
+class PromptLogprobs(Message, tag="prompt"):
     """Log-probabilities of one chunk's tokens; the prompt's first token has none."""
 
     id: str
@@ -135,7 +133,7 @@ class PromptLogprobs(_Message, tag="prompt"):
 
     @classmethod
     def of(cls, request_id: str, first: bool, rows: Sequence[Sequence[float]]) -> PromptLogprobs:
-        """Make it of the ranks' table: log-probability, place, k values, k token ids."""
+        """Make it of the ranks' table: log-probability, rank, k values, k token ids."""
         entries: list[PromptLogprob | None] = [None] if first else []
         for logprob, rank, *top in rows:
             half = len(top) // 2
@@ -144,7 +142,7 @@ class PromptLogprobs(_Message, tag="prompt"):
         return cls(request_id, entries)
 
 
-class Token(_Message, tag="token"):
+class Token(Message, tag="token"):
     """The next token of an answer."""
 
     id: str
@@ -159,7 +157,7 @@ class Token(_Message, tag="token"):
     rejected: int = 0  # tokens of a draft that did not come true, with the last token of its step
 
 
-class Failed(_Message, tag="error"):
+class Failed(Message, tag="error"):
     """A request was refused or, with the code "engine_error", failed by no fault of its own.
 
     With the id "" it is about no request: the ranks cannot start. At the first start that is final.
@@ -183,28 +181,11 @@ class Failed(_Message, tag="error"):
         return RequestError(self.message, param=self.param, code=self.code)
 
 
-class Stats(_Message, tag="stats"):
-    """Counters of all ranks.
-
-    ``kv_bytes_per_rank``            of sequences in use now; ``retrieval_kv_bytes_per_rank`` of
-                                     retrieval heads among them, ``peak_kv_bytes_per_rank`` the most
-                                     since start
-    ``rss_per_rank``                 resident bytes, and ``peak_rss_per_rank``
-    ``cpu_us_per_rank``              microseconds of CPU since start
-    ``bytes_sent``                   {purpose: bytes} over all ranks, and ``bytes_sent_per_rank``
-    ``prefix_cache``                 ``queries`` of prompts, ``hits``, their ``query_tokens`` and
-                                     ``hit_tokens``, ``evictions``, ``entries``, ``bytes_per_rank``;
-                                     the same by tier
-    ``running``, ``waiting``         sequences that are read or answered, and requests
-    ``pinned``                       {id: {tier: bytes}} of pinned prefixes beyond the device
-    ``prompt_tokens``                prefilled since start, and ``generated_tokens``
-    ``step_seconds``                 {"prefill" and "decode": `StepSeconds.fields`}
-    ``decode``                       as `EngineInfo.decode`
-    ``spec_decode``                  `razor_dist.engine.drafts.Drafts.counts`; only with drafts
-    """
+class Stats(Message, tag="stats"):
+    """The answer to the `StatsQuery` of this tag."""
 
     tag: int
-    counters: Fields
+    counters: Counters
 
 
 ToEngine = Add | Abort | StatsQuery | Shutdown
@@ -212,25 +193,30 @@ AboutRequest = Progress | PromptLogprobs | Token | Failed
 ToFrontend = Alive | Ready | Stats | AboutRequest
 
 
-def _plain(number: Any) -> Any:
-    if isinstance(number, np.generic):  # from a user of `LLM`
-        return number.item()
-    raise NotImplementedError(f"{type(number)} is not part of a message")
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return pack(value)
+    if isinstance(value, np.generic):  # from a user of `LLM`
+        return value.item()
+    raise NotImplementedError(f"{type(value)} is not part of a message")
+
+
+def decoder(of: Any) -> Callable[[bytes], Any]:
+    """Return the function that decodes messages of a type, such as a union of `Message` types."""
+    return msgspec.msgpack.Decoder(of, dec_hook=lambda _, data: unpack(data)).decode
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_frontend: Callable[[bytes], ToFrontend] = msgspec.msgpack.Decoder(ToFrontend).decode
-# A question to a child process, or its answer.
-decode_fields: Callable[[bytes], Fields] = msgspec.msgpack.Decoder(Fields).decode
+decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine)
+decode_to_frontend: Callable[[bytes], ToFrontend] = decoder(ToFrontend)
 
 
 class FrontendUnreachableError(EngineError):
-    """Rank 0 has no connection to the frontend, which so cannot tell the user of it."""
+    """Rank 0 has no connection to the frontend, so the frontend cannot tell the user why."""
 
 
-def encode(message: ToEngine | ToFrontend | Fields) -> bytes:
-    """A frame: a message, or a mapping that is a question to a child process or its answer."""
+def encode(message: object) -> bytes:
+    """The frame of a message to rank 0, to the frontend, or to or from a child process."""
     body = _encoder.encode(message)
     return _HEADER.pack(len(body)) + body
 
@@ -242,17 +228,6 @@ def body_length(header: bytes) -> int:
 async def read_frame(reader: StreamReader) -> bytes:
     """Return the body of the next frame of a stream."""
     return await reader.readexactly(body_length(await reader.readexactly(HEADER_SIZE)))
-
-
-def failure(error: RazorError) -> Fields:
-    """An error as a child process's answer; `raise_failure` raises it."""
-    return {"error": msgspec.to_builtins(Failed.of("", error))}
-
-
-def raise_failure(answer: Fields) -> None:
-    """Raise the error that a child process answered, if it is one."""
-    if "error" in answer:
-        raise msgspec.convert(answer["error"], Failed).exception
 
 
 def answer_ids(request_id: str, n: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -162,18 +161,6 @@ class SamplingParams:
             return replace(self, n=1)
         seed = (self.seed + index + _INT64) % (2 * _INT64) - _INT64
         return replace(self, n=1, seed=seed + (self.seed < -1 <= seed))  # -1 would be none
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return the fields by name, for a message: msgpack has dataclasses as mappings."""
-        return {field.name: getattr(self, field.name) for field in fields_of(self)}
-
-    @classmethod
-    def from_wire(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of which ``fields`` is `to_wire`."""
-        structured = fields["structured_outputs"]
-        if isinstance(structured, Mapping) and "text" in structured:
-            fields = {**fields, "structured_outputs": GrammarText(**structured)}
-        return cls(**fields)
 
 
 def request_defaults(folder: Path, config: EngineConfig) -> SamplingDefaults:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.validation import made
 from razor_dist.protocol.grammar_bounds import LONGEST, grammar_problem, schema_problem
@@ -224,8 +226,7 @@ def _text_of(schema: Mapping[str, Any] | bool) -> str:
         raise refusal(f"json must be a JSON schema: {error}") from None
 
 
-@dataclass(frozen=True)
-class GrammarText:
+class GrammarText(msgspec.Struct, frozen=True, array_like=True):
     """A constraint as llguidance's own text, which the frontend's child process has compiled."""
 
     text: str

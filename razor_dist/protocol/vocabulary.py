@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,19 +15,25 @@ if TYPE_CHECKING:  # the command line imports this, and loads in a second withou
 FIELD = "structured_outputs"
 
 
-def vocabulary_of(
-    tokenizer: SerializedTokenizer, vocab_size: int, ends: Sequence[int]
-) -> dict[str, Any]:
-    """Return what `load_vocabulary` takes, and a message may hold."""
-    end = list(ends) or tokenizer.eos_token_id
-    return {"tokenizer": tokenizer.json, "n_vocab": vocab_size, "eos_token": end}
-
-
 class SerializedTokenizer(NamedTuple):
     """A tokenizer as the JSON of the tokenizers library, and its end-of-sequence token."""
 
     json: str
     eos_token_id: int | None
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary as llguidance's `LLTokenizer` takes it."""
+
+    tokenizer: str  # JSON of the tokenizers library
+    n_vocab: int
+    eos_token: list[int] | int | None
+
+
+def vocabulary_of(
+    tokenizer: SerializedTokenizer, vocab_size: int, ends: Sequence[int]
+) -> Vocabulary:
+    return Vocabulary(tokenizer.json, vocab_size, list(ends) or tokenizer.eos_token_id)
 
 
 def serialized(tokenizer: PreTrainedTokenizerBase | None) -> SerializedTokenizer:
@@ -52,13 +58,13 @@ def serialized(tokenizer: PreTrainedTokenizerBase | None) -> SerializedTokenizer
         raise refusal(problem) from None
 
 
-def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:
+def load_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
     """Return llguidance's vocabulary of a model; `RequestError` if it cannot be used."""
     library()
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(**vocabulary)
+        return LLTokenizer(**vocabulary._asdict())
     except ValueError as error:
         raise refusal(f"the model's tokenizer cannot be used: {one_line(str(error))}") from None
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from razor_dist.api.contexts import KeptContext
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin
-from razor_dist.protocol.messages import Fields
 from razor_dist.server.context_files import Head, Stored
 
-# The longest time to live in which marks move on: the longest that Anthropic's clients ask for.
+# Marks move on from contexts of at most this time to live, the longest in Anthropic's clients.
 _MOVES_SECONDS = 3600
 # Characters of a context's text in a list.
 _BEGINS = 120
 # Bytes of a context that this server has not pinned.
-_UNKNOWN: Fields = {"device": 0, "host": None, "disk": None}
+_UNKNOWN: dict[str, int | None] = {"device": 0, "host": None, "disk": None}
+# `Counters.pinned`.
+Held = Mapping[str, Mapping[str, int]]
 # An owner, a salt and a digest, equal for two requests that keep the same context.
 Name = tuple[str | None, str | None, bytes]
 
@@ -53,19 +54,19 @@ class Context:
         return self.used + self.ttl
 
     @property
-    def brief(self) -> Fields:
+    def brief(self) -> dict[str, Any]:
         """The context as an answer names it."""
         return {"id": self.id, "tokens": self.head.tokens, "expires_at": int(self.expires)}
 
     def begins_with(self, other: Context) -> bool:
-        """True if another of the same key and salt has less, and all of that is in this one."""
+        """True if a shorter context of the same key and salt is the beginning of this one."""
         if (self.head.owner, self.head.salt) != (other.head.owner, other.head.salt):
             return False
         shorter = other.head.tokens < self.head.tokens
         return shorter and self.kept.text.token_bytes.startswith(other.kept.text.token_bytes)
 
     def before(self, contexts: Iterable[Context]) -> list[Context]:
-        """Return the pinned contexts that it begins with, by ascending length."""
+        """Return the pinned contexts that this one begins with, by ascending length."""
         found = (one for one in contexts if one.is_pinned and self.begins_with(one))
         return sorted(found, key=lambda one: one.head.tokens)
 
@@ -78,9 +79,9 @@ class Context:
         *,
         hint: bool = False,
     ) -> list[Pin]:
-        """Have it be pinned, unless it is, behind the last of those ``before``. Return a new pin.
+        """Pin the context, unless it is pinned, behind the last of the contexts ``before``.
 
-        ``most`` are the bytes that its key's contexts may take.
+        ``most`` are the bytes that its key's contexts may take. Returns a new pin, if any.
         """
         if self.pin is not None and self.is_pinned:
             self.pin.hint = self.pin.hint and hint
@@ -98,10 +99,10 @@ class Context:
 
 
 def passed(before: Sequence[Context], but: Sequence[Context | None]) -> list[Context]:
-    """Return those that marks have moved on from, of the contexts that another begins with.
+    """Return the contexts ``before`` a new one from which marks have moved on.
 
-    The longest is none of them: it stays until the other is whole. What a request has named, or
-    kept for longer than Anthropic's clients can, is for its handle.
+    The longest stays until the new one is whole. So does a context that a request has named, or
+    keeps for longer than Anthropic's clients can: its owner goes on with it by its id.
     """
     if not before or before[-1].pin is None or not before[-1].pin.is_whole:
         return []
@@ -123,7 +124,7 @@ def _beginning(kept: KeptContext) -> str:
     return next(filter(None, (one.get("content") for one in messages)), "")[:_BEGINS]
 
 
-def described(context: Context, held: Fields | None) -> dict[str, Any]:
+def described(context: Context, held: Held | None) -> dict[str, Any]:
     """Return a context as ``/v1/contexts`` has it.
 
     ``held`` has the bytes in host memory and on disk by pinned request. They are null without it,
@@ -137,7 +138,7 @@ def described(context: Context, held: Fields | None) -> dict[str, Any]:
     return entry(context, nbytes)
 
 
-def entry(of: Context | Stored, nbytes: Fields = _UNKNOWN) -> dict[str, Any]:
+def entry(of: Context | Stored, nbytes: Mapping[str, int | None] = _UNKNOWN) -> dict[str, Any]:
     return {
         "id": of.head.id,
         "tokens": of.head.tokens,

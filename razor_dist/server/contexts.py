@@ -15,8 +15,15 @@ from razor_dist.api.errors import NotReadyError
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin, Pinned
-from razor_dist.protocol.messages import Fields
-from razor_dist.server.context import Context, Name, described, entry, new_context, passed
+from razor_dist.server.context import (
+    Context,
+    Held,
+    Name,
+    described,
+    entry,
+    new_context,
+    passed,
+)
 from razor_dist.server.context_files import GRACE_SECONDS, ContextFiles
 
 # Ended contexts whose ids are remembered, so that a late request learns why there is none.
@@ -160,7 +167,7 @@ class Contexts:
         """Wait until no context is being written to a file."""
         await asyncio.gather(*self._writing.values())
 
-    async def listed(self, owner: str | None, held: Fields | None) -> list[dict[str, Any]]:
+    async def listed(self, owner: str | None, held: Held | None) -> list[dict[str, Any]]:
         """Return a key's contexts as `described` does, those that only files have as well.
 
         `NotReadyError` while they are not known.
@@ -193,11 +200,11 @@ class Contexts:
         salt: str | None,
         priority: int = 0,
     ) -> tuple[Pinned, list[Context]] | None:
-        """Return what a request continues that names ``base``, and whose beginnings are kept.
+        """Return the pins that a request continues, and the contexts that it uses.
 
-        With it the contexts come that it uses, which do not expire before it has ended. None if it
-        continues nothing. What is pinned for it has its ``priority``. Raises as
-        `EngineClient.submit`, and as `find` if ``base`` has ended.
+        The request names ``base``, and marks its beginnings ``kept``, which are pinned with its
+        ``priority``. The contexts do not expire before it has ended. None if it continues nothing.
+        Raises as `EngineClient.submit`, and as `find` if ``base`` has ended.
         """
         salt = salt if base is None else base.head.salt
         known = [self._by_name.get((owner, salt, one.digest)) for one in kept]
@@ -252,9 +259,9 @@ class Contexts:
                 self._forget(context, "")
 
     def _touch(self, context: Context, *, stated: bool = False) -> None:
-        """Begin its time to live anew.
+        """Begin a context's time to live anew.
 
-        Unless a request has ``stated`` that, it is the file's: another server may know better.
+        If no request has ``stated`` it, the file's stays: another server may have lengthened it.
         """
         if self._contexts.get(context.id) is not context:
             return

@@ -28,7 +28,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from razor_dist.frontend.observer import Observer
-from razor_dist.protocol.messages import AboutRequest, Fields, Progress, Token
+from razor_dist.protocol.counters import (
+    Counters,
+    DraftCounters,
+    PrefixCounters,
+    StepSeconds,
+    TierCounters,
+)
+from razor_dist.protocol.messages import AboutRequest, EngineInfo, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.request_log import RequestRecord, current_record
 
@@ -157,11 +164,11 @@ class Metrics(Observer):
         """Add a gauge of the process, which ``value()`` returns at a scrape."""
         Gauge(self._names(name), text, registry=self.registry).set_function(value)
 
-    def render(self, ready: bool, ranks: Fields | None) -> bytes:
-        """Return the text of a scrape; ``ranks`` is the engine's description with its counters."""
+    def render(self, ready: bool, ranks: tuple[EngineInfo, Counters] | None) -> bytes:
+        """Return the text of a scrape; with None for ``ranks`` it repeats the last counters."""
         self._ranks.ready = ready
         if ranks is not None:
-            self._ranks.stats, self._ranks.reported = ranks, time.monotonic()
+            self._ranks.last, self._ranks.reported = ranks, time.monotonic()
         return generate_latest(self.registry)
 
     # ------------------------------------------------------------- the client's observer
@@ -282,85 +289,87 @@ class RankMetrics(Collector):
     def __init__(self, names: Callable[[str], str], labels: Mapping[str, str]) -> None:
         self._names, self._labels = names, labels
         self.ready = False
-        self.stats: Fields = {}
-        self.reported: float | None = None
+        self.last: tuple[EngineInfo, Counters] | None = None
+        self.reported = 0.0  # monotonic seconds
 
     def collect(self) -> Iterator[Metric]:
         yield self._gauge("engine_ready", "1 if the ranks are ready.", {(): float(self.ready)})
-        if self.reported is None:
+        if self.last is None:
             return
-        stats, age = self.stats, time.monotonic() - self.reported
+        (info, stats), age = self.last, time.monotonic() - self.reported
         text = "Since the ranks reported what follows."
         yield self._gauge("engine_stats_age_seconds", text, {(): age})
-        held, reserved = stats["kv_bytes_per_rank"], stats.get("kv_reserved_bytes_per_rank")
+        held, reserved = stats.kv_bytes_per_rank, info.kv_reserved_bytes_per_rank
         if reserved:
             text = "Of the room for KV, 1 is all of it."
             yield self._gauge("kv_cache_usage_perc", text, {(): max(held) / reserved})
-        yield self._cache_config(stats)
+        yield self._cache_config(info)
         kv = {}
-        for rank, part in enumerate(stats.get("retrieval_kv_bytes_per_rank", [])):
+        for rank, part in enumerate(stats.retrieval_kv_bytes_per_rank):
             kv[rank, "retrieval"], kv[rank, "streaming"] = part, held[rank] - part
         text = "KV that sequences hold, by kind of head."
         yield self._gauge("kv_cache_bytes", text, kv, "rank", "heads")
-        resident = dict(enumerate(stats.get("rss_per_rank", [])))
+        resident = dict(enumerate(stats.rss_per_rank))
         yield self._gauge("resident_memory_bytes", "Of a rank.", resident, "rank")
-        cpu = {rank: us / 1e6 for rank, us in enumerate(stats.get("cpu_us_per_rank", []))}
+        cpu = {rank: us / 1e6 for rank, us in enumerate(stats.cpu_us_per_rank)}
         yield self._counter("rank_cpu_seconds", "Processor time of a rank.", cpu, "rank")
-        sent = stats.get("bytes_sent", {})
+        sent = stats.bytes_sent
         yield self._counter("bytes_sent", "Between ranks, by purpose.", sent, "purpose")
-        yield from self._prefixes(stats.get("prefix_cache", {}))
-        yield from self._drafts(stats.get("spec_decode", {}))
-        yield self._steps(stats.get("step_seconds", {}))
+        yield from self._prefixes(stats.prefix_cache)
+        if isinstance(stats.spec_decode, DraftCounters):
+            yield from self._drafts(stats.spec_decode)
+        yield self._steps(stats.step_seconds)
 
-    def _steps(self, reported: Fields) -> HistogramMetricFamily:
+    def _steps(self, reported: Mapping[str, StepSeconds]) -> HistogramMetricFamily:
         steps = HistogramMetricFamily(
             self._names("step_seconds"),
             "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
             labels=[*self._labels, "kind"],
         )
-        for kind, (bounds, counts, total) in reported.items():
-            buckets = zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True)
-            steps.add_metric([*self._labels.values(), kind], list(buckets), total)
+        for kind, of in reported.items():
+            buckets = zip([*map(str, of.bounds), "+Inf"], accumulate(of.counts), strict=True)
+            steps.add_metric([*self._labels.values(), kind], list(buckets), of.total)
         return steps
 
-    def _cache_config(self, stats: Fields) -> Metric:
+    def _cache_config(self, info: EngineInfo) -> Metric:
         """Return what routers that score prefixes want to know; its value says nothing."""
         labels = {
-            "block_size": stats["page_size"],
-            "num_gpu_blocks": stats["num_pages"],
-            "cache_dtype": stats["kv_dtype"],
-            "enable_prefix_caching": bool(stats.get("prefix_cache")),
+            "block_size": info.page_size,
+            "num_gpu_blocks": info.num_pages,
+            "cache_dtype": info.kv_dtype,
+            "enable_prefix_caching": True,
         }
         values = {tuple(labels.values()): 1}
         return self._gauge("cache_config_info", "The paged KV caches.", values, *labels)
 
-    def _drafts(self, reported: Fields) -> Iterator[Metric]:
-        """Stream what was drafted, and what of it came true; nothing for an engine without."""
+    def _drafts(self, reported: DraftCounters) -> Iterator[Metric]:
         texts = {
             "num_drafts": "Drafts that a step verified.",
             "num_draft_tokens": "Their tokens.",
             "num_accepted_tokens": "Those that came true.",
         }
-        for name, text in texts.items() if reported else ():
-            yield self._counter(f"spec_decode_{name}", text, {(): reported[name]})
-        by_position = dict(enumerate(reported.get("num_accepted_tokens_per_pos", ())))
+        for name, text in texts.items():
+            yield self._counter(f"spec_decode_{name}", text, {(): getattr(reported, name)})
+        by_position = dict(enumerate(reported.num_accepted_tokens_per_pos))
         text = "Those that came true, by their position in a draft."
         name = "spec_decode_num_accepted_tokens_per_pos"
         yield self._counter(name, text, by_position, "position")
 
-    def _prefixes(self, reported: Fields) -> Iterator[Metric]:
+    def _prefixes(self, reported: PrefixCounters) -> Iterator[Metric]:
         """Stream what is cached of prompts, and what of it was used, by tier."""
-        lower: Fields = {t: reported[t] for t in ("host", "disk") if t in reported}
-        tiers = dict(lower)
-        if "hits" in reported:
-            tiers["device"] = device = {name: reported.get(name, 0) for name in _TIERS}
-            for name in ("hits", "hit_tokens"):  # what came from below was counted above as well
-                device[name] -= sum(tier[name] for tier in lower.values())
-            device["bytes"] = sum(reported.get("bytes_per_rank", []))
+        lower = reported.lower
+        # The whole counts what came from below as well.
+        device = TierCounters(
+            reported.hits - sum(tier.hits for tier in lower.values()),
+            reported.hit_tokens - sum(tier.hit_tokens for tier in lower.values()),
+            reported.evictions,
+            bytes=sum(reported.bytes_per_rank),
+        )
+        tiers = lower | {"device": device}
         for name, text in _TIERS.items():
-            values = {tier: counts.get(name, 0) for tier, counts in tiers.items()}
+            values = {tier: getattr(counts, name) for tier, counts in tiers.items()}
             yield self._counter(f"prefix_cache_tier_{name}", text, values, "tier")
-        held = {tier: counts["bytes"] for tier, counts in tiers.items()}
+        held = {tier: counts.bytes for tier, counts in tiers.items()}
         yield self._gauge("prefix_cache_bytes", "Keys and values that are cached.", held, "tier")
 
     def _gauge(self, name: str, text: str, values: Values, *labels: str) -> Metric:

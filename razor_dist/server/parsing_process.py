@@ -15,7 +15,8 @@ import argparse
 import asyncio
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,29 +24,49 @@ import msgspec
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
-from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import EngineError, ProcessKilledError, RazorError, RequestError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.documents.read import Document
 from razor_dist.frontend.child_process import CLOSED, ChildProcess, Pipes
-from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import Checked, PromptEncoder
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.protocol.messages import (
-    Fields,
-    encode,
-    failure,
-    pack,
-    raise_failure,
-    unpack,
-)
-from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.messages import Failed, Message, decoder, encode
 
 log = logging.getLogger(__name__)
 
 _FAILED = "the request could not be read; see the server's log"
 # Seconds that the process may take for each megabyte of a body: tokenizers take up to a few.
 _SECONDS_PER_MB = 60.0
+
+
+class Question(msgspec.Struct):
+    """A body follows, which is to be parsed."""
+
+    endpoint: Endpoint
+    limits: Limits
+    files: list[Document]
+    kept: KeptContext | None
+    nbytes: int  # of the body
+
+
+class Parsed(Message, tag="parsed"):
+    """The answer to a body that can be served."""
+
+    request: ParsedRequest  # without ``described``
+    # As JSON: it repeats the client's own objects, whose numbers msgpack may not hold.
+    described: str
+
+    @classmethod
+    def of(cls, request: ParsedRequest) -> Parsed:
+        return cls(replace(request, described=None), json.dumps(request.described))
+
+    @property
+    def whole(self) -> ParsedRequest:
+        return replace(self.request, described=json.loads(self.described))
+
+
+_decode_question: Callable[[bytes], Question] = decoder(Question)
+_decode_answer: Callable[[bytes], Parsed | Failed] = decoder(Parsed | Failed)
 
 
 class ParsingProcess(ChildProcess):
@@ -78,15 +99,10 @@ class ParsingProcess(ChildProcess):
         dies, is stuck (`patience`; the next body then gets a new one) or is closed.
         """
 
-        async def read() -> Fields:
+        async def read() -> bytes:
             size = len(raw) + sum(len(file.text) for file in files)
             patience = self.patience + _SECONDS_PER_MB * size / 2**20
-            head = encode(
-                {
-                    **{"endpoint": endpoint, "limits": limits, "files": files, "kept": kept},
-                    "bytes": len(raw),
-                }
-            )
+            head = encode(Question(endpoint, limits, list(files), kept, len(raw)))
             try:
                 return await self.ask(patience, head, raw)
             except TimeoutError:
@@ -100,19 +116,18 @@ class ParsingProcess(ChildProcess):
                     "the process that reads long requests has died; send the request again"
                 ) from None
 
-        answer = await self.in_turn(read, key)
-        raise_failure(answer)
-        return _parsed_of(answer)
+        answer = _decode_answer(await self.in_turn(read, key))
+        if isinstance(answer, Failed):
+            raise answer.exception
+        return answer.whole
 
 
-def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
+def answer(asked: Question, raw: bytes, encoder: PromptEncoder) -> bytes:
     """Return the frame that answers one body, whatever it holds."""
     try:
-        limits = msgspec.convert(message["limits"], Limits)
-        files = [Document(*file) for file in message["files"]]
-        kept = msgspec.convert(message["kept"], KeptContext | None)
-        parsed = parse_request(message["endpoint"], raw, encoder, limits, files, kept)
-        return encode(_message_of(parsed))
+        parts = asked.limits, asked.files, asked.kept
+        parsed = parse_request(asked.endpoint, raw, encoder, *parts)
+        return encode(Parsed.of(parsed))
     except RequestError as error:
         refusal: RazorError = error
     except RecursionError:
@@ -120,32 +135,7 @@ def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
     except Exception:
         log.exception("a body cannot be read")
         refusal = EngineError(_FAILED)
-    return encode(failure(refusal))
-
-
-def _message_of(parsed: ParsedRequest) -> Fields:
-    prompts = [
-        [pack(tokens), params.to_wire(), text and text.to_wire()]
-        for tokens, params, text in parsed.prompts
-    ]
-    flags = {k: v for k, v in vars(parsed).items() if k != "prompts"}
-    # As text: it repeats the client's own objects, whose numbers msgpack may not hold.
-    return {"prompts": prompts, "flags": flags | {"described": json.dumps(parsed.described)}}
-
-
-def _parsed_of(answer: Fields) -> ParsedRequest:
-    prompts = [
-        Checked(
-            unpack(tokens), SamplingParams.from_wire(params), text and PromptText.from_wire(text)
-        )
-        for tokens, params, text in answer["prompts"]
-    ]
-    flags = answer["flags"]
-    tools = flags["tools"] and ToolUse(*flags["tools"])
-    described = json.loads(flags["described"])
-    contexts = msgspec.convert(flags["contexts"], list[KeptContext])
-    own = {"tools": tools, "described": described, "contexts": contexts}
-    return ParsedRequest(prompts, **flags | own)
+    return encode(Failed.of("", refusal))
 
 
 def main() -> None:
@@ -157,8 +147,9 @@ def main() -> None:
     pipes = Pipes()
     tokenizer = load_tokenizer(arguments.folder, trust_remote_code=arguments.trust_remote_code)
     encoder = PromptEncoder(tokenizer)
-    while (message := pipes.read()) is not None:
-        pipes.write(answer(message, pipes.read_bytes(message["bytes"]), encoder))
+    while (frame := pipes.read()) is not None:
+        question = _decode_question(frame)
+        pipes.write(answer(question, pipes.read_bytes(question.nbytes), encoder))
 
 
 if __name__ == "__main__":

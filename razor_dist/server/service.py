@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi.responses import Response
 
 from razor_dist.api.answer_json import dumped
@@ -25,7 +26,8 @@ from razor_dist.documents.read import Document
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
-from razor_dist.protocol.messages import CacheScope, EngineInfo, Fields
+from razor_dist.protocol.counters import Counters
+from razor_dist.protocol.messages import CacheScope, EngineInfo
 from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
@@ -66,7 +68,7 @@ class Service:
         has_store = config.prefix_store is not None
         self.contexts = Contexts(client, config.pinned_gb * 2**30, tag, has_store=has_store)
         self.documents = DocumentReader(int(config.max_body_mb * 2**20))
-        self._asking: asyncio.Task[Fields] | None = None
+        self._asking: asyncio.Task[Counters] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
         self.metrics = client.observer = Metrics(config.name, config.metrics_prefix)
         self.traces: Traces | None = None
@@ -253,8 +255,9 @@ class Service:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
         counters = await self.counters()
-        about = {k: v for k, v in info.fields.items() if k != "prefix_folder"}
-        return {**about, **counters, "unfinished": self.client.unfinished}
+        about = msgspec.to_builtins(info) | msgspec.to_builtins(counters)
+        del about["prefix_folder"]
+        return about | {"unfinished": self.client.unfinished}
 
     async def described_contexts(self, id_: str | None = None) -> list[dict[str, Any]]:
         """Return the contexts of the request's key, or the one of that id."""
@@ -265,21 +268,21 @@ class Service:
             return []
         held = None
         with contextlib.suppress(EngineError):
-            held = (await self.counters()).get("pinned", {})
+            held = (await self.counters()).pinned
         if id_ is None:
             return await self.contexts.listed(key, held)
         return [described(await self.contexts.find(id_, key), held)]
 
     async def scrape(self) -> bytes:
         """Return the metrics as Prometheus' text, the ranks' as last reported if they are busy."""
-        state, stats = self.client.status.state, None
+        state, ranks = self.client.status.state, None
         if state == "ready" and self.client.info is not None:
             with contextlib.suppress(EngineError, TimeoutError):
                 counters = await asyncio.wait_for(self.counters(), _SCRAPE_SECONDS)
-                stats = {**self.client.info.fields, **counters}
-        return self.metrics.render(state == "ready", stats)
+                ranks = self.client.info, counters
+        return self.metrics.render(state == "ready", ranks)
 
-    async def counters(self) -> Fields:
+    async def counters(self) -> Counters:
         """Return the ranks' counters, asked once for all who ask meanwhile: it is a collective."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self.client.stats(self.stats_patience))
@@ -288,7 +291,7 @@ class Service:
         return await asyncio.shield(self._asking)
 
 
-def _named(contexts: Sequence[Context]) -> list[Fields]:
+def _named(contexts: Sequence[Context]) -> list[dict[str, Any]]:
     """Return the contexts that are kept, as an answer names them."""
     return [context.brief for context in contexts if context.is_pinned]
 

@@ -36,12 +36,12 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
         core.add("alone", prompt(length), params.for_answer(index))
         alone.append(tokens(run(core)["alone"]))
     assert len({tuple(answer) for answer in alone}) == 3
-    read = core.stats()["prompt_tokens"]
+    read = core.stats().prompt_tokens
     core.add("other", prompt(30, 7), GREEDY)
     core.add("a", prompt(length), dataclasses.replace(params, n=3))
     messages = run(core)
     assert [tokens(messages[name]) for name in ("a", "a/1", "a/2")] == alone
-    assert core.stats()["prompt_tokens"] - read == length + 30
+    assert core.stats().prompt_tokens - read == length + 30
     told = {name for name, found in messages.items() if any(isinstance(m, Progress) for m in found)}
     assert told == {"a", "other"}
     assert core.runner.sequences.kv_bytes == 0
@@ -79,7 +79,7 @@ def test_counters_may_be_asked_for_while_several_answers_wait_for_their_prompt(
     running = []
     while core.has_work:
         core.step()
-        running.append(core.stats()["running"])  # an `EngineError` if rank 0 counts something else
+        running.append(core.stats().running)  # an `EngineError` if rank 0 counts something else
     assert running[0] == 4 and running[-1] == 0
 
 

@@ -108,7 +108,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     while core.has_work:
         take(core, answers, scene.asks)
     assert planted is None or planted.drafted
-    assert sum(core.stats()["kv_bytes_per_rank"]) == 0  # rank 0's free pages are all ranks'
+    assert sum(core.stats().kv_bytes_per_rank) == 0  # rank 0's free pages are all ranks'
     room = core.scheduler.room
     evict_all(core)
     assert (room.accounts.free == room.accounts.sizes).all()

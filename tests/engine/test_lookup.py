@@ -175,7 +175,7 @@ def test_a_draft_pays_or_is_not_made(terms: tuple[float, float, float]) -> None:
     # After that, what holds for other answers is believed of a new one for a few tokens only.
     assert tokens_per_second(made, text, unlike, terms) > 0.97
     counts = made.counts
-    assert counts["num_accepted_tokens"] == sum(counts["num_accepted_tokens_per_pos"])  # type: ignore[arg-type]
+    assert counts.num_accepted_tokens == sum(counts.num_accepted_tokens_per_pos)
 
 
 def test_a_step_that_seems_to_take_no_time_can_have_drafts() -> None:
@@ -281,7 +281,7 @@ def test_acceptance_is_counted_up_to_the_longest_draft(setting: int, longest: in
     [draft] = made([(asked, 64)])
     assert draft == list(range(1, 1 + longest))
     made.verified(longest, longest)
-    assert made.counts["num_accepted_tokens_per_pos"] == [1] * longest
+    assert made.counts.num_accepted_tokens_per_pos == [1] * longest
 
 
 def test_drafts_can_be_as_long_as_the_default() -> None:

@@ -54,10 +54,10 @@ def test_the_first_id_outside_the_vocabulary_is_named(ids: list[int]) -> None:
 def test_a_schema_reaches_the_ranks_whatever_numbers_it_holds() -> None:
     schema = {"type": "integer", "maximum": 10**30, "default": 2**64, "minimum": -0.5}
     params = SamplingParams(structured_outputs={"json": schema}, seed=3, logit_bias={7: 1.0})
-    frame = encode(Add("a", pack([1]), params.to_wire()))
+    frame = encode(Add("a", unpack(pack([1])), params))
     message = decode_to_engine(frame[HEADER_SIZE:])
     assert isinstance(message, Add)
-    found = SamplingParams(**message.params)
+    found = message.params
     assert found == params and isinstance(found.structured_outputs, StructuredOutputsParams)
     assert json.loads(str(found.structured_outputs.json)) == schema
 
@@ -70,4 +70,4 @@ def test_messages_survive_the_way_between_processes() -> None:
     ):
         assert decode_to_frontend(encode(message)[HEADER_SIZE:]) == message
     with pytest.raises(msgspec.ValidationError, match="Invalid value 'add'"):
-        decode_to_frontend(encode(Add("a", b"", {}))[HEADER_SIZE:])
+        decode_to_frontend(encode(Add("a", unpack(b""), SamplingParams()))[HEADER_SIZE:])

@@ -125,7 +125,7 @@ def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load(leaves: bool) -> No
         runner.parts[Op.LOAD] = 3
         add(core, "leaves", documents[1] + text(6, 3))
         add(core, "private", text(3, 6), 9, scope=CacheScope(shared=False))
-        while core.scheduler.room.stats["entries"] != 2:
+        while core.scheduler.room.stats.entries != 2:
             core.step()
         core.abort("leaves")
         finish(core, "private")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.messages import HEADER_SIZE, Progress, Token, decoder, encode
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 from tests.engine.cores import make_core, prompt, run
@@ -114,7 +114,7 @@ def test_wrong_parameters_are_named(value: Any, problem: str) -> None:
 
 def test_parameters_travel() -> None:
     params = SamplingParams(repetition_detection={"max_pattern_size": 9, "min_length": 30})
-    assert SamplingParams.from_wire(params.to_wire()) == params
+    assert decoder(SamplingParams)(encode(params)[HEADER_SIZE:]) == params
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampler import Adjusted, Draw, Sampled, likeliest, sample
-from razor_dist.protocol.messages import HEADER_SIZE, decode_fields, encode
+from razor_dist.protocol.messages import HEADER_SIZE, decoder, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
@@ -341,7 +340,7 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
         n=128,
         logit_bias={5: -100, 2**31: 0.5},
     )
-    assert SamplingParams(**decode_fields(encode(asdict(params))[HEADER_SIZE:])) == params
+    assert decoder(SamplingParams)(encode(params)[HEADER_SIZE:]) == params
 
 
 def test_a_token_of_weight_0_is_never_drawn() -> None:

@@ -201,13 +201,13 @@ def test_a_refused_grammar_reads_no_prompt(core: EngineCore) -> None:
     bad = SamplingParams(n=2, structured_outputs={"grammar": "start: <|none|>"})
     core.add("bad", prompt(300), bad)
     core.add("good", [50], SamplingParams(max_tokens=2, structured_outputs={"regex": "[a-z]{9}"}))
-    before = core.stats()["prompt_tokens"]
+    before = core.stats().prompt_tokens
     found = run(core)
     for name in ("bad", "bad/1"):
         [failed] = found[name]
         assert failed.param == "structured_outputs"
     assert len(tokens(found["good"])) == 2
-    assert core.stats()["prompt_tokens"] == before + 1
+    assert core.stats().prompt_tokens == before + 1
     core.add("pinned", [50], bad, pin=True)  # for others to continue: it has no answer
     [*_, progress] = run(core)["pinned"]
     assert progress.processed == 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +36,6 @@ from razor_dist.protocol.messages import (
     body_length,
     decode_to_frontend,
     encode,
-    pack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
@@ -118,7 +118,8 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     core = EngineCore(runner, config, clock=lambda: now, **about)
     plans: list[tuple[float, Op]] = []
     sent: list[Any] = []
-    execute = runner.execute
+    execute, wrong = runner.execute, SamplingParams()
+    object.__setattr__(wrong, "temperature", 9.0)  # as no frontend makes it
 
     def noted(plan: StepPlan) -> Any:
         plans.append((now - begin, plan.op))
@@ -141,13 +142,14 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
                 now += timeout
                 return []
             now, self.next = self.next, self.next + every
-            params = SamplingParams().to_wire()
-            return [Add("a", pack([5] * 1000), params), Abort("unknown")]
+            long = Add("a", np.full(1000, 5, np.int32), SamplingParams())
+            return [long, Add("b", long.prompt[:1], wrong), Abort("unknown")]
 
     monkeypatch.setattr(runner, "execute", noted)
     info: Any = {}
     serve_frontend(build.RankEngine(runner, core, info), Refused(), most_idle=30.0)
-    assert [type(message) for message in sent[:2]] == [Ready, Failed]
+    assert [type(message) for message in sent[:3]] == [Ready, Failed, Failed]
+    assert (sent[1].param, sent[2].param) == ("prompt", "temperature")
     times, ops = zip(*plans, strict=True)
     assert ops[-1] is Op.STOP and set(ops[:-1]) == {Op.STATS}
     assert max(b - a for a, b in itertools.pairwise((0.0, *times))) <= 30.0 + 1e-6

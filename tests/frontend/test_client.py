@@ -32,6 +32,7 @@ from razor_dist.protocol.messages import Alive, EngineInfo, Progress, Ready, Tok
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.metrics import Metrics
 from tests import fake_engine
+from tests.fake_engine import told
 
 pytestmark = pytest.mark.anyio
 fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
@@ -92,8 +93,7 @@ async def test_requests_are_answered_side_by_side() -> None:
 
 async def test_each_rank_gets_its_environment() -> None:
     async with running(world_size=3) as engine:
-        await engine.client.ready()
-        env = (await engine.client.stats())["env"]
+        env = told((await engine.client.ready()).decode_reason)["env"]
         assert env["RANK"] == env["LOCAL_RANK"] == "0"
         assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
         assert env["RAZOR_RENDEZVOUS"].startswith("file:///")
@@ -106,17 +106,17 @@ async def test_a_stream_that_is_closed_early_is_aborted() -> None:
         client = engine.client
         await client.ready()
         with contextlib.closing(submit(client, "a", [fake_engine.HANG])):
-            assert (await client.stats())["running"] == 1
+            assert (await client.stats()).running == 1
         stats = await client.stats()
-        assert (stats["running"], stats["aborted"], client.unfinished) == (0, 1, 0)
+        assert (stats.running, stats.bytes_sent["aborted"], client.unfinished) == (0, 1, 0)
         task = asyncio.create_task(tokens(client, "b", [fake_engine.HANG]))
         await asyncio.sleep(0.05)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        assert (await client.stats())["aborted"] == 2
+        assert (await client.stats()).bytes_sent["aborted"] == 2
         await tokens(client, "c", [5])
-        assert (await client.stats())["aborted"] == 2
+        assert (await client.stats()).bytes_sent["aborted"] == 2
 
 
 async def test_a_request_does_not_wait_while_its_context_is_read() -> None:

@@ -19,7 +19,7 @@ from razor_dist.config.errors import EngineError, ProcessKilledError, RequestErr
 from razor_dist.frontend.child_process import Turns
 from razor_dist.frontend.grammar_process import MOST_WAITING, GrammarProcess
 from razor_dist.jobs.task import RETRYABLE
-from razor_dist.protocol.messages import EngineInfo, Fields
+from razor_dist.protocol.messages import EngineInfo
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 from tests import fake_engine, hostile_grammars
 from tests.tokenizer import smollm2_tokenizer
@@ -106,7 +106,7 @@ class Killed(GrammarProcess):
 
     number, times = signal.SIGKILL, 0
 
-    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Fields:
+    async def ask(self, seconds: float, *parts: bytes | bytearray) -> bytes:
         if self.times:
             self.times -= 1
             process = await self._running()
@@ -162,7 +162,7 @@ async def test_a_time_out_is_kept_for_a_minute(monkeypatch: pytest.MonkeyPatch) 
     now, asked = 1000.0, 0
     grammars = process(clock=lambda: now)
 
-    async def ask(*_: Any) -> Fields:
+    async def ask(*_: Any) -> bytes:
         nonlocal asked
         asked += 1
         raise TimeoutError

@@ -35,7 +35,7 @@ from razor_dist.jobs.pool import EnginePool, JobEngine, run_items
 from razor_dist.jobs.results import RESULTS, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
 from razor_dist.llm.progress import ReadingLog
-from tests.fake_engine import WAIT
+from tests.fake_engine import WAIT, told
 from tests.fake_llm import FakeHostLLM, FakeLLM
 from tests.jobs.tasks import Completions
 from tests.tiny_models import Tiny
@@ -257,8 +257,8 @@ def started_with(config: EngineConfig, number: int, engines: int) -> dict[str, s
     """The environment of an engine's first rank."""
     env = share_of_host(config, config.world_size, number, engines)
     with FakeHostLLM(config, env, threading.Event()) as llm:
-        told: dict[str, str] = llm.stats()["env"]
-        return told
+        env: dict[str, str] = told(llm.info.decode_reason)["env"]
+        return env
 
 
 @pytest.mark.long

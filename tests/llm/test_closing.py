@@ -134,7 +134,7 @@ with FakeLLM() as llm:
     next(cycle[0])
     del cycle
     llm.loop.run(collect())
-    print(llm.stats()["aborted"], llm.stats()["running"])
+    print(llm.stats()["bytes_sent"]["aborted"], llm.stats()["running"])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True

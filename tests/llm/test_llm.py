@@ -80,9 +80,9 @@ def test_an_output_is_streamed_as_it_grows(llm: LLM) -> None:
     assert texts[-1] == " three two one" and all(texts[-1].startswith(text) for text in texts)
     assert [answer.text for answer in output.outputs] == [texts[-1]] * 2
     assert output.outputs[1].cumulative_logprob == -2.0
-    before = llm.stats()["aborted"]
+    before = llm.stats()["bytes_sent"]["aborted"]
     assert next(llm.stream([fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)))
-    assert llm.stats()["aborted"] == before + 1 and llm.stats()["running"] == 0
+    assert llm.stats()["bytes_sent"]["aborted"] == before + 1 and llm.stats()["running"] == 0
     with pytest.raises(RequestError, match="the prompt is empty"):
         next(llm.stream([]))
 
@@ -104,7 +104,7 @@ def test_an_asynchronous_engine_answers_many_tasks_at_once() -> None:
         with pytest.raises(asyncio.CancelledError):
             await hanging
         stats = await engine.stats()
-        assert (stats["running"], stats["aborted"]) == (0, 1)
+        assert (stats["running"], stats["bytes_sent"]["aborted"]) == (0, 1)
         with pytest.raises(RequestError, match="token id 49152"):
             await answer([49152])
         hello = [{"role": "user", "content": "Hello"}]

@@ -79,11 +79,11 @@ def test_an_engine_of_one_sequence_has_no_room_for_a_prefix() -> None:
 
 
 def test_one_failure_aborts_the_others(llm: LLM) -> None:
-    aborted = llm.stats()["aborted"]
+    aborted = llm.stats()["bytes_sent"]["aborted"]
     with pytest.raises(RequestError, match="more pages"):
         llm.generate([[fake_engine.HANG], [fake_engine.REFUSE, 1]])
     stats = llm.stats()
-    assert (stats["running"], stats["aborted"]) == (0, aborted + 1)
+    assert (stats["running"], stats["bytes_sent"]["aborted"]) == (0, aborted + 1)
 
 
 def test_wrong_settings_and_models() -> None:

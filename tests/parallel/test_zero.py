@@ -78,11 +78,11 @@ def answers(comm: Communicator, settings: dict[str, Any]) -> Any:
                 if isinstance(message, Token | PromptLogprobs):
                     told[message.id].append(message)
     core.idle()
-    before = core.stats()["bytes_sent"]["weights"]
+    before = core.stats().bytes_sent["weights"]
     core.add("again", prompt(5), sampling(max_tokens=4))  # one chunk, three decode steps
     while core.has_work:
         core.step()
-    sent = core.stats()["bytes_sent"]["weights"] - before
+    sent = core.stats().bytes_sent["weights"] - before
     core.stop()
     return told, sent
 
@@ -277,7 +277,7 @@ for weights in ("replicated", "zero3-offload"):
     while core.has_work:
         told[-1] += [m for m in core.step() if isinstance(m, Token)]
 assert len(told[0]) == 3 and told[0] == told[1]
-assert core.stats()["bytes_sent"]["weights"] == 0
+assert core.stats().bytes_sent["weights"] == 0
 """
     # In a process of its own: it makes itself a process group.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

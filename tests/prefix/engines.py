@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from razor_dist.config.schema import EngineConfig
@@ -97,14 +98,14 @@ def serve(
     for ask in asks:
         core.abort(ask.name)
     stats = core.stats()
-    assert sum(stats["kv_bytes_per_rank"]) == 0
+    assert sum(stats.kv_bytes_per_rank) == 0
     evict_all(core)
     accounts = core.scheduler.room.accounts
     assert (accounts.free == accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
     core.stop()
-    return answers, cached, stats
+    return answers, cached, msgspec.to_builtins(stats)
 
 
 def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:

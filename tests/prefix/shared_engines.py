@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from razor_dist.engine.build import RankEngine
@@ -72,7 +73,7 @@ def act(
                 answers.setdefault(message.id, []).append(one)
                 if message.finish is not None:
                     ended[message.id] = answers.pop(message.id)
-    stats = core.stats()["prefix_cache"]
+    stats = msgspec.to_builtins(core.stats().prefix_cache)
     tiers = core.scheduler.room.tiers
     known = {n.manifest.node for n in tiers.nodes}
     StepPlan(Op.STOP).send(

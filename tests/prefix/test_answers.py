@@ -182,7 +182,7 @@ def test_a_request_that_failed_leaves_nothing(tiny: Tiny, monkeypatch: pytest.Mo
         patch.setattr(core.runner, "execute", spoil)
         core.add("a", prompt(100), GREEDY)
         assert isinstance(run(core)["a"][-1], Failed)
-    assert core.stats()["prefix_cache"]["entries"] == 0
+    assert core.stats().prefix_cache.entries == 0
     core.add("b", prompt(100), GREEDY)
     assert {m.cached for m in run(core)["b"] if isinstance(m, Progress)} == {0}
 

@@ -196,7 +196,7 @@ def test_what_follows_on_a_node_that_cannot_be_read_is_counted_and_goes_first() 
     assert nodes.find(NO_SALT, text, 20).tokens == 20
     first.used_at["disk"] = 1e9
     nodes.failed(first)
-    assert nodes.counts["disk_failures"] == 1 and nodes.bytes["disk"] == 30
+    assert nodes.counts["disk"].failures == 1 and nodes.bytes["disk"] == 30
     assert nodes.find(NO_SALT, text, 20).entry is None
     assert not nodes.held(NO_SALT, text, on_disk=True)
     assert nodes.sharing(NO_SALT, text, on_disk=True) == (None, 0)

@@ -44,7 +44,7 @@ def test_a_restart_shares_what_pinned_prefixes_share(
         core.core.add("b", list(text[first:]), GREEDY, prefix_id="a", **own)
         _, cached = serve_all(core.core, ())
         found.update(cached)
-        held = sum(core.core.stats()["kv_bytes_per_rank"])
+        held = sum(core.core.stats().kv_bytes_per_rank)
         counted = sum(pin.nbytes for pin in core.core.scheduler.pinned.values())
         core.core.stop()
         return held, counted
@@ -92,8 +92,8 @@ def test_what_disk_has_of_a_pinned_prefix_stays(tiny: Tiny, tmp_path: Path) -> N
     core.add("pin", list(text), GREEDY, pin=True)
     serve_all(core, tuple(Ask(f"r{n}", ids((n, 120))) for n in range(2, 7)))
     stats = core.stats()
-    assert stats["prefix_cache"]["disk"]["evictions"] > 1
-    assert stats["pinned"]["pin"]["disk"] > 0.9 * size and (0, 120) in ranges(store)
+    assert stats.prefix_cache.lower["disk"].evictions > 1
+    assert stats.pinned["pin"]["disk"] > 0.9 * size and (0, 120) in ranges(store)
     core.abort("pin")  # then it goes like others
     serve_all(core, tuple(Ask(f"r{n}", ids((n, 120))) for n in range(7, 12)))
     core.add("pin", list(text), GREEDY, pin=True)
@@ -115,7 +115,7 @@ def test_nothing_is_evicted_for_what_cannot_fit(tiny: Tiny, tmp_path: Path) -> N
     assert len(before) == 5
     serve_all(core, (Ask("large", ids((9, 230))),))  # which does not fit beside the pinned one
     assert ranges(tmp_path / "bounded") == before
-    assert core.stats()["prefix_cache"]["disk"]["evictions"] == 0
+    assert core.stats().prefix_cache.lower["disk"].evictions == 0
     core.stop()
 
 
@@ -147,11 +147,11 @@ def test_what_was_used_once_leaves_host_memory_beside_a_disk(
     core = engine_of(Communicator(None), path, both).core
     for documents in (range(1, 4), (2, 3), range(4, 12), (10, 11)):
         evict_all(core)  # so that what was read before is loaded
-        before = core.stats()["prefix_cache"]["host"]["hits"]
+        before = core.stats().prefix_cache.lower["host"].hits
         for document in documents:
             number += 1
             serve_all(core, (Ask(f"r{number}", ids((document, 120))),))
-    assert core.stats()["prefix_cache"]["host"]["hits"] == before + 2
+    assert core.stats().prefix_cache.lower["host"].hits == before + 2
     core.stop()
 
 
@@ -207,11 +207,11 @@ def test_what_host_memory_alone_has_reaches_the_disk(
     else:
         assert lock.acquire()
     serve_all(core, (q(1),))
-    held = core.stats()["prefix_cache"]["host"]["bytes"]
+    held = core.stats().prefix_cache.lower["host"].bytes
     assert ranges(tmp_path) == [] and held
     lock.release()
     monkeypatch.setattr(tiers, "_DISK_SECONDS", 0.0)
     serve_all(core, (q(2),))
     assert ranges(tmp_path) == [(0, 162)]
-    assert core.stats()["prefix_cache"]["host"]["bytes"] == held  # it has the text already
+    assert core.stats().prefix_cache.lower["host"].bytes == held  # it has the text already
     core.stop()

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from razor_dist.protocol.messages import EngineInfo, Progress, ToFrontend, Token
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.fake_engine import EOS, FakeEngine, main
 
 # New tokens from which on a prompt is read in steps, their number, and the seconds of each.
@@ -33,9 +34,6 @@ class PageEngine(FakeEngine):
     def info(self) -> EngineInfo:
         return replace(super().info(), source_heads=4)
 
-    def counters(self) -> dict[str, Any]:
-        return super().counters() | {"prefix_cache": {"queries": 0, "hits": 0}}
-
     def send(self, message: ToFrontend) -> None:
         if isinstance(message, Token):
             message.sources = self.looks.get(message.id, [])
@@ -52,7 +50,7 @@ class PageEngine(FakeEngine):
         said = prompt[start + 3 : prompt.index(EOS, start)]
         return said[-TAIL:] * 200
 
-    async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
+    async def prefill(self, id: str, prompt: list[int], params: SamplingParams) -> None:
         if len(prompt) < 3:
             await super().prefill(id, prompt, params)
             return

@@ -177,7 +177,7 @@ class History:
         for server in self.servers:
             assert not server.client._streams and not server.core.seconds_left()
             stats = server.core.stats()
-            assert sum(stats["kv_bytes_per_rank"]) == stats["running"] == 0
+            assert sum(stats.kv_bytes_per_rank) == stats.running == 0
             evict_all(server.core)
             accounts = server.core.scheduler.room.accounts
             assert (accounts.free == accounts.sizes).all()

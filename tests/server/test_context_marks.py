@@ -155,7 +155,7 @@ async def test_a_mark_that_is_refused_is_a_hint(code: str, kept: int, server: Se
     await asyncio.sleep(0.01)
     again = server.client.adds[-1]
     assert again not in (pin, add) and not again.pin
-    assert (again.prefix, len(again.prompt) // 4) == (pin.prefix, 1100 - kept)
+    assert (again.prefix, len(again.prompt)) == (pin.prefix, 1100 - kept)
     await server.read(again, kept, 1100, cached=kept)
     await server.answered(choices, again)
     [choice] = choices.choices
@@ -246,7 +246,7 @@ async def test_a_mark_that_moves_on_continues_what_is_pinned(server: Server) -> 
     pins = [pin for pin in server.client.adds if pin.pin]
     for end in (500, 700, 900):
         choices, used, [pin, add] = await server.ask(stays, end)
-        assert pin.prefix == pins[-1].id and len(pin.prompt) // 4 == 200
+        assert pin.prefix == pins[-1].id and len(pin.prompt) == 200
         pins.append(pin)
         await server.read(pin, end - 200, end, cached=end - 200)
         await server.read(add, end, 1100, cached=end)
@@ -279,7 +279,7 @@ async def test_contexts_are_read_with_the_priority_of_their_request(server: Serv
     service.load(ENCODER, mock.Mock(), {})
     assert service.reader is not None
     _, choices = await service._submit(request, None, service.reader)
-    assert [(add.pin, add.params["priority"]) for add in server.client.adds] == [
+    assert [(add.pin, add.params.priority) for add in server.client.adds] == [
         (True, 7),
         (False, 7),
     ]

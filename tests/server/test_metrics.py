@@ -20,6 +20,7 @@ from razor_dist.config.logs import JsonFormatter, TextFormatter
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
+from razor_dist.protocol.counters import Counters
 from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
@@ -292,16 +293,16 @@ async def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
     service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
     asked = 0
 
-    async def stats(timeout: float) -> dict[str, Any]:
+    async def stats(timeout: float) -> Counters:
         nonlocal asked
         asked += 1
         await asyncio.sleep(0.05)
-        return {"running": asked}
+        return Counters(running=asked)
 
     service.client.stats = stats  # type: ignore[method-assign]
     for round_ in (1, 2):
         found = await asyncio.gather(*(service.counters() for _ in range(20)))
-        assert [answer["running"] for answer in found] == [round_] * 20
+        assert [answer.running for answer in found] == [round_] * 20
     assert asked == 2
 
 

@@ -22,7 +22,7 @@ from razor_dist.config.errors import EngineError, ProcessKilledError, RequestErr
 from razor_dist.frontend.child_process import CLOSED
 from razor_dist.frontend.prompts import PromptLimits
 from razor_dist.models.registry import resolve_model
-from razor_dist.protocol.messages import HEADER_SIZE, decode_fields
+from razor_dist.protocol.messages import HEADER_SIZE, Failed, decoder
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server.parsing_process import ParsingProcess
 from tests import fake_engine
@@ -172,9 +172,9 @@ def test_a_request_that_no_message_holds_leaves_the_process_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], timeout=2**64))
-    frame = parsing.answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
-    error = decode_fields(frame[HEADER_SIZE:])["error"]
-    assert (error["code"], error["message"]) == (
+    frame = parsing.answer(parsing.Question("chat", LIMITS, [], None, 2), b"{}", ENCODER)
+    failed = decoder(Failed)(frame[HEADER_SIZE:])
+    assert (failed.code, failed.message) == (
         "engine_error",
         "the request could not be read; see the server's log",
     )

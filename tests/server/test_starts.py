@@ -21,6 +21,7 @@ from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.server.main import bind
+from tests.fake_engine import told
 from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, alive, folder, health, wait_until
 
@@ -203,7 +204,7 @@ def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
     serve = ["tests/server/serve_on.py", "tests.fake_engine"]
     with ServerProcess(*TORCHRUN, *serve, "--world-size", "2") as server:
         url = server.url()
-        env = httpx.get(f"{url}/stats").json()["env"]
+        env = told(httpx.get(f"{url}/stats").json()["decode_reason"])["env"]
         assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
         assert not any(name.startswith(("TORCHELASTIC", "MASTER", "GROUP")) for name in env)
         family = server.family()
@@ -223,12 +224,13 @@ def test_torchrun_restarts_a_rank_0_that_was_stopped(monkeypatch: pytest.MonkeyP
         url = server.url()
         before = stats()
         assert before["world_size"] == 2  # torchrun's, for want of --world-size
-        assert "RAZOR_API_KEY" not in before["env"]
-        first = before["pid"]
+        itself = told(before["decode_reason"])
+        assert "RAZOR_API_KEY" not in itself["env"]
+        first = itself["pid"]
         os.kill(first, signal.SIGSTOP)
         assert wait_until(lambda: health(url)[0] == 503, 10)
         assert wait_until(lambda: health(url) == (200, "ready"), 60), server.log
-        assert stats()["pid"] != first
+        assert told(stats()["decode_reason"])["pid"] != first
 
 
 def test_a_world_size_that_contradicts_torchruns_is_told_once() -> None:

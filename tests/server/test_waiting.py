@@ -37,7 +37,7 @@ from tests.server.test_api import HELLO, TOKENIZER, answer_to, events
 def counts(url: str) -> tuple[int, int]:
     """Requests that run, and those that were aborted."""
     stats = httpx.get(f"{url}/stats").json()
-    return stats["running"], stats["aborted"]
+    return stats["running"], stats["bytes_sent"]["aborted"]
 
 
 def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
