@@ -27,7 +27,7 @@ from razor_dist.models.slower_half import slower_half
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import chunks
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Close, Compute, Open
 
 # Models that compute a rank's part of short steps, as the last runner wants it.
 _SHARED: dict[str, TensorParallel] = {}
@@ -135,27 +135,19 @@ def make_runner(
     return runner
 
 
-def answer(*tokens: tuple[int, int]) -> StepPlan:
+def answer(*tokens: tuple[int, int]) -> Compute:
     """A step that reads one token of each of some sequences: pairs (sequence, token)."""
-    return StepPlan.step([BatchEntry(key, [token]) for key, token in tokens])
+    return Compute.of([BatchEntry(key, [token]) for key, token in tokens])
 
 
-def one_chunk(key: int, tokens: Seq[int] | torch.Tensor, *, last: bool) -> StepPlan:
-    return StepPlan.step([BatchEntry(key, tokens, sharded=True, last=last)])
+def one_chunk(key: int, tokens: Seq[int] | torch.Tensor, *, last: bool) -> Compute:
+    return Compute.of([BatchEntry(key, tokens, sharded=True, last=last)])
 
 
 def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
     """Open a sequence and prefill the case's prompt; rank 0's logits of the last token."""
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
-    runner.execute(
-        StepPlan(
-            Op.OPEN,
-            key,
-            end=n,
-            total=total,
-            max_read=total,
-        )
-    )
+    runner.execute(Open(key, end=n, total=total, max_read=total))
     logits = None
     for chunk in chunks(0, n, case.chunked_prefill_size, runner.comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
@@ -169,7 +161,7 @@ def logits_of(comm: Communicator, case: Case) -> torch.Tensor | None:
     rows = [prefill(runner, 0, case)]
     for token in case.forced:
         rows.append(runner.execute(answer((0, token))))
-    runner.execute(StepPlan(Op.CLOSE, 0))
+    runner.execute(Close(0))
     assert runner.sequences.kv_bytes == 0
     if comm.rank != 0:
         return None

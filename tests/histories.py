@@ -25,7 +25,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix import transfer
 from razor_dist.protocol.messages import CacheScope, Progress, PromptLogprobs, Token, answer_ids
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Stop
 from tests.cases import model_and_shape
 from tests.engine.cores import evict_all
 from tests.logits import split_of
@@ -223,7 +223,7 @@ def turn(comm: Communicator, number: int) -> Iterator[None]:
     try:
         yield
     finally:
-        StepPlan(Op.STOP).send(comm)
+        Stop().send(comm)
 
 
 def play(

@@ -28,7 +28,7 @@ from razor_dist.models.slower_half import slower_half
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from razor_dist.plan.allocations import Allocations
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Close, Compute, Fork
 from tests.cases import (
     Case,
     all_full,
@@ -149,13 +149,13 @@ def runs_of(
                 return found
 
             entries = [BatchEntry(key, text[1 + step], run=True) for key, text in enumerate(texts)]
-            plan = msgspec.structs.replace(StepPlan.step(entries), kept=kept)
+            plan = msgspec.structs.replace(Compute.of(entries), kept=kept)
             with mock.patch.object(comm, "all_gather", counted):
                 logits = runner.execute(plan)
             rows += [] if logits is None else [logits.clone()]
             kept = (2,) * len(texts)
     for key in range(len(texts)):
-        runner.execute(StepPlan(Op.CLOSE, key, kept=() if key else kept))
+        runner.execute(Close(key, kept=() if key else kept))
     assert runner.sequences.kv_bytes == 0
     return (torch.cat(rows) if rows else None), gathered, largest[0]
 
@@ -189,13 +189,13 @@ def cut_logits(comm: Communicator, case: Case, cut: int) -> Tensor | None:
     runner, n = make_runner(comm, case, 2), len(case.prompt)
     other = (*case.prompt[:cut], *tokens_of(n - cut, seed=8))
     prefill(runner, 0, dataclasses.replace(case, prompt=other))
-    runner.execute(StepPlan(Op.FORK, 1, begin=cut, end=n, total=n, source=0, max_read=n))
+    runner.execute(Fork(1, begin=cut, end=n, total=n, source=0))
     logits = None
     for chunk in chunks(cut, n, case.chunked_prefill_size, comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
         logits = runner.execute(one_chunk(1, tokens, last=chunk.end == n))
     for key in range(2):
-        runner.execute(StepPlan(Op.CLOSE, key))
+        runner.execute(Close(key))
     return logits
 
 
@@ -234,7 +234,7 @@ def logits_of_scattered(comm: Communicator, case: Case) -> tuple[Tensor | None, 
         rows += [runner.execute(answer((0, token))) for token in case.forced[:-1]]
         with mock.patch.multiple(PagePool, at=counted(at, "at"), keys=counted(keys, "keys")):
             rows.append(runner.execute(answer((0, case.forced[-1]))))
-        runner.execute(StepPlan(Op.CLOSE, 0))
+        runner.execute(Close(0))
     found = None if comm.rank else torch.cat([row for row in rows if row is not None])
     return found, read["at"], read["keys"] - read["at"]
 
@@ -281,7 +281,7 @@ def shards_made(comm: Communicator, case: Case) -> int:
     with mock.patch.object(chosen.Shard, "of", wraps=chosen.Shard.of) as made:
         for token in case.forced:
             runner.execute(answer((0, token)))
-    runner.execute(StepPlan(Op.CLOSE, 0))
+    runner.execute(Close(0))
     return made.call_count
 
 

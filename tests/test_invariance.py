@@ -20,7 +20,7 @@ from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Fork, Open
 from tests import tiny_models
 from tests.cases import Case, all_full, logits_of, make_runner, model_and_shape, one_chunk
 from tests.logits import (
@@ -118,15 +118,7 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
     total, cut = len(case.prompt), case.chunked_prefill_size
     logits = None
     for key, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
-        opened = StepPlan(
-            Op.FORK if key else Op.OPEN,
-            key,
-            begin=begin,
-            end=end,
-            total=total,
-            source=key - 1,
-            max_read=total,
-        )
+        opened = Fork(key, begin, end, total, key - 1) if key else Open(key, end, total, total)
         runner.execute(opened)
         for chunk in chunks(begin, end, cut, comm.size):
             tokens = case.prompt[chunk.begin : chunk.end]

@@ -22,7 +22,7 @@ from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Close, Compute, Open
 from tests.cases import Case, logits_of, make_runner
 from tests.logits import GROWING, TOLERANCE, assert_same, split_of, tokens_of
 from tests.ranks import Ranks
@@ -59,7 +59,7 @@ class Company:
                     found.append(BatchEntry(key, text[begin:end], sharded, last=last))
                 read[key] = end
             if found:
-                yield StepPlan.step(found).entries
+                yield Compute.of(found).entries
 
 
 def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
@@ -67,19 +67,19 @@ def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int]
     longest = max(company.texts, key=len)
     made = make_runner(comm, dataclasses.replace(company.case, prompt=longest), 4)
     for key, (text, end) in enumerate(zip(company.texts, company.chunks, strict=True)):
-        made.execute(StepPlan(Op.OPEN, key, end=end, total=len(text), max_read=len(text)))
+        made.execute(Open(key, end=end, total=len(text), max_read=len(text)))
     comm.bytes_sent.clear()
     found: dict[tuple[int, int], Tensor] = {}
     read = [0] * len(company.texts)
     for entries in company.entries(comm.size):
-        logits = made.execute(StepPlan.step(entries))
+        logits = made.execute(Compute.of(entries))
         for entry in entries:
             read[entry.sequence] += len(entry.tokens)
         if logits is not None:
             keys = [entry.sequence for entry in entries if entry.samples]
             found |= {(k, read[k]): row.clone() for k, row in zip(keys, logits, strict=True)}
     for key in range(len(company.texts)):
-        made.execute(StepPlan(Op.CLOSE, key))
+        made.execute(Close(key))
     assert made.sequences.kv_bytes == 0
     return found, comm.bytes_sent["merge"]
 

@@ -33,7 +33,7 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Compute, Open
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
 from tests.logits import GROWING, assert_any_cut, assert_same, split_of, tokens_of
@@ -49,9 +49,9 @@ def scored_beside_an_answer(comm: Communicator, case: Case) -> tuple[Any, torch.
     runner = make_runner(comm, case, 2)
     prefill(runner, 0, case)
     n = len(case.prompt)
-    runner.execute(StepPlan(Op.OPEN, 1, end=n, total=n, max_read=n))
+    runner.execute(Open(1, end=n, total=n, max_read=n))
     scored = BatchEntry(1, case.prompt[::-1], sharded=True, last=True, prompt_logprobs=2)
-    logits = runner.execute(StepPlan.step([BatchEntry(0, [5]), scored]))
+    logits = runner.execute(Compute.of([BatchEntry(0, [5]), scored]))
     return runner.prompt_logprobs[1], logits
 
 
@@ -118,11 +118,11 @@ def replayed_beside_a_chunk(comm: Communicator, case: Case) -> tuple[list[int], 
     runner = make_runner(comm, case, 2, recorder=tape)
     prefill(runner, 0, case)
     n, counts, rows = len(case.prompt), [], []
-    runner.execute(StepPlan(Op.OPEN, 1, end=n, total=n, max_read=n))
+    runner.execute(Open(1, end=n, total=n, max_read=n))
     for index, token in enumerate(case.forced):
         before, begin = tape.replayed, 8 * index
         chunk = BatchEntry(1, case.prompt[begin : begin + 8], sharded=True, last=False)
-        logits = runner.execute(StepPlan.step([BatchEntry(0, [token]), chunk]))
+        logits = runner.execute(Compute.of([BatchEntry(0, [token]), chunk]))
         counts.append(tape.replayed - before)
         rows += [] if logits is None else [logits[:1]]
     return counts, torch.cat(rows) if rows else None

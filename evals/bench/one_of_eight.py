@@ -36,7 +36,7 @@ from razor_dist.plan.compute import operations
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.one_rank import chunk_reader, runner_of
 from razor_dist.protocol.messages import Failed, Token
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Close
 
 RANKS = 8
 _KEPT = 0.3  # of the KV heads
@@ -210,7 +210,7 @@ def prefill(
             began = time.perf_counter()
             read()
             times.append(time.perf_counter() - began)
-            runner.execute(StepPlan(Op.CLOSE))
+            runner.execute(Close(0))
             if bench.is_late:
                 break
         work = operations(d, context).total - operations(d, context - RANKS * own).total

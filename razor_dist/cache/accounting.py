@@ -241,7 +241,7 @@ class CacheAccounts:
             held.scratch = None
 
     def keep(self, key: int, length: int) -> None:
-        """Count a sequence of ``length`` tokens as cached (`Op.CACHE`)."""
+        """Count a sequence of ``length`` tokens as cached (`Cache`)."""
         held = self._held[key]
         sizes = shard_lengths(held.chunks, length, self.world_size)
         for pool, table, tokens in zip(self._pools, held.tables, sizes, strict=True):

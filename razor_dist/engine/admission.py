@@ -18,7 +18,7 @@ from razor_dist.engine.room import Hit, Room
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
 from razor_dist.prefix.index import common_tokens
 from razor_dist.prefix.tiers import least_new
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Close, Fork, Open, StepPlan
 
 # Pages that an aborted prompt must have prefilled to leave them.
 _WORTH_ABORTED = 16
@@ -120,19 +120,13 @@ class Admission:
             plans += self.room.tiers.forget(source.key)
             self.room.prefix_cache.remove(source.key)
             accounts.close(source.key)
-        plans.append(
-            StepPlan(
-                Op.OPEN if source.key is None else Op.FORK,
-                request.key,
-                begin=prefill.begin,
-                end=prefill.chunks_end,
-                total=total,
-                source=source.key or 0,
-                instead=source.instead,
-                # Another may continue a pinned one; an answer's last token is never read.
-                max_read=(self.cache.max_tokens if request.pinned else total) - 1,
-            )
-        )
+        key, begin, chunks_end = request.key, prefill.begin, prefill.chunks_end
+        if source.key is None:
+            # Another may continue a pinned one; an answer's last token is never read.
+            most = self.cache.max_tokens if request.pinned else total
+            plans.append(Open(key, chunks_end, total, max_read=most - 1))
+        else:
+            plans.append(Fork(key, begin, chunks_end, total, source.key, source.instead))
         return prefill
 
     def fork(self, answer: Answer) -> StepPlan:
@@ -140,7 +134,7 @@ class Admission:
         request = answer.request
         self.accounts[answer.key].chunks = list(self.accounts[request.key].chunks)
         end, total = request.end, request.total
-        return StepPlan(Op.FORK, answer.key, end, end, total, source=request.key)
+        return Fork(answer.key, end, end, total, source=request.key)
 
     def _find(self, request: Request) -> Hit | None:
         if not self.room.shares or not request.uses_prefix_cache:
@@ -266,7 +260,7 @@ class Admission:
             return []
         self.room.tiers.loading = None
         self.accounts.close(loading.key)
-        return [StepPlan(Op.CLOSE, loading.key)]
+        return [Close(loading.key)]
 
     def is_worth_keeping(self, prefill: Prefill) -> bool:
         """True if an aborted prefill has done enough of its prompt to be worth caching.

@@ -13,7 +13,7 @@ from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Prefill
 from razor_dist.parallel.sharding import is_even, shard_sizes
 from razor_dist.parallel.zigzag import Chunk, whole_shards
-from razor_dist.protocol.step_plan import BatchEntry, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Compute
 
 # Tokens of an answer in one step at most.
 _LONGEST_RUN = 64
@@ -51,7 +51,7 @@ class Batch:
         tails = [arena.tail - arena.policy.block for arena in cache.arenas]
         self.answer_kept = min(tails, default=0)
 
-    def plan(self, prefills: Sequence[Prefill], running: Sequence[Answer]) -> StepPlan | None:
+    def plan(self, prefills: Sequence[Prefill], running: Sequence[Answer]) -> Compute | None:
         """Plan a step: a token of each answer, prompts that join it whole, a part of a long one."""
         policy = self._policy
         prefills = policy.first_class(prefills)
@@ -85,7 +85,7 @@ class Batch:
             for answer, draft in zip(running, drafts, strict=True)
         ]
         entries += pieces
-        return StepPlan.step(entries) if entries else None
+        return Compute.of(entries) if entries else None
 
     def _drafts(self, running: Sequence[Answer], pieces: list[BatchEntry]) -> list[list[int]]:
         """Return each answer's draft, which is read with its last token and verified."""

@@ -33,10 +33,10 @@ from razor_dist.protocol.messages import (
     answer_ids,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Compute, Load, Report, Save, StepPlan, Stop
 from razor_dist.protocol.structured_outputs import Grammar, GrammarCompiler
 
-# Rank 0 looks for messages so often while nothing runs and a grammar is compiled.
+# Seconds between two looks for messages while nothing runs and a grammar is compiled.
 _GRAMMAR_SECONDS = 0.02
 # Seconds for saving sequences to the prefix store when the ranks are stopped.
 _LAST_SECONDS = 1.0
@@ -113,8 +113,8 @@ class EngineCore:
         Messages about its ``params.n`` answers carry the ids of `answer_ids`. With ``prefix_id``,
         ``prompt`` continues that pinned request: its pages are shared, its streaming caches copied.
         With ``pin``, the prompt is only prefilled, and its caches kept for requests that continue
-        it, until it is aborted; ``quota`` bounds the bytes of one owner's. With a prefix, its
-        salt counts and not that of ``scope``.
+        it, until it is aborted; ``quota`` bounds the bytes of its owner's. With a prefix, the
+        prefix's salt counts and not that of ``scope``.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -196,7 +196,7 @@ class EngineCore:
     def _wait(self, compiling: list[Future[Grammar]]) -> None:
         """Nothing can be computed: wait for the store's writers, or for a grammar.
 
-        ``compiling`` are those that were not ready for this step; they may be by now.
+        ``compiling`` are the grammars that were not ready before this step; they may be by now.
         """
         if self.scheduler.room.tiers.active:
             self.scheduler.room.tiers.pause()
@@ -207,7 +207,7 @@ class EngineCore:
             self.idle()
 
     def _postprocess(
-        self, plan: StepPlan, logits: Tensor | None, began: float
+        self, plan: Compute, logits: Tensor | None, began: float
     ) -> list[AboutRequest]:
         """Count what was prefilled, sample the next tokens, and keep copies for later prompts."""
         self._last_step = seconds = self._clock() - began
@@ -251,9 +251,9 @@ class EngineCore:
 
         While requests run, saving takes an eighth of the last step's time. True if any was moved.
         """
-        seconds = dict.fromkeys((Op.LOAD, Op.SAVE), self.max_step / 4)
+        seconds: dict[type[StepPlan], float] = dict.fromkeys((Load, Save), self.max_step / 4)
         if self.scheduler.running:
-            seconds[Op.SAVE] = min(self.max_step / 4, self._last_step / 8)
+            seconds[Save] = min(self.max_step / 4, self._last_step / 8)
         return self.scheduler.room.move(self._run, self._clock, seconds)
 
     def seconds_left(self) -> dict[str, float]:
@@ -269,14 +269,14 @@ class EngineCore:
     def idle(self) -> list[RankStats]:
         """Hear from every rank, so that none waits for a plan too long; raises as `read_stats`."""
         # All answer, so a stuck one is found: a broadcast alone succeeds while one is stopped.
-        table = self._run(StepPlan(Op.STATS))
+        table = self._run(Report())
         assert table is not None
         return read_stats(table, self.runner.caches, self.scheduler.free_on_ranks)
 
     def stop(self) -> None:
         """End the ranks; what is being saved gets a moment to be whole."""
         self.scheduler.room.drain(self._transfer, _LAST_SECONDS)
-        self._run(StepPlan(Op.STOP))
+        self._run(Stop())
 
     def stats(self) -> Counters:
         found = counters_of(self.idle(), self.scheduler.room.stats)

@@ -23,7 +23,7 @@ from razor_dist.prefix.index import Match, PrefillCost, PrefixIndex
 from razor_dist.prefix.manifest import Tokens
 from razor_dist.prefix.tiers import Candidate, Tiers
 from razor_dist.protocol.counters import PrefixCounters
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Cache, Close, Fork, Load, Save, StepPlan
 
 Hit = Match[CachedSequence]
 
@@ -94,7 +94,7 @@ class Room:
             if key is None:
                 break
             self.accounts.close(key)
-            plans += [*self.tiers.forget(key), StepPlan(Op.CLOSE, key)]
+            plans += [*self.tiers.forget(key), Close(key)]
         return plans
 
     # ------------------------------------------------------------------- sequences end, or stay
@@ -145,8 +145,8 @@ class Room:
         accounts.keep(copied, length)
         self._enter(request, tokens, copied)
         plans += [
-            StepPlan(Op.FORK, copied, length, length, length, source=key),
-            StepPlan(Op.CACHE, copied),
+            Fork(copied, length, length, length, source=key),
+            Cache(copied),
         ]
         return plans + self.shrink_to(self.max_cached)
 
@@ -171,7 +171,7 @@ class Room:
         optional = at in prefill.optional
         plans += self.copy(request, prefill.key, prefill.tokens, optional=optional)
         if at == prefill.to_disk:
-            forks = (plan.sequence for plan in plans if plan.op is Op.FORK)
+            forks = (plan.sequence for plan in plans if isinstance(plan, Fork))
             prefill.copied = next(forks, None)
         return plans
 
@@ -180,10 +180,10 @@ class Room:
         if keep and self._keeps(request) and len(tokens) >= self.cache.page_size:
             self.accounts.keep(key, len(tokens))
             self._enter(request, tokens, key)
-            return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached)]
+            return [Cache(key), *self.shrink_to(self.max_cached)]
         self.prefix_cache.remove(key)
         self.accounts.close(key)
-        return [*self.tiers.forget(key), StepPlan(Op.CLOSE, key)]
+        return [*self.tiers.forget(key), Close(key)]
 
     def _keeps(self, request: Request) -> bool:
         """True if other prompts may begin from a request's sequences."""
@@ -200,7 +200,7 @@ class Room:
         self,
         run: Callable[[StepPlan], Tensor | None],
         clock: Callable[[], float],
-        seconds: dict[Op, float],
+        seconds: dict[type[StepPlan], float],
     ) -> bool:
         """Move the next parts to or from host memory and disk; True if any was moved.
 
@@ -216,7 +216,7 @@ class Room:
             assert answers is not None
             for after in self._transferred(plan, answers):
                 run(after)
-            if clock() - began > seconds[plan.op]:
+            if clock() - began > seconds[type(plan)]:
                 break
         return moved
 
@@ -228,10 +228,10 @@ class Room:
                 self.tiers.pause()
         self.tiers.close()
 
-    def _transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
+    def _transferred(self, plan: Save | Load, answers: Tensor) -> list[StepPlan]:
         """Take in the answers to a plan that saves or loads; return the plans that follow."""
         tiers = self.tiers
-        if plan.op is Op.SAVE:
+        if isinstance(plan, Save):
             return tiers.saved(answers)
         loading = tiers.loading
         assert loading is not None
@@ -241,8 +241,8 @@ class Room:
         key, tokens = loading.key, loading.tokens
         if not whole:
             self.accounts.close(key)
-            return [StepPlan(Op.CLOSE, key)]
+            return [Close(key)]
         self.accounts.keep(key, len(tokens))
         self.prefix_cache.add(loading.namespace, tokens, key, loading.tier)
         self.prefix_cache.loaded = loading
-        return [StepPlan(Op.CACHE, key), *self.shrink_to(self.max_cached)]
+        return [Cache(key), *self.shrink_to(self.max_cached)]

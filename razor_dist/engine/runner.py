@@ -45,7 +45,19 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.prefix.transfer import Transfers, load_job
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import (
+    BatchEntry,
+    Cache,
+    Close,
+    Compute,
+    Fork,
+    Load,
+    Open,
+    Report,
+    Save,
+    StepPlan,
+    Stop,
+)
 
 log = logging.getLogger(__name__)
 
@@ -126,36 +138,36 @@ class ModelRunner:
         """Carry out one step.
 
         Return, on rank 0, float32 logits ``[n, V]`` after a step's entries that have any, in their
-        order (`BatchEntry.samples`), or the gathered counters after STATS. After SAVE and LOAD, on
-        all ranks, how far each is. Otherwise None.
+        order (`BatchEntry.samples`), or the gathered counters after `Report`. After `Save` and
+        `Load`, on all ranks, how far each is. Otherwise None.
         """
         for key, tokens in zip(self._runs, plan.kept, strict=True):
             commit_run(self.comm.rank, self.caches, self.sequences[key], tokens)
         self._runs = []
-        match plan.op:
-            case Op.OPEN:
+        match plan:
+            case Open():
                 self.sequences.open(plan)
-            case Op.FORK:
+            case Fork():
                 self.sequences.fork(plan)
-            case Op.CLOSE:
+            case Close():
                 self._threads.use_all()
                 self.sequences.close(plan.sequence)
-            case Op.CACHE:
+            case Cache():
                 self._threads.use_all()
                 self.sequences.cache(plan.sequence)
-            case Op.STEP:
+            case Compute():
                 decoded = all(entry.decoded for entry in plan.entries)
                 tokens = sum(len(entry.tokens) for entry in plan.entries) * decoded
                 with self._threads.step(tokens):
                     return self._step(plan.entries)
-            case Op.STATS:
+            case Report():
                 return self._stats()
-            case Op.SAVE:
+            case Save():
                 assert self.transfers is not None
                 return self.transfers.save(self.sequences.get(plan.sequence), plan.payload)
-            case Op.LOAD:
+            case Load():
                 return self._load(plan)
-            case Op.STOP:
+            case Stop():
                 pass
         return None
 
@@ -171,12 +183,12 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.close()
 
-    def _load(self, plan: StepPlan) -> Tensor:
+    def _load(self, plan: Load) -> Tensor:
         """Make a sequence of what is stored of one, or go on with that."""
         assert self.transfers is not None
         if plan.payload:
             job = load_job(plan.payload)
-            self.sequences.restore(plan.sequence, plan.total, job.chunks, job.mark)
+            self.sequences.restore(plan.sequence, job.chain[-1].end, job.chunks, job.mark)
         return self.transfers.load(self.sequences[plan.sequence], plan.payload)
 
     def _step(self, entries: Seq[BatchEntry]) -> Tensor | None:

@@ -14,7 +14,7 @@ from razor_dist.engine.admission import Admission, Wait
 from razor_dist.engine.batch import Batch
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Phase, Prefill, Request
-from razor_dist.protocol.step_plan import BatchEntry, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Compute, StepPlan
 from razor_dist.protocol.structured_outputs import Grammar
 
 # Priority of an aborted prompt's last chunk, which is short: the caches are held until then.
@@ -175,11 +175,11 @@ class Scheduler:
                 return request
         return None
 
-    def next(self) -> StepPlan | None:
+    def next(self) -> Compute | None:
         """Plan a step; None if nothing is to be computed."""
         return self.batch.plan(list(self.prefills.values()), list(self.running.values()))
 
-    def done(self, plan: StepPlan, seconds: float) -> list[Computed]:
+    def done(self, plan: Compute, seconds: float) -> list[Computed]:
         """Note that a step has been made, and in what time; return what it computed, in order."""
         policy, going = self.prefill_policy, self.prefills | self.running
         step = [Computed(going[entry.sequence], entry) for entry in plan.entries]

@@ -11,7 +11,7 @@ from razor_dist.cache.sequence import ChunkedPrefill, Sequence
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.step_plan import StepPlan
+from razor_dist.protocol.step_plan import Fork, Open
 
 
 class Sequences(dict[int, Sequence]):
@@ -28,7 +28,7 @@ class Sequences(dict[int, Sequence]):
         self._comm, self._caches, self._position_mark = comm, caches, position_mark
         self.peak_kv_bytes = 0
 
-    def open(self, plan: StepPlan) -> None:
+    def open(self, plan: Open) -> None:
         caches, size, rank = self._caches, self._comm.size, self._comm.rank
         prefill = None
         if caches.scratch is not None and plan.end:
@@ -46,7 +46,7 @@ class Sequences(dict[int, Sequence]):
         )
         self.note_peak()
 
-    def fork(self, plan: StepPlan) -> None:
+    def fork(self, plan: Fork) -> None:
         caches, size, rank = self._caches, self._comm.size, self._comm.rank
         source, cut = self[plan.source], plan.begin
         assert source.prefill is None, "fork finished prompts only"

@@ -15,7 +15,7 @@ from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.kernels import Partial, attend, merge
 from razor_dist.kernels.chosen import BLOCK, RECENT
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Close, Compute, Open
 
 # Sequences of the decode steps that are recorded.
 _BATCHES = (1, 2, 4, 8)
@@ -48,20 +48,20 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     for count in (count for count in batches if count <= most):
         while len(opened) < count:
             key = len(opened)
-            runner.execute(StepPlan(Op.OPEN, key, end=len(prompt), total=total, max_read=total))
+            runner.execute(Open(key, end=len(prompt), total=total, max_read=total))
             opened.append(key)
-            runner.execute(StepPlan.step([BatchEntry(key, prompt, sharded=True)]))
+            runner.execute(Compute.of([BatchEntry(key, prompt, sharded=True)]))
         for _ in range(steps):
-            runner.execute(StepPlan.step([BatchEntry(key, prompt[:1]) for key in opened]))
+            runner.execute(Compute.of([BatchEntry(key, prompt[:1]) for key in opened]))
     for key in opened:
-        runner.execute(StepPlan(Op.CLOSE, key))
+        runner.execute(Close(key))
     total = _CHOOSING + 1
     if runner.caches.choice is not None and _fits(runner, total):
         prompt = torch.zeros(_CHOOSING, dtype=torch.int64)
-        runner.execute(StepPlan(Op.OPEN, 0, end=_CHOOSING, total=total, max_read=total))
-        runner.execute(StepPlan.step([BatchEntry(0, prompt, sharded=True)]))
-        runner.execute(StepPlan.step([BatchEntry(0, prompt[:1])]))
-        runner.execute(StepPlan(Op.CLOSE, 0))
+        runner.execute(Open(0, end=_CHOOSING, total=total, max_read=total))
+        runner.execute(Compute.of([BatchEntry(0, prompt, sharded=True)]))
+        runner.execute(Compute.of([BatchEntry(0, prompt[:1])]))
+        runner.execute(Close(0))
     if runner.device.type == "cuda":
         _attend_to_long_keys(runner)
         if runner.comm.size > 1:

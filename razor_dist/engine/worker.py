@@ -45,16 +45,16 @@ from razor_dist.protocol.messages import (
     decode_to_engine,
     encode,
 )
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import StepPlan, Stop
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The ranks wait so long for each other while one fetches and loads the model: no such wait shows
-# that anything is wrong. A rank that dies meanwhile is noticed by its parent process.
+# Ranks wait this long while one fetches and loads the model: a long download is no fault, and the
+# parent process notices a rank that dies.
 _LOADING = timedelta(days=1)
-# Seconds that the frontend gets to read why rank 0 ends, before rank 0 ends.
+# Seconds in which the frontend can read why rank 0 ends, before rank 0 ends.
 _LAST_WORDS_SECONDS = 5.0
 
 
@@ -87,8 +87,8 @@ class Link:
     def send_failure(self, error: RazorError) -> None:
         """Tell the frontend why the ranks cannot start; the frontend tells the user.
 
-        If it has gone without a word, `FrontendUnreachableError` holds what it was to tell. A
-        frontend that said ``shutdown`` has its own reason, often the same, and tells that.
+        Raises `FrontendUnreachableError`, with the reason, if the frontend has gone without a word;
+        one that said ``shutdown`` has told the user its own reason.
         """
         try:
             self.send(Failed.of("", error))
@@ -194,7 +194,7 @@ def follow(engine: RankEngine) -> None:
     runner = engine.runner
     while True:
         plan = StepPlan.receive(runner.comm)
-        if plan.op is Op.STOP:
+        if isinstance(plan, Stop):
             return
         runner.execute(plan)
 

@@ -43,7 +43,7 @@ from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.chosen import add_chunks, chosen_from, least_keys, least_read, token_bytes
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device, Efficiency
-from razor_dist.protocol.step_plan import FRAME_BYTES, BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import FRAME_BYTES, BatchEntry, Compute, Open, StepPlan
 
 # Queries whose windows are counted at once, which bounds memory.
 _CHUNK = 1 << 20
@@ -117,11 +117,11 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
         for index, heads in enumerate(d.streaming):
             kept = [len(rows) for rows in d.layout.kept[index]]
             _add_windows(d, heads, kept, chunks, prefill)
-        # OPEN, and a step for every chunk, from rank 0.
-        plans = [StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=prompt)]
+        # `Open`, and a step for every chunk, from rank 0.
+        plans: list[StepPlan] = [Open(0, end=prompt, total=prompt, max_read=prompt)]
         for chunk in chunks:
             tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
-            plans.append(StepPlan.step([BatchEntry(0, tokens, sharded=True)]))
+            plans.append(Compute.of([BatchEntry(0, tokens, sharded=True)]))
         frames = (frame for plan in plans for frame in plan.frames())
         prefill[0]["control"] = others * sum(frame.nbytes for frame in frames)
         for sent in decode:

@@ -36,7 +36,7 @@ from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import Deployment, keep_layers, layers_of
 from razor_dist.plan.devices import Device
 from razor_dist.plan.one_rank import chunk_reader
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Open
 
 # Contexts up to this multiple of the model's own are tried: beyond it, a plan of windows that grow
 # with millions of tokens takes a minute.
@@ -116,7 +116,7 @@ class DryRun:
         for rank in range(self._d.world_size):
             runner = self._whole(max_model_len, rank)
             try:
-                runner.execute(StepPlan(Op.OPEN, end=context, total=context))
+                runner.execute(Open(0, end=context, total=context, max_read=0))
             except EngineError:
                 raise ConfigError(
                     f"kv_tokens is {self._d.config.kv_tokens}, too few for a sequence of {context}"

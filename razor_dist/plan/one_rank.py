@@ -22,7 +22,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Compute, Open
 
 
 def runner_of(
@@ -75,10 +75,10 @@ def _piece(runner: ModelRunner, at: Interval, rows: slice) -> KVPiece:
 def chunk_reader(runner: ModelRunner, chunks: Seq[Chunk], index: int) -> Callable[[], None]:
     """Open a sequence and skip its chunks before ``index``; return a function that reads that."""
     chunk, prompt = chunks[index], chunks[-1].end
-    runner.execute(StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=prompt))
+    runner.execute(Open(0, end=prompt, total=prompt, max_read=prompt))
     skip(runner, chunks[:index])
     tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
-    plan = StepPlan.step([BatchEntry(0, tokens, sharded=True, last=chunk.end == prompt)])
+    plan = Compute.of([BatchEntry(0, tokens, sharded=True, last=chunk.end == prompt)])
 
     def read() -> None:
         runner.execute(plan)

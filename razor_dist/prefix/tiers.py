@@ -1,8 +1,8 @@
 """Rank 0's account of prefixes in host memory and on disk, and the choice of what moves next.
 
-Soon after a prompt has been read, what is new in it is copied out (`Op.SAVE`): a *node*, which
+Soon after a prompt has been read, what is new in it is copied out (`Save`): a *node*, which
 follows on the node whose text it shares the beginning with. A prompt that begins like a node gets
-that node and those before it back into pages first (`Op.LOAD`), as an entry of the prefix cache
+that node and those before it back into pages first (`Load`), as an entry of the prefix cache
 that it then continues. Both go part by part, beside other requests' steps.
 """
 
@@ -29,7 +29,7 @@ from razor_dist.prefix.nodes import Node, Nodes
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.transfer import FAILED, LoadJob, SaveJob, as_payload, kv_parts
 from razor_dist.protocol.counters import TierCounters
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Load, Save, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Tiers:
         self.nodes.refresh()
         return self.nodes.find(namespace, tokens, most)
 
-    def load(self, node: Node, key: int, namespace: Namespace) -> StepPlan:
+    def load(self, node: Node, key: int, namespace: Namespace) -> Load:
         """Begin to load a node into a sequence that has room for it; return the plan to open it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
         self.loading = Loading(key, node.chain, namespace, self._index.tokens(node), tier)
@@ -190,7 +190,7 @@ class Tiers:
         same = node.written_by(self._accounts.world_size)
         chain, cuts = zip(*((one.manifest, cut) for one, cut in node.parts), strict=True)
         job = LoadJob(list(chain), list(cuts), same, chunks, namespace[1])
-        return StepPlan(Op.LOAD, key, total=node.manifest.end, payload=as_payload(job))
+        return Load(key, as_payload(job))
 
     def loaded(self, answers: Tensor) -> bool | None:
         """Take in how far the ranks are; True when all is loaded, False if some of it cannot be."""
@@ -233,22 +233,22 @@ class Tiers:
             return self._abandon()
         return []
 
-    def next(self, pinned: Iterable[tuple[Namespace, Tokens]] = ()) -> StepPlan | None:
+    def next(self, pinned: Iterable[tuple[Namespace, Tokens]] = ()) -> Save | Load | None:
         """Return the plan of the next part to move, if any can be moved now.
 
         What these tiers have of ``pinned`` prefixes stays.
         """
         if self.loading is not None:
-            return StepPlan(Op.LOAD, self.loading.key)
+            return Load(self.loading.key)
         while self.saving is None and self._queue:
             self.saving = self._begin(self._queue.pop(next(iter(self._queue))), pinned)
         if self.saving is None or time.monotonic() < self._wait_until:
             return None
         job, self.saving.job = self.saving.job, None
         if job is None:
-            return StepPlan(Op.SAVE, self.saving.of.key)
+            return Save(self.saving.of.key)
         job = replace(job, drop=self.nodes.take_left_host())
-        return StepPlan(Op.SAVE, self.saving.of.key, payload=as_payload(job))
+        return Save(self.saving.of.key, as_payload(job))
 
     def _begin(self, of: Candidate, pinned: Iterable[tuple[Namespace, Tokens]]) -> Saving | None:
         """Prepare to save a sequence, and make room for it; None if there is no room or reason."""
@@ -362,7 +362,7 @@ class Tiers:
         if saving.draft is not None and self._store is not None:
             self._store.discard(saving.draft)
         drop = [saving.manifest.sha256, *self.nodes.take_left_host()]
-        return [StepPlan(Op.SAVE, payload=as_payload(SaveJob(drop)))]
+        return [Save(saving.of.key, as_payload(SaveJob(drop)))]
 
     def close(self) -> None:
         """Drop what is not whole, and let another process write to the store."""

@@ -7,7 +7,6 @@ that does not fit follows in a second tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -22,25 +21,11 @@ _LENGTH = 8  # bytes of the plan's length, with which a frame begins
 _ROUNDED = 256
 
 
-class Op(IntEnum):
-    OPEN = 1
-    STEP = 2  # the model reads tokens of several sequences
-    CLOSE = 3
-    FORK = 4
-    STATS = 5
-    STOP = 6
-    CACHE = 7  # a sequence is no longer in use: it is cached
-    # A sequence's next part goes to host memory and disk, or comes from there. Ranks answer how far
-    # they are (`razor_dist.prefix.transfer`).
-    SAVE = 8
-    LOAD = 9
-
-
 class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
     """The next tokens of one sequence in a step.
 
-    All ranks compute all of them, or, if it is ``sharded``, they are a chunk of a prompt of which
-    each rank computes its shards.
+    All ranks compute all tokens, unless they are ``sharded``: a chunk of a prompt, of which each
+    rank computes its shards.
     """
 
     sequence: int
@@ -48,14 +33,14 @@ class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
     sharded: bool = False
     # The prompt ends with them, or is cached up to here: every rank needs the whole window.
     last: bool = True
-    # Of a chunk: -1, or how many likeliest tokens to report for each of its tokens.
+    # Likeliest tokens to report for each token of a chunk; -1 reports nothing.
     prompt_logprobs: int = -1
-    # The prompt's token after them, if log-probabilities are asked for and there is one.
+    # The prompt's token after the chunk, if log-probabilities are reported; -1 if there is none.
     following: int = -1
-    # Of an answer's tokens: tell where the strongest heads look (`razor_dist.attention.sources`).
+    # Report where the strongest heads look (`razor_dist.attention.sources`).
     sources: bool = False
-    # A run: an answer's last token and a draft of those that may follow. Logits are wanted after
-    # each, and the next plan says how many of these tokens stay (`StepPlan.kept`).
+    # The tokens are a run: an answer's last token and a draft of the next ones. Each gives logits,
+    # and the next plan says how many of the tokens stay (`StepPlan.kept`).
     run: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +49,7 @@ class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
 
     @property
     def decoded(self) -> bool:
-        """True for one token on every rank, or a run: these may be part of a recorded step."""
+        """True for one token on every rank, and for a run: a recorded step may have both."""
         return self.run or (len(self.tokens) == 1 and not self.sharded)
 
     @property
@@ -73,30 +58,11 @@ class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
         return len(self.tokens) if self.run else int(self.last or not self.sharded)
 
 
-class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
-    """One step. Fields say which operations use them; the others ignore them."""
+class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True, tag=str.lower, kw_only=True):
+    """What all ranks do next: one of the classes that follow."""
 
-    op: Op
-    sequence: int = 0  # OPEN, CLOSE, FORK, CACHE, SAVE, LOAD: its key
-    begin: int = 0  # FORK: how many of its source's tokens it copies
-    # OPEN and FORK: the position up to which it is read in chunks, counted from the beginning of
-    # what FORK copies.
-    end: int = 0
-    total: int = 0  # OPEN, FORK, LOAD: tokens to reserve, prompt and answer
-    source: int = 0  # FORK: key of the sequence to copy
-    instead: bool = False  # FORK: its source ends, and has no other user
-    # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
-    max_read: int = 0
-    # All: of each run of the step before, in order, how many of its tokens stay in the caches.
+    # Of each run of the step before, in order, how many of its tokens stay in the caches.
     kept: tuple[int, ...] = ()
-    entries: tuple[BatchEntry, ...] = ()  # STEP
-    payload: bytes = b""  # SAVE and LOAD: with the first part, what to do, in msgpack
-
-    @classmethod
-    def step(cls, entries: Iterable[BatchEntry]) -> StepPlan:
-        """Return the plan of a step: answers' tokens first, sharded entries last."""
-        ordered = sorted(entries, key=lambda entry: (entry.sharded, not entry.decoded))
-        return cls(Op.STEP, entries=tuple(ordered))
 
     def frames(self) -> list[Tensor]:
         """Return what is sent: one tensor of `FRAME_BYTES`, or two."""
@@ -109,7 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
         return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
     def send(self, comm: Communicator) -> None:
-        """Tell the other ranks, who `receive` it."""
+        """Broadcast to the other ranks, which `receive`."""
         if comm.size > 1:
             for frame in self.frames():
                 comm.host.broadcast(frame, "control")
@@ -124,7 +90,76 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True):
         if length > len(data):
             data = torch.empty(_rounded(length), dtype=torch.uint8)
             comm.host.broadcast(data, "control")
-        return _decoder.decode(data[:length].numpy().data)
+        return _decode(data[:length].numpy().data)
+
+
+class Open(StepPlan, frozen=True):
+    """A new sequence begins."""
+
+    sequence: int  # its key
+    end: int  # it is prefilled in chunks up to this position
+    total: int  # tokens to reserve, of prompt and answer
+    # The most tokens that the model may ever read of it, or of a sequence that is forked from it.
+    max_read: int
+
+
+class Fork(StepPlan, frozen=True):
+    """A new sequence begins with the first tokens of another."""
+
+    sequence: int  # its key
+    begin: int  # tokens that it copies
+    end: int  # it is prefilled in chunks up to this position
+    total: int  # tokens to reserve, of prompt and answer
+    source: int  # key of the sequence to copy
+    instead: bool = False  # the source ends, and has no other user
+
+
+class Compute(StepPlan, frozen=True):
+    """The model computes the next tokens of several sequences."""
+
+    entries: tuple[BatchEntry, ...]
+
+    @classmethod
+    def of(cls, entries: Iterable[BatchEntry]) -> Compute:
+        """Put the entries into their order: answers' tokens first, sharded entries last."""
+        return cls(tuple(sorted(entries, key=lambda entry: (entry.sharded, not entry.decoded))))
+
+
+class Cache(StepPlan, frozen=True):
+    """A sequence is no longer in use: it is cached."""
+
+    sequence: int
+
+
+class Close(StepPlan, frozen=True):
+    """A sequence ends."""
+
+    sequence: int
+
+
+class Save(StepPlan, frozen=True):
+    """The next part of a sequence goes to host memory and disk.
+
+    Ranks answer how far they are (`razor_dist.prefix.transfer`).
+    """
+
+    sequence: int
+    payload: bytes = b""  # with the first part: a `SaveJob` in msgpack
+
+
+class Load(StepPlan, frozen=True):
+    """The next part of a sequence comes from host memory or disk; answered like `Save`."""
+
+    sequence: int
+    payload: bytes = b""  # with the first part: a `LoadJob` in msgpack
+
+
+class Report(StepPlan, frozen=True):
+    """Every rank tells its `razor_dist.engine.rank_stats.RankStats`."""
+
+
+class Stop(StepPlan, frozen=True):
+    """The ranks end."""
 
 
 def _rounded(length: int) -> int:
@@ -141,4 +176,6 @@ def _unpacked(_: type, data: bytes) -> Tensor:
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_packed).encode
-_decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=_unpacked)
+_decode = msgspec.msgpack.Decoder(
+    Open | Fork | Compute | Cache | Close | Save | Load | Report | Stop, dec_hook=_unpacked
+).decode

@@ -10,13 +10,13 @@ from typing import Any
 from razor_dist.config.errors import EngineError
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Compute, StepPlan
 
 
 def _fail_once(self: ModelRunner, plan: StepPlan) -> Any:
     failed = Path(os.environ["FAILED_ONCE"])
     if (
-        plan.op is Op.STEP
+        isinstance(plan, Compute)
         and self.sequences[plan.entries[-1].sequence].length > 0
         and self.comm.rank == self.comm.size - 1
         and not failed.exists()

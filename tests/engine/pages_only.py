@@ -26,7 +26,7 @@ from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.messages import CacheScope
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Cache, Close, Compute, Fork, Open, StepPlan
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
@@ -96,7 +96,7 @@ class PagesOnly:
 
     def execute(self, plan: StepPlan) -> torch.Tensor | None:
         self.executed += 1
-        if plan.op is Op.FORK:
+        if isinstance(plan, Fork):
             assert 0 < plan.begin <= self.lengths[plan.source]
             assert not plan.instead or plan.source in self.cached
         for rank in range(self.comm.size):
@@ -107,25 +107,25 @@ class PagesOnly:
         assert len(self.lengths) <= most + self.config.max_cached + self.beside
         for tables in self.tables.values():
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
-        rows = sum(entry.samples for entry in plan.entries) if plan.op is Op.STEP else 1
+        rows = sum(entry.samples for entry in plan.entries) if isinstance(plan, Compute) else 1
         return torch.zeros(rows, VOCABULARY)
 
     def _execute(self, plan: StepPlan, rank: int) -> None:
         sequences = self.ranks[rank]
-        match plan.op:
-            case Op.OPEN:
+        match plan:
+            case Open():
                 sequences.open(plan)
-            case Op.FORK:
+            case Fork():
                 for arena, slot in zip(
                     self.config.arenas, sequences[plan.source].streaming, strict=True
                 ):
                     assert arena.can_cut(slot, plan.begin)
                 sequences.fork(plan)
-            case Op.CACHE:
+            case Cache():
                 sequences.cache(plan.sequence)
-            case Op.CLOSE:
+            case Close():
                 sequences.close(plan.sequence)
-            case Op.STEP:
+            case Compute():
                 for entry in plan.entries:
                     self._read(sequences[entry.sequence], entry, rank)
 

@@ -12,7 +12,7 @@ import torch
 from razor_dist.engine.graph import DecodeGraphs, Recorder, batch_bucket
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Close, Fork, StepPlan
 from tests.cases import Case, answer, make_runner, prefill
 from tests.logits import POLICY, tokens_of
 from tests.tape import CountingTape
@@ -115,19 +115,19 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
         both.decode(1, 0, 2) if both.eager.sequences[0].length < 100 else both.decode(1, 2)
         both.choose(0, 1, 2)
     length = both.eager.sequences[2].length
-    both.execute(StepPlan(Op.FORK, 3, begin=length, end=length, total=length + 30, source=2))
-    both.execute(StepPlan(Op.CLOSE, 0))
+    both.execute(Fork(3, begin=length, end=length, total=length + 30, source=2))
+    both.execute(Close(0))
     for step in range(20):
         # Now with its source, now alone: each has a recording.
         both.decode(2, 3) if step % 3 else both.decode(3)
         both.choose(2, 3)
-    both.execute(StepPlan(Op.CLOSE, 1))
+    both.execute(Close(1))
     both.open(4, 63)  # into pages and a slot that others have left
     for _ in range(10):
         both.decode(4, 3)
         both.choose(3, 4)
     for key in (2, 3, 4):
-        both.execute(StepPlan(Op.CLOSE, key))
+        both.execute(Close(key))
     assert both.graphs.graphs is not None and both.graphs.graphs.enabled
     assert both.graphs.sequences.kv_bytes == 0
     return both.errors, both.agree, both.tape.recorded, both.tape.replayed, both.sent

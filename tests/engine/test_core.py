@@ -18,7 +18,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.counters import Counters, PrefixCounters, TierCounters
 from razor_dist.protocol.messages import EngineInfo, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Compute, StepPlan
 from tests.engine.cores import GREEDY, evict_all, make_core, prompt, run, tokens
 from tests.tiny_models import Tiny
 
@@ -119,7 +119,7 @@ def test_prefill_seconds_leave_out_the_wait(tiny: Tiny, monkeypatch: pytest.Monk
     chunks, execute = [0], core.runner.execute
 
     def count(plan: StepPlan) -> torch.Tensor | None:
-        chunks[0] += plan.op is Op.STEP
+        chunks[0] += isinstance(plan, Compute)
         return execute(plan)
 
     monkeypatch.setattr(core, "_clock", lambda: float(chunks[0]))  # a chunk takes a second
@@ -276,7 +276,7 @@ def test_a_long_prompt_is_read_in_the_answers_steps(
         execute, shared = core.runner.execute, []
 
         def watch(plan: StepPlan) -> torch.Tensor | None:
-            if plan.op is Op.STEP:
+            if isinstance(plan, Compute):
                 shared.append(sum(len(entry.tokens) > 1 for entry in plan.entries))
             return execute(plan)
 
@@ -305,7 +305,7 @@ def test_a_request_without_a_distribution_fails_alone(
 
     def spoil(plan: StepPlan) -> torch.Tensor | None:
         logits = execute(plan)
-        if plan.op is Op.STEP and len(plan.entries) == 2 and not bad:
+        if isinstance(plan, Compute) and len(plan.entries) == 2 and not bad:
             assert logits is not None
             bad.append(plan)
             logits = logits.clone()

@@ -30,7 +30,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Close, Compute, Fork, StepPlan
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.cores import GREEDY, evict_all, make_core, prompt, run
 from tests.logits import POLICY, split_of, tokens_of, windows_of
@@ -181,7 +181,7 @@ def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[A
     prefill(runner, 0, case)
     n = len(case.prompt)
     total = n + len(case.forced)
-    runner.execute(StepPlan(Op.FORK, 1, begin=n, end=n, total=total, source=0, max_read=total))
+    runner.execute(Fork(1, begin=n, end=n, total=total, source=0))
     alone = [runner.execute(answer((0, token))) for token in case.forced]
     found, at, kept = [], 0, ()
     for length in itertools.cycle(lengths):
@@ -191,12 +191,12 @@ def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[A
         # Half of them, and wrong ones that are read with them, and leave no trace.
         right = -(-length // 2)
         tokens = [*case.forced[at : at + right], *[5] * (length - right)]
-        plan = StepPlan.step([BatchEntry(1, tokens, run=length > 1)])
+        plan = Compute.of([BatchEntry(1, tokens, run=length > 1)])
         logits = runner.execute(structs.replace(plan, kept=kept))
         kept = (right,) if length > 1 else ()
         found.append(None if logits is None else logits[:right])
         at += right
-    runner.execute(StepPlan(Op.CLOSE, 1, kept=kept))
+    runner.execute(Close(1, kept=kept))
     if comm.rank:
         return None, None
     return torch.cat([row for row in alone if row is not None]), torch.cat(found)
@@ -282,7 +282,7 @@ def without_logits(comm: Communicator, scene: Scene, truth: Truth) -> tuple[Answ
 
     def hide(runner: ModelRunner, plan: StepPlan) -> Any:
         logits = execute(runner, plan)
-        if plan.op is not Op.STEP or logits is None or runner.likeliest is None:
+        if not isinstance(plan, Compute) or logits is None or runner.likeliest is None:
             return logits
         hidden.append(len(logits))
         return logits.to("meta")

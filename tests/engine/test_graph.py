@@ -29,7 +29,7 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tape import Tape, recorded_rows
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Close
 from tests.cases import Case, answer, prefill
 from tests.engine.recorded import SPLIT, Both, case_of, make_pair, story
 from tests.logits import tokens_of
@@ -50,7 +50,7 @@ def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
         both.decode(1)
         both.choose(1)
     before, (slot,) = both.tape.recorded, both.graphs.sequences[1].streaming
-    both.execute(StepPlan(Op.CLOSE, 0))
+    both.execute(Close(0))
     assert slot.offset == 128
     both.open(2, 70)  # 34, which are free, but not together
     assert slot.offset == 96
@@ -190,7 +190,7 @@ def test_one_recording_serves_any_sequences(tiny: Tiny) -> None:
     for keys in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         both.decode(*keys)
         both.choose(*keys)
-    both.execute(StepPlan(Op.CLOSE, 0))
+    both.execute(Close(0))
     both.open(3, 50)
     both.open(4, 11)
     for keys in ((3, 1, 2), (4, 3, 2, 1), (1, 2, 3, 4)):

@@ -23,7 +23,7 @@ from razor_dist.engine.ngram_index import NgramIndex
 from razor_dist.engine.step_cost import StepCost, StepWork
 from razor_dist.kernels.linear import ALIKE
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Compute, StepPlan
 from tests.engine import pages_only
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -263,7 +263,7 @@ def test_a_step_that_is_short_on_a_rank_stays_short_with_drafts() -> None:
         pages_only.add(core, "long", 30)
         pages_only.run(core)
     beside = 0
-    for entries in (plan.entries for plan in plans if plan.op is Op.STEP):
+    for entries in (plan.entries for plan in plans if isinstance(plan, Compute)):
         for rank in range(4):
             n = [len(entry.tokens) for entry in entries if entry.sharded]
             rows = sum(Chunk(0, tokens, 4).tokens(rank) for tokens in n)

@@ -18,7 +18,7 @@ from razor_dist.prefix.tiers import Tiers
 from razor_dist.prefix.transfer import load_job
 from razor_dist.protocol.messages import CacheScope, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Load, Save, StepPlan
 from tests.engine import pages_only
 from tests.engine.cores import evict_all
 from tests.engine.pages_only import TAIL, PagesOnly, make_core, run
@@ -31,27 +31,29 @@ class Movable(PagesOnly):
 
     def __init__(self, *sizes: Any) -> None:
         super().__init__(*sizes)
-        self.parts: Counter[Op] = Counter()
-        self.left: Counter[Op] = Counter()
+        self.parts: Counter[type[StepPlan]] = Counter()
+        self.left: Counter[type[StepPlan]] = Counter()
 
     def execute(self, plan: StepPlan) -> torch.Tensor | None:
-        if plan.op not in (Op.SAVE, Op.LOAD):
+        kind = type(plan)
+        if not isinstance(plan, Save | Load):
             return super().execute(plan)
         self.executed += 1
-        self.left[plan.op] -= 1
+        self.left[kind] -= 1
         if plan.payload:
-            self.left[plan.op] = self.parts[plan.op]
-            if plan.op is Op.LOAD:
+            self.left[kind] = self.parts[kind]
+            if isinstance(plan, Load):
                 job, [rank], [caches] = load_job(plan.payload), self.ranks, self.caches
-                rank.restore(plan.sequence, plan.total, job.chunks, job.mark)
+                end = job.chain[-1].end
+                rank.restore(plan.sequence, end, job.chunks, job.mark)
                 for cache, slot in zip(
                     caches.streaming, rank[plan.sequence].streaming, strict=True
                 ):
-                    slot.length = plan.total
+                    slot.length = end
                     slot.start = slot.ring_begin = slot.tail_begin = max(
-                        cache.policy.sinks, cache.policy.start(plan.total)
+                        cache.policy.sinks, cache.policy.start(end)
                     )
-        return torch.tensor([[max(0, self.left[plan.op]), 0, 0]])
+        return torch.tensor([[max(0, self.left[kind]), 0, 0]])
 
 
 @pytest.fixture(autouse=True)
@@ -117,19 +119,19 @@ def test_a_slot_is_there_for_a_copy_beside_a_save_and_a_load(leaves: bool) -> No
         run(core)
     pins = pin_all(core)
     evict_all(core)
-    runner.parts[Op.SAVE] = 1000
+    runner.parts[Save] = 1000
     add(core, "saved", text(30, 2), 4)
     finish(core, "saved")
     assert core.scheduler.room.saved
     if leaves:
-        runner.parts[Op.LOAD] = 3
+        runner.parts[Load] = 3
         add(core, "leaves", documents[1] + text(6, 3))
         add(core, "private", text(3, 6), 9, scope=CacheScope(shared=False))
         while core.scheduler.room.stats.entries != 2:
             core.step()
         core.abort("leaves")
         finish(core, "private")
-    runner.parts[Op.LOAD] = 1000
+    runner.parts[Load] = 1000
     add(core, "loads", documents[0] + text(6, 3))
     add(core, "copied", pins[0][:12] + text(30, 4))
     finish(core, "copied")
@@ -143,7 +145,7 @@ def test_a_load_ends_with_the_last_request_that_waits_for_it() -> None:
     add(core, "long", long)
     run(core)
     evict_all(core)
-    runner.parts[Op.LOAD] = 1000
+    runner.parts[Load] = 1000
     for name in "ab":
         add(core, name, long + text(40, ord(name)))
     core.step()
@@ -171,7 +173,7 @@ def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
         add(core, name, ids)
         run(core)
     evict_all(core)
-    runner.parts[Op.LOAD] = 1000
+    runner.parts[Load] = 1000
     add(core, "loads", long + text(40, 3))
     add(core, "same", long + text(40, 4))
     add(core, "other", short + text(3, 5))
@@ -196,7 +198,7 @@ def ask_for_stored(
     run(core)
     evict_all(core)
     meanwhile()
-    runner.parts[Op.LOAD] = 3
+    runner.parts[Load] = 3
     add(core, "loads", text(60, 1) + text(30, 3))
     core.step()
 

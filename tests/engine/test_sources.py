@@ -11,7 +11,7 @@ from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.sources import strongest_heads
 from razor_dist.kernels.quantized import INT4, INT8, quantize
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Compute, Fork, Open
 from tests.cases import Case, make_runner, model_and_shape, one_chunk, prefill
 from tests.logits import GROWING, stock_run, tokens_of
 from tests.ranks import Ranks
@@ -25,18 +25,18 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
     runner = make_runner(comm, case, 3, source_heads=heads)
     prefill(runner, 0, case)
     # A second sequence that asks nothing, and a fork of the first one before its end that asks.
-    runner.execute(StepPlan(Op.OPEN, 1, end=0, total=len(case.prompt), max_read=len(case.prompt)))
+    runner.execute(Open(1, end=0, total=len(case.prompt), max_read=len(case.prompt)))
     cut = len(case.prompt) - 1
     total = len(case.prompt) + len(case.forced)
-    fork = StepPlan(Op.FORK, 2, begin=cut, end=cut, total=total, source=0, max_read=total)
+    fork = Fork(2, begin=cut, end=cut, total=total, source=0)
     runner.execute(fork)
-    runner.execute(StepPlan.step([BatchEntry(1, case.prompt[:7])]))
-    runner.execute(StepPlan.step([BatchEntry(2, case.prompt[cut:])]))
+    runner.execute(Compute.of([BatchEntry(1, case.prompt[:7])]))
+    runner.execute(Compute.of([BatchEntry(2, case.prompt[cut:])]))
     found: Found = []
     for at, token in enumerate(case.forced):
         asking = [BatchEntry(key, [token], sources=True) for key in (0, 2)]
         company = BatchEntry(1, case.prompt[7 + at : 8 + at])
-        runner.execute(StepPlan.step([company, *asking]))
+        runner.execute(Compute.of([company, *asking]))
         assert set(runner.sources) == ({0, 2} if comm.rank == 0 else set())
         if comm.rank == 0:
             (told,) = runner.sources[0]
@@ -44,7 +44,7 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
             torch.testing.assert_close(told.weights, runner.sources[2][0].weights)
             found.append((told.positions, told.weights))
     sent = comm.bytes_sent["sources"]
-    runner.execute(StepPlan.step([BatchEntry(1, [1])]))
+    runner.execute(Compute.of([BatchEntry(1, [1])]))
     assert not runner.sources and comm.bytes_sent["sources"] == sent
     return found
 
@@ -102,9 +102,9 @@ def test_a_short_context_has_fewer_positions(tiny: Tiny) -> None:
     _, shape = model_and_shape(str(path))
     case = Case(str(path), ((True,) * shape.kv_heads,) * shape.layers, GROWING, (5, 6, 7))
     runner = make_runner(Communicator(None), case, source_heads=[(0, 0)])
-    runner.execute(StepPlan(Op.OPEN, 0, end=2, total=3, max_read=3))
+    runner.execute(Open(0, end=2, total=3, max_read=3))
     runner.execute(one_chunk(0, (5, 6), last=True))
-    runner.execute(StepPlan.step([BatchEntry(0, [7], sources=True)]))
+    runner.execute(Compute.of([BatchEntry(0, [7], sources=True)]))
     (told,) = runner.sources[0]
     assert sorted(told.positions[0].tolist()) == [-1] * (TOP - 3) + [0, 1, 2]
     assert told.weights.sum() == pytest.approx(1)

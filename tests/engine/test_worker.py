@@ -38,7 +38,7 @@ from razor_dist.protocol.messages import (
     encode,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Report, StepPlan, Stop
 from tests.engine.cores import make_core
 from tests.server.process import wait_until
 from tests.tiny_models import Tiny
@@ -116,13 +116,13 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     config = EngineConfig(model=str(tiny("llama")), max_model_len=400, prefix_cache=False)
     about: Any = {"chunked_prefill_size": 40, "eos_token_ids": ()}
     core = EngineCore(runner, config, clock=lambda: now, **about)
-    plans: list[tuple[float, Op]] = []
+    plans: list[tuple[float, type[StepPlan]]] = []
     sent: list[Any] = []
     execute, wrong = runner.execute, SamplingParams()
     object.__setattr__(wrong, "temperature", 9.0)  # as no frontend makes it
 
     def noted(plan: StepPlan) -> Any:
-        plans.append((now - begin, plan.op))
+        plans.append((now - begin, type(plan)))
         return execute(plan)
 
     class Refused(Link):
@@ -151,7 +151,7 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     assert [type(message) for message in sent[:3]] == [Ready, Failed, Failed]
     assert (sent[1].param, sent[2].param) == ("prompt", "temperature")
     times, ops = zip(*plans, strict=True)
-    assert ops[-1] is Op.STOP and set(ops[:-1]) == {Op.STATS}
+    assert ops[-1] is Stop and set(ops[:-1]) == {Report}
     assert max(b - a for a, b in itertools.pairwise((0.0, *times))) <= 30.0 + 1e-6
     assert len(times) < 10
 

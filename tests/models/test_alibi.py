@@ -28,7 +28,7 @@ from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.mpt import Model as Mpt
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Fork
 from tests.alibi_models import FAMILIES, Local, literal_alibi
 from tests.cases import (
     Case,
@@ -160,7 +160,7 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     for token in case.prompt[60:63]:
         runner.execute(answer((0, token)))
     end, logits = len(case.prompt), None
-    runner.execute(StepPlan(Op.FORK, 1, begin=63, end=end, total=end, source=0))
+    runner.execute(Fork(1, begin=63, end=end, total=end, source=0))
     for chunk in chunks(63, end, 20, comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
         logits = runner.execute(one_chunk(1, tokens, last=chunk.end == end))

@@ -33,7 +33,7 @@ from razor_dist.plan.compute import traffic
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import DryRun, MemoryPlanner
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Open, StepPlan
 from tests.cases import answer, model_and_shape, one_chunk
 from tests.engine.recorded import Both, case_of
 from tests.ranks import Ranks
@@ -89,11 +89,11 @@ def measure(
         if comm.rank == 0:
             plan.send(comm)
         else:
-            assert StepPlan.receive(comm).op == plan.op
+            assert type(StepPlan.receive(comm)) is type(plan)
         runner.execute(plan)
 
     comm.bytes_sent.clear()
-    step(StepPlan(Op.OPEN, 0, end=prompt, total=prompt + STEPS))
+    step(Open(0, end=prompt, total=prompt + STEPS, max_read=prompt + STEPS))
     used, activations = runner.sequences.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:

@@ -15,7 +15,7 @@ from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix.store import folders, node_folders
 from razor_dist.protocol.messages import Progress, Token
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Stop
 from tests.cases import model_and_shape
 from tests.logits import split_of
 from tests.prefix.engines import GREEDY, engine_of, ids
@@ -76,9 +76,7 @@ def act(
     stats = msgspec.to_builtins(core.stats().prefix_cache)
     tiers = core.scheduler.room.tiers
     known = {n.manifest.node for n in tiers.nodes}
-    StepPlan(Op.STOP).send(
-        engine.runner.comm
-    )  # the other ranks leave `follow`, and the engine stays
+    Stop().send(engine.runner.comm)  # the other ranks leave `follow`, and the engine stays
     return ended, stats, known
 
 

@@ -20,7 +20,7 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
-from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Cache, Close, Compute, Fork, Open
 from tests.cases import Case, logits_of, make_runner
 from tests.logits import TOLERANCE, split_of, tokens_of
 from tests.ranks import Ranks
@@ -66,21 +66,20 @@ def branched(
             before = before[: least + round(text.place * (len(before) - least))]
         begin = len(before)
         end, total = begin + text.chunked, begin + text.tokens + text.reserved
-        op = Op.FORK if text.source >= 0 else Op.OPEN
-        opened = StepPlan(
-            op, key, begin=begin, end=end, total=total, source=max(0, text.source), max_read=690
-        )
-        runner.execute(opened)
+        if text.source >= 0:
+            runner.execute(Fork(key, begin, end, total, text.source))
+        else:
+            runner.execute(Open(key, end, total, max_read=690))
         logits = None
         for chunk in chunks(begin, end, text.cut, comm.size) if text.chunked else ():
             ids = torch.tensor(new[chunk.begin - begin : chunk.end - begin])
             piece = BatchEntry(key, ids, sharded=True, last=chunk.end == end)
-            logits = runner.execute(StepPlan.step([piece]))
+            logits = runner.execute(Compute.of([piece]))
         rest = new[text.chunked :]
         for ids in (rest[: text.piece], *([token] for token in rest[text.piece :])):
             if ids:
-                logits = runner.execute(StepPlan.step([BatchEntry(key, torch.tensor(ids))]))
-        runner.execute(StepPlan(Op.CACHE, key))
+                logits = runner.execute(Compute.of([BatchEntry(key, torch.tensor(ids))]))
+        runner.execute(Cache(key))
         read.append(before + new)
         pairs = zip(arenas, begins, strict=True)
         tails.append([arena.tail_begin(begin + text.tokens, at) for arena, at in pairs])
@@ -88,7 +87,7 @@ def branched(
     assert runner.sequences.kv_bytes == 0
     assert runner.sequences.cached_bytes > 0
     for key in range(len(texts)):
-        runner.execute(StepPlan(Op.CLOSE, key))
+        runner.execute(Close(key))
     pages = runner.caches.pages
     assert pages.free_pages == pages.num_pages and runner.sequences.cached_bytes == 0
     return found

@@ -22,7 +22,7 @@ from razor_dist.parallel.sharding import cut_chunks, held_positions
 from razor_dist.prefix import tiers
 from razor_dist.prefix.store import WriterLock, folders
 from razor_dist.protocol.messages import CacheScope
-from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.step_plan import Stop
 from tests.prefix.engines import GREEDY, Ask, alone, assert_alike, engine_of, ids, serve_all
 from tests.prefix.stores import TO_8_BITS, lives, q, ranges
 from tests.ranks import Ranks
@@ -96,7 +96,7 @@ def half_read(
     tiers, cache = core.scheduler.room.tiers, core.scheduler.room.prefix_cache
     assert cache is not None and not prefill.done
     tiers.close()  # the lock, which a kill gives back
-    StepPlan(Op.STOP).send(comm)  # nothing is saved any more
+    Stop().send(comm)  # nothing is saved any more
     copies = [entry for entry in cache._entries.values() if entry.end >= 64]
     return tiers.nodes.entries("disk") - len(before), len(copies)
 
