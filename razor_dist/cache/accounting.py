@@ -84,6 +84,9 @@ class CacheAccounts:
         pages = [pool.free_pages for pool in self._pools]
         return self._table(pages, self._free_places, self._free_scratch)
 
+    def held(self, *but: int) -> list[Allocation]:
+        return [one for key, one in self._held.items() if key not in but]
+
     def available(self, *but: int) -> Ints:
         """Return what is free if every cached sequence is evicted, except for some."""
         held = [self._held[key] for key in dict.fromkeys(but) if self._held[key].cached]
@@ -224,8 +227,7 @@ class CacheAccounts:
         begins = [
             a.tail_begin(total, tail) for a, tail in zip(self.cache.arenas, tails, strict=True)
         ]
-        totals = [total for _ in self.cache.arenas]
-        self._enter(key, Allocation(tables, totals, begins, chunks, total, total))
+        self._enter(key, Allocation(tables, [total] * len(begins), begins, chunks, total, total))
 
     def _enter(self, key: int, new: Allocation) -> None:
         assert key not in self._held, f"sequence {key} is open"

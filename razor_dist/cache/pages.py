@@ -116,7 +116,7 @@ class PagePool:
 
     # Made when they are asked for: what a pool would take is asked of pools of any size.
     @cached_property
-    def _references(self) -> npt.NDArray[np.int32]:
+    def references(self) -> npt.NDArray[np.int32]:
         """The number of tables that hold each page."""
         return np.zeros(self.num_pages, np.int32)
 
@@ -142,7 +142,7 @@ class PagePool:
     @property
     def free_pages(self) -> int:
         """Pages that no table holds."""
-        return self.num_pages - int(np.count_nonzero(self._references))
+        return self.num_pages - int(np.count_nonzero(self.references))
 
     @property
     def available_pages(self) -> int:
@@ -168,7 +168,7 @@ class PagePool:
         return PageTable(self._take(self.pages_for(tokens)))
 
     def _take(self, need: int) -> list[int]:
-        free = np.flatnonzero(self._references == 0)
+        free = np.flatnonzero(self.references == 0)
         if need > len(free):
             raise EngineError(f"{need} KV pages needed, {len(free)} free")
         # Where a run of consecutive free pages begins and ends, as indices of ``free``.
@@ -176,7 +176,7 @@ class PagePool:
         long = np.flatnonzero(np.diff(edges) >= need)
         begin = edges[long[0]] if len(long) else 0
         pages = free[begin : begin + need]
-        self._references[pages] = self._users[pages] = 1
+        self.references[pages] = self._users[pages] = 1
         taken: list[int] = pages.tolist()
         return taken
 
@@ -188,7 +188,7 @@ class PagePool:
     def _drop(self, table: PageTable, kept: int) -> None:
         """Give back all of a table's pages but the first ``kept``."""
         pages = table.numbers[kept:]
-        self._references[pages] -= 1
+        self.references[pages] -= 1
         if not table.cached:
             self._users[pages] -= 1
         table.pages = table.pages[:kept]
@@ -203,7 +203,7 @@ class PagePool:
 
     def exclusive_pages(self, table: PageTable) -> int:
         """The number of pages that only this table holds."""
-        return int(np.count_nonzero(self._references[table.numbers] == 1))
+        return int(np.count_nonzero(self.references[table.numbers] == 1))
 
     def unused_pages(self, *tables: PageTable) -> int:
         """The number of the tables' pages that no table in use holds."""
@@ -217,7 +217,7 @@ class PagePool:
         shared = stored // self.page_size
         own = self._take(max(0, self.pages_for(max(tokens, stored)) - shared))
         pages = table.numbers[:shared]
-        self._references[pages] += 1
+        self.references[pages] += 1
         self._users[pages] += 1
         rest = stored - shared * self.page_size
         if rest:

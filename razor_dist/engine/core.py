@@ -271,7 +271,7 @@ class EngineCore:
         # All answer, so a stuck one is found: a broadcast alone succeeds while one is stopped.
         table = self._run(Report())
         assert table is not None
-        return read_stats(table, self.runner.caches, self.scheduler.free_on_ranks)
+        return read_stats(table, self.runner.caches, self.scheduler.on_ranks)
 
     def stop(self) -> None:
         """End the ranks; what is being saved gets a moment to be whole."""

@@ -29,12 +29,15 @@ class RankStats(NamedTuple):
     peak_rss: int
     cpu_us: int  # processor time in microseconds
     sent: tuple[int, ...]  # bytes by `PURPOSES`
-    free: tuple[int, ...]  # pages, places of each arena, scratch pages: as `CacheAccounts.free`
+    # As `Scheduler.on_ranks`: free pages, places of each arena and scratch pages; references to
+    # pages; sequences.
+    caches: tuple[int, ...]
 
     @classmethod
     def now(cls, comm: Communicator, caches: Caches, sequences: Sequences) -> RankStats:
         scratch = 0 if caches.scratch is None else caches.scratch.free_pages
         places = (cache.free_places for cache in caches.streaming)
+        references = int(caches.pages.references.sum())
         return cls(
             sequences.kv_bytes,
             sequences.peak_kv_bytes,
@@ -43,12 +46,12 @@ class RankStats(NamedTuple):
             *resident_bytes(),
             time.process_time_ns() // 1000,
             tuple(comm.bytes_sent[purpose] for purpose in PURPOSES),
-            (caches.pages.free_pages, *places, scratch),
+            (caches.pages.free_pages, *places, scratch, references, len(sequences)),
         )
 
     @property
     def row(self) -> list[int]:
-        return [*self[:-2], *self.sent, *self.free]
+        return [*self[:-2], *self.sent, *self.caches]
 
     @classmethod
     def of(cls, row: list[int]) -> RankStats:
@@ -58,19 +61,19 @@ class RankStats(NamedTuple):
         return cls._make([*row[:first], tuple(row[first:end]), tuple(row[end:])])
 
 
-def read_stats(table: Tensor, caches: Caches, free: Ints) -> list[RankStats]:
+def read_stats(table: Tensor, caches: Caches, counted: Ints) -> list[RankStats]:
     """Read every rank's `RankStats.row`, int64 ``[P, n]``; ``caches`` are rank 0's.
 
-    Raises `EngineError` unless each rank has ``free`` what rank 0 counts for it.
+    Raises `EngineError` unless each rank's `RankStats.caches` are what rank 0 has ``counted``.
     """
     found = [RankStats.of(row) for row in table.tolist()]
-    for rank, (stats, ours) in enumerate(zip(found, free.T.tolist(), strict=True)):
+    for rank, (stats, ours) in enumerate(zip(found, counted.T.tolist(), strict=True)):
         if caches.scratch is None:
-            ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
-        if list(stats.free) != ours:
+            ours[-3] = 0  # no head needs the scratch pages that exact prefill may have
+        if list(stats.caches) != ours:
             raise EngineError(
-                f"rank {rank} has {list(stats.free)} pages and places free and rank 0 counts "
-                f"{ours}: a defect of razor_dist; please report it"
+                f"rank {rank} has {list(stats.caches)} pages and places free, page references and "
+                f"sequences, and rank 0 counts {ours}: a defect of razor_dist; please report it"
             )
     return found
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import numpy as np
+
 from razor_dist.cache.accounting import Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.admission import Admission, Wait
@@ -71,14 +73,18 @@ class Scheduler:
         return self.active + (0 if self.cache.max_cached else len(self.pinned))
 
     @property
-    def free_on_ranks(self) -> Ints:
-        """Free pages and slots of the ranks, like `CacheAccounts.free`.
+    def on_ranks(self) -> Ints:
+        """What the ranks must have: `CacheAccounts.free`, references to pages, and sequences.
 
-        Answers that fork when their prompt is prefilled have their room, and no rank knows of them.
+        Int64 ``[n, P]``. Answers that fork when their prompt is prefilled have their room, and no
+        rank knows of them.
         """
-        accounts, prompts = self.room.accounts, [one.request for one in self.prefills.values()]
-        forks = [accounts.exclusive(fork.key) for prompt in prompts for fork in prompt.forks]
-        return sum(forks, start=accounts.free)
+        accounts = self.room.accounts
+        forks = [fork.key for one in self.prefills.values() for fork in one.request.forks]
+        free, held = sum(map(accounts.exclusive, forks), start=accounts.free), accounts.held(*forks)
+        ranks = range(accounts.world_size)
+        references = [sum(len(one.tables[rank].pages) for one in held) for rank in ranks]
+        return np.vstack([free, references, [len(held) for _ in ranks]])
 
     @property
     def idle(self) -> bool:

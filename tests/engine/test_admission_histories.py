@@ -154,7 +154,10 @@ class Engine(RuleBasedStateMachine):
         free = [pool.free_pages for pool in self.runner.pools]
         scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
         places = [[cache.free_places] * len(free) for cache in self.runner.streaming]
-        assert scheduler.free_on_ranks.tolist() == [free, *places, scratch]
+        references = [int(pool.references.sum()) for pool in self.runner.pools]
+        sequences = [len(self.runner.tables)] * len(free)
+        want = [free, *places, scratch, references, sequences]
+        assert scheduler.on_ranks.tolist() == want
         used = {*scheduler.prefills, *scheduler.running, *scheduler.pinned}
         assert set(self.runner.tables) == used | self.runner.cached
         # Forks have their room before any rank knows of them.

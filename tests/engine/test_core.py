@@ -334,11 +334,19 @@ def test_a_context_longer_than_the_model_is_refused(tiny: Tiny) -> None:
         build_engine(config, Communicator(None), torch.device("cpu"))
 
 
-def test_caches_that_differ_from_rank_0s_account_are_an_error(tiny: Tiny) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_caches_that_differ_from_rank_0s_account_are_an_error(tiny: Tiny, shared: bool) -> None:
     core = make_core(tiny("llama"))
-    core.add("a", prompt(20), SamplingParams(temperature=0.0, max_tokens=2))
-    run(core)
+    core.add("a", prompt(20), SamplingParams(temperature=0.0, max_tokens=20))
+    while not core.scheduler.running:
+        core.step()
     core.idle()
-    core.runner.caches.pages.allocate(8)  # a page that no plan took
-    with pytest.raises(EngineError, match=r"rank 0 has \[\d+, \d+, 0\] pages and places free"):
+    pages, [sequence] = core.runner.caches.pages, core.runner.sequences.values()
+    if shared:
+        pages.fork(sequence.table, 8, 8)  # holds the sequence's first page, and no other
+    else:
+        pages.allocate(8)
+    with pytest.raises(
+        EngineError, match=r"rank 0 has \[\d+, \d+, 0, \d+, \d+\] pages and places free"
+    ):
         core.stats()
