@@ -93,7 +93,7 @@ Values = Mapping[Any, float]
 
 
 def full_name(prefix: str, name: str) -> str:
-    """Return a metric's full name: with the prefix that is wanted if vLLM has it too."""
+    """Return a metric's full name; metrics that vLLM has too get the ``prefix``."""
     return f"{prefix if name in VLLM else 'razor'}:{name}"
 
 
@@ -104,7 +104,7 @@ class Answer:
     record: RequestRecord
     params: SamplingParams
     submitted: float
-    is_first: bool  # of those to its prompt
+    is_first: bool  # of the answers to its prompt
     prompt_tokens: int
     admitted: float | None = None
     read: int | None = None  # tokens of the prompt
@@ -117,18 +117,20 @@ class Answer:
 class Metrics(Observer):
     """The server's metrics, those of requests from what an `EngineClient` tells its observer."""
 
-    def __init__(self, model_name: str, prefix: str = "razor") -> None:
+    def __init__(
+        self, model_name: str, prefix: str = "razor", *, caches_prefixes: bool = True
+    ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._names = partial(full_name, prefix)
         # Labels of all that is about the model.
         self._model = {"model_name": model_name} | ({"engine": "0"} if prefix == "vllm" else {})
         self._answers: dict[str, Answer] = {}
-        # Prefixes that are pinned, and how many of their tokens are read; None until the first is.
+        # By pinned prefix, the tokens read so far; None until the ranks have reported progress.
         self._prefixes: dict[str, int | None] = {}
         # Hears of each answer that ends, why, and when (monotonic seconds).
         self.on_end: Callable[[Answer, str, float], None] | None = None
-        self._ranks = RankMetrics(self._names, self._model)
+        self._ranks = RankMetrics(self._names, self._model, caches_prefixes)
         self.registry.register(self._ranks)
         for name, (text, value) in {
             "num_requests_running": (
@@ -286,8 +288,10 @@ class Metrics(Observer):
 class RankMetrics(Collector):
     """The ranks' counters as last reported (`EngineCore.stats`)."""
 
-    def __init__(self, names: Callable[[str], str], labels: Mapping[str, str]) -> None:
-        self._names, self._labels = names, labels
+    def __init__(
+        self, names: Callable[[str], str], labels: Mapping[str, str], caches_prefixes: bool
+    ) -> None:
+        self._names, self._labels, self._caches_prefixes = names, labels, caches_prefixes
         self.ready = False
         self.last: tuple[EngineInfo, Counters] | None = None
         self.reported = 0.0  # monotonic seconds
@@ -337,7 +341,7 @@ class RankMetrics(Collector):
             "block_size": info.page_size,
             "num_gpu_blocks": info.num_pages,
             "cache_dtype": info.kv_dtype,
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": self._caches_prefixes,
         }
         values = {tuple(labels.values()): 1}
         return self._gauge("cache_config_info", "The paged KV caches.", values, *labels)

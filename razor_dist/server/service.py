@@ -70,7 +70,9 @@ class Service:
         self.documents = DocumentReader(int(config.max_body_mb * 2**20))
         self._asking: asyncio.Task[Counters] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
-        self.metrics = client.observer = Metrics(config.name, config.metrics_prefix)
+        self.metrics = client.observer = Metrics(
+            config.name, config.metrics_prefix, caches_prefixes=config.caches_prefixes
+        )
         self.traces: Traces | None = None
         if config.otlp_endpoint is not None:
             self.traces = Traces(exporting(config.otlp_endpoint), config.name)

@@ -21,7 +21,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.stream import RequestStream
 from razor_dist.protocol.counters import Counters
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.messages import EngineInfo, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
 from razor_dist.server.metrics import VLLM, Metrics
@@ -182,6 +182,13 @@ def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
     assert buckets == [2, 3, 3]
     assert value("step_seconds_sum", kind="prefill") == 0.75
     assert 0 <= value("engine_stats_age_seconds") < 5
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_gateways_see_if_prefixes_are_cached(caches: bool) -> None:
+    metrics = Metrics("m", caches_prefixes=caches)
+    text = metrics.render(True, (EngineInfo(512, 100), Counters(kv_bytes_per_rank=[0]))).decode()
+    assert f'enable_prefix_caching="{caches}"' in text
 
 
 # What llm-d's inference scheduler and the Gateway API inference extension scrape
