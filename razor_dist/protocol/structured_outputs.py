@@ -97,9 +97,9 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.json, str | Mapping | bool):
+            object.__setattr__(self, "json", _text_of(self.json))
         kinds = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
-        if self.json is False or (isinstance(self.json, str) and self.json.strip() == "false"):
-            raise refusal("json: false is a schema that nothing matches")
         if len(kinds) != 1:
             got = " and ".join(kinds) or "none"
             raise refusal(f"exactly one of {', '.join(_KINDS)} must be given, got {got}")
@@ -111,10 +111,8 @@ class StructuredOutputsParams:
                 raise refusal(f"{name} must be true or false")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise refusal("whitespace_pattern excludes disable_any_whitespace")
-        if not isinstance(self.json, str | Mapping | bool | None):
+        if not isinstance(self.json, str | None):
             raise refusal("json must be a JSON schema: an object, or a string that holds one")
-        if isinstance(self.json, Mapping | bool):
-            object.__setattr__(self, "json", _text_of(self.json))
         if self.choice is not None:
             strings = not isinstance(self.choice, str) and isinstance(self.choice, Sequence)
             if not (strings and self.choice and all(isinstance(c, str) for c in self.choice)):
@@ -129,8 +127,7 @@ class StructuredOutputsParams:
     def check(self) -> None:
         """Raise `RequestError` if it is too large, or nested or chained too deeply, to be compiled.
 
-        Takes time in proportion to its length. What else is wrong llguidance finds, which is not
-        called here.
+        Takes time in proportion to its length; llguidance, which finds other faults, is not called.
         """
         kind, given = self._kind, self._given()
         if len(given) + len(self.whitespace_pattern or "") > LONGEST:
@@ -157,9 +154,7 @@ class StructuredOutputsParams:
                 return "|".join(self.choice or ())
             case "json_object":
                 return '{"type": "object"}'
-        given = str(getattr(self, self._kind))
-        # llguidance puts the pattern of blanks into an object.
-        return "{}" if self._kind == "json" and given.strip() == "true" else given
+        return str(getattr(self, self._kind))
 
     @property
     def _kind(self) -> str:
@@ -216,14 +211,18 @@ class StructuredOutputsParams:
         return {"whitespace_pattern": _WHITESPACE if own is None else own}
 
 
-def _text_of(schema: Mapping[str, Any] | bool) -> str:
+def _text_of(schema: str | Mapping[str, Any] | bool) -> str:
     """Return JSON: messages cannot hold integers beyond 64 bits, and a schema may."""
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise refusal("json is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise refusal(f"json must be a JSON schema: {error}") from None
+    if text.strip() == "false":
+        raise refusal("json: false is a schema that nothing matches")
+    # llguidance puts the pattern of blanks into an object.
+    return "{}" if text.strip() == "true" else text
 
 
 class GrammarText(msgspec.Struct, frozen=True, array_like=True):
@@ -271,10 +270,10 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles requests' grammars in a thread, those that it knows at once.
+    """Compiles requests' grammars in a thread, and keeps the last ones.
 
-    The tokenizer is loaded in that thread, by `prepare` or when first asked. It has a large stack
-    of its own, and llguidance the limits that it has in the frontend's child process.
+    The tokenizer is loaded in that thread, by `prepare` or for the first grammar. The thread has a
+    large stack, and llguidance the same limits as in the frontend's child process.
     """
 
     def __init__(
