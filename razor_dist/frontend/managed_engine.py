@@ -23,11 +23,14 @@ log = logging.getLogger(__name__)
 
 # Seconds that processes which fail together are given to end, or to say why.
 _GRACE_SECONDS = 3.0
-# Consecutive starts that may fail before the engine has served for the first time, and after it.
-_MAX_FAILED_STARTS, _MAX_FAILED_RESTARTS = 3, 10
-# Seconds before the next start, doubled by each failure, and at most.
-_BACKOFF_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
-# Seconds that rank 0 gets at least to import its libraries and connect: cold disks take minutes.
+# Starts in a row that may fail before the engine has served for the first time.
+_MAX_FAILED_STARTS = 3
+# Starts in a row that may fail after that.
+_MAX_FAILED_RESTARTS = 10
+# Pause before the next start, doubled by each failure up to the longest.
+_BACKOFF_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 30.0
+# Least time for rank 0 to import its libraries and connect: cold disks take minutes.
 _LEAST_PATIENCE_SECONDS = 120.0
 # Seconds after which an unlocked folder belongs to a process that was killed.
 _ABANDONED_SECONDS = 60.0

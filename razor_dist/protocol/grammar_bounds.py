@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from urllib.parse import unquote
 
-# Characters of what a request gives.
+# Characters of a request's grammar or schema.
 LONGEST = 1 << 18
-# Levels of nesting, and rules or references of which each leads to the next.
+# Levels of nesting; also the length of a chain in which each rule or reference leads to the next.
 DEEPEST = 200
-# Rules of a grammar, and different references of a schema.
+# Rules of a grammar; different references of a schema.
 MOST_RULES = 1000
 
 _LARK = re.compile(r"^[ \t\r\f\v]*(%llguidance\b|start\s*:)", re.MULTILINE)
@@ -27,7 +27,7 @@ _PARTS = (
 _IN_LARK = re.compile(_PARTS % r"//[^\n]*|/(?:\\.|[^/\\\n])*/?", re.MULTILINE)
 _IN_GBNF = re.compile(_PARTS % r"#[^\n]*|\[(?:\\.|[^\]\\\n])*\]?", re.MULTILINE)
 
-# For each name those that it leads to.
+# The names that each name leads to.
 Graph = dict[str, set[str]]
 
 
@@ -87,7 +87,7 @@ def _reference(value: object) -> str | None:
 
 
 def _at(schema: object, reference: str) -> object:
-    """Return what a reference inside a schema leads to, ``None`` if that is not seen easily."""
+    """Return the part of a schema that a reference leads to, ``None`` unless it is a plain path."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found: object = schema
@@ -115,8 +115,8 @@ def _too_much(graph: Graph, what: str) -> str | None:
 
 
 def _longest_chain(graph: Mapping[str, set[str]]) -> int:
-    """Return the number of names of the longest chain; those that lead back end one."""
-    length: dict[str, int] = {}  # 0 while what a name leads to is looked at
+    """Return the number of names in the longest chain; a name that leads back ends its chain."""
+    length: dict[str, int] = {}  # 0 until the names that a name leads to are done
     done: set[str] = set()
     for start in graph:
         stack = [start]

@@ -16,12 +16,12 @@ from razor_dist.protocol.messages import Alive
 
 # Seconds between two signs of life, if that is not too long for the frontend's patience.
 _INTERVAL_SECONDS = 1.0
-# Seconds that the thread gets to end, which a frontend that reads no more keeps from it.
+# Seconds to wait for the thread's end: a frontend that no longer reads can block it.
 _GRACE_SECONDS = 1.0
 
 
 def interval(timeout: float) -> float:
-    """Seconds between two signs of life of which a frontend with that patience misses none."""
+    """Seconds between two signs of life, for a frontend that waits ``timeout`` seconds for one."""
     return min(_INTERVAL_SECONDS, timeout / 4)
 
 
@@ -43,7 +43,7 @@ def heartbeat(
                 send(Alive(os.getpid(), seconds_left()))
                 ended = over.wait(seconds)
 
-    # A daemon: a frontend that reads no more can block it in the socket.
+    # A daemon: a frontend that no longer reads can block it in the socket.
     thread = threading.Thread(target=run, name="razor-heartbeat", daemon=True)
     thread.start()
     try:

@@ -11,13 +11,16 @@ from starlette.responses import Response, StreamingResponse
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 
-# Bytes of a body for which it gets a second more, and by which its progress is measured.
+# A step of a body's progress, for which the body gets one more second.
 _STEP_BYTES = 64 * 1024
-# Seconds in which a body must have come a step further, once it is not small; and while another
-# lacks the room that it takes.
-STALL_SECONDS, PATIENCE_SECONDS = 10.0, 3.0
-# Bytes of a small body, and bytes that only small ones may take beyond the bound.
-_SMALL_BYTES, _RESERVE_BYTES = 256 * 1024, 8 * 2**20
+# A body that is not small must come a step further in this time.
+STALL_SECONDS = 10.0
+# The same while another body lacks room.
+PATIENCE_SECONDS = 3.0
+# The largest small body.
+_SMALL_BYTES = 256 * 1024
+# Room beyond the bound for small bodies alone.
+_RESERVE_BYTES = 8 * 2**20
 _JSON = "application/json"
 
 
@@ -36,7 +39,7 @@ class Body(bytearray):
         self += chunk
 
     def hold(self, size: int) -> None:
-        """Count ``size`` bytes more for as long as it is in memory: of what it was read to.
+        """Count ``size`` more bytes, of a text read from the body, while the body is in memory.
 
         Raises `RequestError` (``bodies_full``) if there is no room for them.
         """
@@ -102,14 +105,14 @@ class BodyReader:
         return await self.read(request, _JSON, "JSON")
 
     async def read(self, request: Request, wanted: str = "", what: str = "") -> Body:
-        """Return the body of a request whose media type is ``wanted``, which stands for ``what``.
+        """Return the body of a request.
 
-        Without one it may be any.
+        Its media type must be ``wanted``, which errors call ``what``; "" allows any.
 
-        Raises `RequestError` if it says otherwise or is compressed (``unsupported_media_type``), is
-        larger than one body may be (``body_too_large``, at once if its length is declared), if all
-        bodies together are (``bodies_full``), or if it comes too slowly (``body_timeout``). When
-        there is no room, the one of the others that has stalled for the longest is dropped.
+        Raises `RequestError` if it has another type or is compressed (``unsupported_media_type``),
+        is larger than one body may be (``body_too_large``, at once if its length is declared), if
+        all bodies together are (``bodies_full``), or if it comes too slowly (``body_timeout``).
+        When there is no room, the other body that has stalled for the longest is dropped.
         """
         _check_kind(request.headers, wanted, what)
         declared = request.headers.get("content-length", "")
@@ -150,7 +153,7 @@ class BodyReader:
         return body
 
     def _room(self, size: int) -> int:
-        """Return the bytes that all bodies may have with one that has ``size`` of them."""
+        """Return the bytes that all bodies may have together if one has ``size``."""
         return self._max_total + (_RESERVE_BYTES if size <= _SMALL_BYTES else 0)
 
     def make_room(self, body: Body, size: int, now: float) -> None:

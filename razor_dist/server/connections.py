@@ -190,10 +190,10 @@ class TlsProtocol(SSLProtocol):
 
 
 def bounded_protocol(header_timeout: float, max_connections: int) -> type[BoundedProtocol]:
-    """Return the protocol with these bounds; fewer connections if the process may not have as many.
+    """Return the protocol with these bounds; RLIMIT_NOFILE may allow fewer connections.
 
-    The process is allowed the open files that they need, as far as the system lets it. Raises
-    `ConfigError` if that is too few to serve at all.
+    The soft limit is raised as far as connections need it and the system lets it. Raises
+    `ConfigError` if that is too few files to serve at all.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES

@@ -26,9 +26,9 @@ from razor_dist.documents.read import (
 )
 from razor_dist.frontend.guard import guarded, send_signal
 
-# Files that are read at a time, and small ones that are read beside them; others wait.
+# Large files, and small ones beside them, that are read at a time; others wait.
 _AT_ONCE, _SMALL_AT_ONCE = 2, 1
-# Bytes of a small file.
+# The largest small file.
 _SMALL_BYTES = 2**20
 
 ReadFile = Callable[[bytes | bytearray, str | None, ReadLimits], Awaitable[Document]]
@@ -45,7 +45,7 @@ class DocumentReader:
         self._read = read or read_apart
         self._large = asyncio.Semaphore(_AT_ONCE)
         self._small = asyncio.Semaphore(_SMALL_AT_ONCE)
-        # By client, and for small files or others: those for which some file waits or is read.
+        # By client and by whether the file is small, while such a file waits or is read.
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
     async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> Document:

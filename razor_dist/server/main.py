@@ -62,13 +62,18 @@ _GRACE_SECONDS = 2
 _KEEP_ALIVE_SECONDS = 75
 # Seconds that a collector gets to take the last traces.
 _LAST_TRACES_SECONDS = 3
-# Connections that are accepted in one turn of the loop, and that wait for it. One that must make
-# way is closed a few turns later; few are accepted in each, so that `_OTHER_FILES` holds them.
-_ACCEPTED_AT_ONCE, _BACKLOG = 16, 1024
-# How a client is noticed that has vanished without a word, so that nothing more is read or answered
-# for it: seconds of silence until its host is asked, seconds between two questions and their
-# number; and milliseconds in which it must acknowledge what is sent.
-_IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES, _UNACKNOWLEDGED_MS = 30, 10, 3, 60_000
+# Connections accepted in one turn of the loop: few, since a connection that must make way is closed
+# a few turns later, and `_OTHER_FILES` holds those until then.
+_ACCEPTED_AT_ONCE = 16
+# Connections that wait to be accepted.
+_BACKLOG = 1024
+# TCP notices a client that has vanished, so that no more is computed for it. Silence before the
+# first probe of its host:
+_IDLE_SECONDS = 30
+# Time between two probes, and their number.
+_INTERVAL_SECONDS, _PROBES = 10, 3
+# Time in which the client must acknowledge what is sent.
+_UNACKNOWLEDGED_MS = 60_000
 
 
 def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) -> int:
@@ -186,7 +191,7 @@ class Frontend:
         return uvicorn.Config(build_app(self._service, self._keys, self._bound), **settings)
 
     async def _drain(self, server: uvicorn.Server) -> None:
-        """Refuse new requests and wait for those that are here, as long as they get."""
+        """Refuse new requests; wait up to ``shutdown_timeout`` for the others to end."""
         self._service.draining = True
         seconds, count = self.config.shutdown_timeout, self.client.unfinished
         if count:

@@ -23,16 +23,17 @@ from razor_dist.server.documents import DocumentReader
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
 
-# Bytes of a body from which on another process reads it, and commas: one value for each may be
-# wrong, and pydantic's reports of 100,000 take half a second.
-_LONG, _COMMAS = 1 << 18, 1 << 14
-# Bytes of a prompt's log-probability while its prompt is read; for seconds, shaped, twice more.
+# Another process reads bodies of this many bytes and more.
+_LONG_BYTES = 1 << 18
+# Or commas: each may stand for a wrong value, and pydantic's report of 100,000 takes 0.5 s.
+_COMMAS = 1 << 14
+# Of one log-probability while its prompt is read; shaping the answer takes three times as many.
 _LOGPROB_BYTES = 128
 
 
 def is_long(raw: bytes | bytearray) -> bool:
     """Return whether a body is for another process to read."""
-    return len(raw) >= _LONG or raw.count(b",") >= _COMMAS
+    return len(raw) >= _LONG_BYTES or raw.count(b",") >= _COMMAS
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RequestReader:
     defaults: SamplingDefaults
 
     def limits(self, info: EngineInfo) -> Limits:
-        """Return what bounds a request to that engine, while no other waits."""
+        """Return the bounds of a request to that engine while no other request waits."""
         config = self.config
         return Limits(
             config.name,
@@ -98,7 +99,7 @@ class RequestReader:
             room = self.config.max_queue - self.client.unfinished + 1  # in its own place, too
             limits = self.limits(info)._replace(room=room)
             size = len(raw) + sum(len(file.text) for file in files)
-            if size >= _LONG or is_long(raw):
+            if size >= _LONG_BYTES or is_long(raw):
                 key = current_record().turn
                 parsed = await self.process.parse_request(endpoint, raw, limits, key, files, kept)
             else:

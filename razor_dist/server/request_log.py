@@ -121,6 +121,6 @@ class RequestLog:
 
 
 def _route(scope: Scope) -> BaseRoute | None:
-    """Return the route that a request was for which was refused before it came there."""
+    """Return the route of a request that was refused before it was routed."""
     routes = scope["app"].routes
     return next((route for route in routes if route.matches(scope)[0] != Match.NONE), None)

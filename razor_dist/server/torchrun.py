@@ -58,7 +58,7 @@ class Torchrun(NamedTuple):
 
 
 def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -> int:
-    """Be one of torchrun's ranks, and return its exit code; rank 0 sees to the frontend first.
+    """Be one of torchrun's ranks, and return its exit code; rank 0 first finds the frontend.
 
     Raises `RazorError` on other ranks than 0, and on rank 0 only if it cannot reach the frontend,
     which tells the user otherwise.

@@ -19,7 +19,7 @@ from razor_dist.server.metrics import Answer
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-# Until an export, or the last one as the server ends, is given up.
+# Time-out of an export.
 _EXPORT_SECONDS = 2.0
 
 
