@@ -44,7 +44,7 @@ class Preparation:
         self._device = caches.pages.k.device
 
     def step(self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]) -> Step:
-        """Prepare a step of ``entries``, in their order (`StepPlan.step`)."""
+        """Prepare a step of ``entries``, in their order (`Compute.of`)."""
         decoded = [entry for entry in entries if entry.decoded]
         whole = [entry for entry in entries if not (entry.decoded or entry.sharded)]
         sharded = [entry for entry in entries if entry.sharded]
