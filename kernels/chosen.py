@@ -117,7 +117,7 @@ def largest(q: Tensor, k: KeysOrValues, slow: Tensor, shard: Shard, positions: T
     """The largest score of each block, by 8 bits of the dimensions ``slow``: ``[K, B, G, T]``.
 
     ``q`` is ``[K, G, T, W]``, scaled, at ascending ``positions`` (int64 ``[T]``); ``k`` is
-    ``[K, S, D]``. It is -inf for blocks that are always read, and those without keys.
+    ``[K, S, D]``. The score is -inf for blocks that are always read, and for blocks without keys.
     """
     kernels = _triton(q.device)
     if kernels is not None:

@@ -101,7 +101,7 @@ class Query(NamedTuple):
     ) -> Partial:
         """Attention to a compensation token: see `razor_dist.kernels.compensate`.
 
-        ``away`` is needed with ALiBi: float32 ``[T]``, how far the token is from each query.
+        ``away``, float32 ``[T]``, is needed with ALiBi: the token's distance from each query.
         """
         assert self.dual is None, "it stands in one chunk: `seen_by`"
         found = compensate(self.q, k_mean, v_mean, count, scale=self.scale)

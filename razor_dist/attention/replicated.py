@@ -112,7 +112,7 @@ class ReplicatedContext:
         return torch.cat(outs, dim=2)
 
     def _by_blocks(self, rows: slice, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """`_retrieval` from the blocks that the tokens choose."""
+        """Attention of the retrieval heads to the blocks that tokens choose."""
         pages, choice, readers = self._caches.pages, self._caches.choice, []
         for prompt in self._prompts:
             own = (x[:, prompt.at][:, prompt.own] for x in (k, v))

@@ -121,7 +121,7 @@ class SourceTracer:
                 self._lse[at] = scores.logsumexp(0)
 
     def _score(self, q: Tensor, keys: KeysOrValues, position: int, span: Span) -> Tensor:
-        """`scores_of` a query at ``position`` and the keys in the slots ``span``."""
+        """Scores of the keys in the slots ``span`` by a query at ``position`` (`scores_of`)."""
         dual = self._caches.dual
         if dual is None or position < dual.length:
             return scores_of(q, keys)

@@ -188,7 +188,7 @@ class HeadMap:
 
     @classmethod
     def uniform(cls, method: Literal["full", "streaming"], shape: ModelShape) -> HeadMap:
-        """Every head keeps everything ("full", ordinary attention), or none (StreamingLLM)."""
+        """A map with retrieval heads only ("full"), or streaming heads only (StreamingLLM)."""
         return cls(
             model="any",
             fingerprint="any",

@@ -112,7 +112,7 @@ class OnTheFlySettings:
 @explained()
 @dataclass(frozen=True, config=STRICT)
 class KVzipSettings:
-    """Settings of KVzip's head scores; the sparsity is that of its authors, 0.6 of the cache."""
+    """Settings of KVzip's head scores; the default sparsity keeps 0.6 of the cache, as there."""
 
     sparsity: Annotated[
         float, Share, Doc("Fraction of KV heads to make streaming heads, 0 to 1.")

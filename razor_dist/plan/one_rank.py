@@ -33,7 +33,7 @@ def runner_of(
     *,
     recorder: Recorder | None = None,
 ) -> ModelRunner:
-    """The rank of ``comm`` in a deployment, around ``model``."""
+    """A runner of ``model`` as the rank of ``comm`` in a deployment."""
     heads, share = d.head_map, d.share(comm.rank)
     layout = HeadLayout.from_decision(heads.retrieval, model.device, heads.windows, share)
     tensor = TensorParallel(model, d.shape, layout, comm) if d.shared else None
