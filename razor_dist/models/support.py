@@ -34,7 +34,8 @@ _WINDOW_ALONE = ("ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 QUANTISED = "weights are quantised; use the unquantised ones"
 
 _SINKS = "its attention has learned sinks in the softmax"
-# Model types whose attention differs in ways that no configuration field tells.
+_SHIFTED = "its first token's position is not 0, but follows from the id of its padding token"
+# Model types that differ in attention or positions in ways that no configuration field tells.
 _OTHER_ATTENTION = {
     "bert-generation": "its attention is bidirectional",
     "diffllama": "it subtracts two attention maps",
@@ -42,6 +43,8 @@ _OTHER_ATTENTION = {
     "emu3": "it serves images as well as text",
     "hrm_text": "its layers run several times for each token",
     "jetmoe": "its experts' queries share keys that are repeated before attention",
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), _SHIFTED),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "xmod"), _SHIFTED),
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
     "nemotron": "its layers do not hand the call's arguments on to attention",
 }
@@ -146,11 +149,11 @@ def _kind_reason(config: PretrainedConfig) -> str | None:
     for name in ("quantization_config", "compression_config"):
         if getattr(config, name, None) is not None:
             return f"its {QUANTISED}"
-    if config.model_type in _OTHER_ATTENTION:
-        return _OTHER_ATTENTION[config.model_type]
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if masked_lm and not getattr(config, "is_decoder", False):
         return "its attention is bidirectional"
+    if config.model_type in _OTHER_ATTENTION:
+        return _OTHER_ATTENTION[config.model_type]
     if is_alibi(config):
         reason: str | None = adapter(config).reason(config)
         return reason

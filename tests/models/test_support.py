@@ -55,6 +55,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("baichuan", {"vocab_size": 1000}, "not clear whether its output projection is normalised"),
     ("t5", {}, "encoder-decoder"),
     ("bert", {}, "bidirectional"),
+    ("roberta", {"is_decoder": True}, "first token's position is not 0"),
+    ("xlm-roberta", {"is_decoder": True}, "first token's position is not 0"),
     ("lfm2", {"full_attn_idxs": [2]}, "layers of type conv"),
     ("minimax", {}, "layers of type linear_attention"),
     ("llava", {}, "multi-modal"),
