@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.attention import decode
+from razor_dist.attention.step import Step
+from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import PagePool
+from razor_dist.engine import runner
+from razor_dist.engine.prepare import Preparation
 from razor_dist.kernels import decode_torch
 from razor_dist.kernels.quantized import INT4, INT8
 from razor_dist.parallel.comm import Communicator
@@ -92,6 +96,28 @@ def without_a_compiler(comm: Communicator, company: Company) -> object:
 def with_one_compiler(comm: Communicator, company: Company) -> object:
     """`together`, where rank 1 alone has compiled kernels."""
     return (together if comm.rank == 1 else without_a_compiler)(comm, company)
+
+
+def as_prepared(comm: Communicator, company: Company) -> object:
+    """`together`, where a pass must leave its step and all sequences as they were prepared."""
+    prepare, commit = Preparation.step, runner.commit
+    seen = ""
+
+    def prepared(self: Preparation, entries: Any, sequences: Any) -> Step:
+        nonlocal seen
+        step = prepare(self, entries, sequences)
+        seen = repr((step, sequences))
+        return step
+
+    def committed(rank: int, caches: Caches, step: Step, sequences: Any) -> None:
+        assert repr((step, sequences)) == seen
+        commit(rank, caches, step, sequences)
+
+    with (
+        mock.patch.object(Preparation, "step", prepared),
+        mock.patch.object(runner, "commit", committed),
+    ):
+        return together(comm, company)
 
 
 @functools.cache
@@ -208,6 +234,7 @@ def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny)
     [
         ("llama", without_a_compiler, (1, 3)),
         ("llama", with_one_compiler, (3,)),
+        ("llama", as_prepared, (2,)),
         *((family, with_one_compiler, (2,)) for family in ("qwen3", "bloom", "mpt")),
     ],
 )
@@ -228,7 +255,7 @@ def test_a_prompt_is_read_by_turns_in_chunks_and_by_all_ranks(
     case = Case(str(path), split_of(path), GROWING, (), tail=8, tensor=tensor)
     steps = ((16, 0, 9, 1), (16, 16, 1, 1)) * 5
     company = Company(case, TEXTS, (138, 97, 0, 0), (*steps, *STEPS), mixed=True)
-    assert_same_as_alone(company, ranks, 2, 4)
+    assert_same_as_alone(company, ranks, 2, 4, how=as_prepared)
 
 
 def test_prompts_that_begin_in_a_short_step_send_nothing(ranks: Ranks, tiny: Tiny) -> None:

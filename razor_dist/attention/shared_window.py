@@ -14,41 +14,33 @@ import torch
 from torch import Tensor
 
 from razor_dist.cache.caches import Caches
-from razor_dist.cache.sequence import Sequence, SharedWindow
-from razor_dist.cache.streaming import SinksAndSums
+from razor_dist.cache.sequence import Sequence
+from razor_dist.cache.streaming import ChunkedWindow, SinksAndSums
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Interval
 
 
-def shared_windows(
-    comm: Communicator, caches: Caches, sequence: Sequence
-) -> tuple[list[SharedWindow], list[dict[int, list[KVPiece]]]]:
-    """By streaming cache, all heads' sinks and sums, and by layer this rank's part of the window.
-
-    All ranks call this together.
-    """
-    layout = caches.layout
-    shared: list[SharedWindow] = []
-    windows: list[dict[int, list[KVPiece]]] = []
+def shared_windows(comm: Communicator, caches: Caches, sequence: Sequence) -> list[ChunkedWindow]:
+    """By streaming cache, a sequence's window of all heads; all ranks call this together."""
+    layout, windows = caches.layout, list[ChunkedWindow]()
     for index, (cache, slot) in enumerate(zip(caches.streaming, sequence.streaming, strict=True)):
         rows = layout.kept[index]
         begin = max(cache.policy.sinks, slot.start)
         whole = Interval(begin, max(begin, sequence.length))
         parts = _equal_parts(whole, comm.size)
         held = [(at, rank) for rank, at in enumerate(parts) if len(at)]
-        fixed = cache.sinks_and_sums(slot)
+        fixed = cache.sinks_and_sums(slot.at)
         own = [torch.stack(cache.read(cache.rows, slot, at.begin, at.end)) for at in parts]
         both = _exchange(comm, own, rows) if held else None
-        shared.append(SharedWindow(_gather(comm, fixed, rows, sequence.length), held))
-        pieces: dict[int, list[KVPiece]] = {}
+        window = ChunkedWindow(fixed=_gather(comm, fixed, rows, sequence.length), held=held)
         for layer, heads in enumerate(layout.layers):
             for group in heads.groups:
                 if both is not None and group.index == index:
                     k, v = both[:, group.rows].clone()  # freed layer by layer
-                    pieces[layer] = [KVPiece(parts[comm.rank], k, v)]
-        windows.append(pieces)
-    return shared, windows
+                    window.pieces[layer] = [KVPiece(parts[comm.rank], k, v)]
+        windows.append(window)
+    return windows
 
 
 def _equal_parts(whole: Interval, parts: int) -> list[Interval]:

@@ -1,8 +1,9 @@
 """A step as data: prepared once, read by attention.
 
-`razor_dist.engine.prepare` writes a `Step` from the sequences, the model and its attention read it,
-and `razor_dist.engine.commit` changes the sequences, after the pass. Only windows of earlier chunks
-are replaced in the pass itself (`WindowPart.earlier`), so that a step is run once.
+`razor_dist.engine.prepare` makes a `Step` of the sequences, the model and its attention read it,
+and `razor_dist.engine.commit` changes the sequences, after the pass. The pass itself writes to the
+caches alone. It replaces windows there (`razor_dist.cache.streaming.ChunkedWindow`), so that a step
+with chunks can be run only once.
 
 A step is one `Pass` of the model, or two in tensor-parallel decode, where chunks need the weights
 whole. The tokens of a pass come in three kinds, in this order::
@@ -30,10 +31,8 @@ from torch import Tensor
 
 from razor_dist.attention.window_plan import WindowPlan
 from razor_dist.cache.pages import Span
-from razor_dist.cache.sequence import SharedWindow
-from razor_dist.cache.slots import StreamingSlot
+from razor_dist.cache.slots import SlotAt
 from razor_dist.kernels.chosen import Shard, fixed
-from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
 
 Extents = list[tuple[int, int]]  # slots [a, b) of a page pool
@@ -73,14 +72,14 @@ class BlockTables(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockReader:
-    """Tokens of one sequence of which retrieval heads read chosen blocks; and these keys."""
+    """Tokens of one sequence whose retrieval heads read chosen blocks, and this rank's keys."""
 
     at: slice  # of the tokens of their kind
     positions: Tensor  # int64 [T]
-    queries: Tensor  # int64: the same; of a chunk all ranks' tokens, by rank
+    queries: Tensor  # int64: `positions`; of a chunk, those of all ranks' tokens, by rank
     spans: list[Span]  # slots of this rank's shard, these tokens included
-    shard: Shard  # of these
-    shards: tuple[Shard, ...] = ()  # of a chunk: of every rank
+    shard: Shard  # where the keys of `spans` stand
+    shards: tuple[Shard, ...] = ()  # of a chunk: every rank's `shard`
 
     @property
     def blocks(self) -> int:
@@ -114,7 +113,7 @@ class DecodeBatch:
     page_size: int
     dummy_slot: int
     rings: tuple[int, ...]  # by streaming cache: places of a slot before its ring
-    # Of every sequence, if one of them is long enough to choose from.
+    # One for each sequence, if any of them is long enough to choose from; else none.
     readers: tuple[BlockReader, ...] = ()
 
     def __len__(self) -> int:
@@ -153,18 +152,20 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class WindowPart:
-    """A prompt's tokens in the streaming heads of one window: what they read, and store where."""
+    """A prompt's tokens in the streaming heads of one window: what they read, and store where.
 
-    slot: StreamingSlot
+    Each interval of positions in the slot is followed by their places in the cache's arena, int64.
+    """
+
+    slot: SlotAt
     plan: WindowPlan | None  # None: with exact prefill, before the last chunk
-    shared: SharedWindow | None  # tensor-parallel decode: the window of all ranks' heads
-    # By layer: this rank's part of the window, since the last chunk; of a layer that has run, for
-    # the next one (`razor_dist.attention.streaming_prefill`).
-    earlier: dict[int, list[KVPiece]]
     replicated: Interval  # positions that are read from the slot
+    replicated_at: Tensor
     new: Interval  # positions that go to the slot's ring
-    new_at: Tensor  # int64: their places in the slot
+    new_at: Tensor
     tail: Interval  # positions that go to the slot's tail
+    tail_at: Tensor
+    kept: Interval  # positions that the `ChunkedWindow` has after this chunk
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class ReplicatedTokens:
     chunk: Chunk  # as of one rank
     positions: Tensor  # int64 [T]
     owned: range  # positions of which this rank stores the retrieval keys and values
-    extents: Extents  # where
+    extents: Extents  # slots for these
     seen: list[Span]  # slots of this rank's shard of the tokens before
     windows: tuple[WindowPart, ...]  # by streaming cache
     reader: BlockReader | None = None  # where retrieval heads choose blocks
@@ -236,9 +237,8 @@ class Pass:
     # Of the tokens after those of `decode`: ids and positions as the model gets them, int64 [T].
     ids: Tensor
     model_positions: Tensor
-    # Tokens whose logits are computed here, int64; None: all. They are those of `rows`.
-    logits: Tensor | None
-    rows: list[int]  # how many of them are of each entry of the step that is in this pass
+    logits: Tensor | None  # indices of the tokens whose logits are computed here, int64; None: all
+    rows: list[int]  # the number of these tokens, of each entry of the step that is in this pass
     decode: DecodeBatch | None = None
     replicated: tuple[ReplicatedTokens, ...] = ()
     chunks: tuple[ChunkTokens, ...] = ()

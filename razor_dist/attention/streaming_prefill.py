@@ -10,7 +10,7 @@ from torch import Tensor
 from razor_dist.attention.step import WindowPart
 from razor_dist.attention.streaming import SpanKeys, SpanQueries, window_attention
 from razor_dist.attention.window_plan import edge_sums
-from razor_dist.cache.streaming import SinksAndSums, StreamingCache
+from razor_dist.cache.streaming import ChunkedWindow, SinksAndSums, StreamingCache
 from razor_dist.heads.layout import StreamingGroup
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
@@ -31,20 +31,17 @@ class StreamingTransfers:
 class StreamingChunk:
     """One chunk as the streaming heads of one window see it.
 
-    They attend to sinks, window and compensation token. With exact prefill they see the whole
-    context elsewhere, and only what they keep of it is worked out here, when the prompt ends.
+    They attend to sinks, window and compensation token. With exact prefill they attend to the whole
+    context elsewhere, and sinks, window and sums are worked out here when the prompt ends.
     """
 
     def __init__(
         self, comm: Communicator, cache: StreamingCache, part: WindowPart, chunk: Chunk
     ) -> None:
         self._comm, self._cache, self._part, self._chunk = comm, cache, part, chunk
-
-    @property
-    def _fixed(self) -> SinksAndSums:
-        if self._part.shared is not None:
-            return self._part.shared.fixed
-        return self._cache.sinks_and_sums(self._part.slot)
+        # Tokens that all ranks compute find their whole window in the slot.
+        self._window = cache.chunked.get(part.slot.index) or ChunkedWindow()
+        self._fixed = self._window.fixed or cache.sinks_and_sums(part.slot)
 
     def start(
         self, layer: int, group: StreamingGroup, stored: list[KVPiece], k: Tensor, v: Tensor
@@ -60,7 +57,7 @@ class StreamingChunk:
         split = len(early)
         pieces = [
             *stored,
-            *part.earlier.get(layer, ()),
+            *self._window.pieces.get(layer, ()),
             KVPiece(early, k[:, :split], v[:, :split]),
             KVPiece(late, k[:, split:], v[:, split:]),
         ]
@@ -71,8 +68,7 @@ class StreamingChunk:
             handover = plan.handover.start(self._comm, pieces, "halo", group.shares)
         replicated = []
         if len(part.replicated):
-            begin, end = part.replicated.begin, part.replicated.end
-            both = cache.read(group.rows, part.slot, begin, end)
+            both = cache.at(group.rows, part.replicated_at)
             replicated.append(KVPiece(part.replicated, *both))
         sums = None
         if plan.changes_sums and cache.policy.compensation:
@@ -89,9 +85,8 @@ class StreamingChunk:
         ``group`` and ``transfers`` are those of `start`. The result is float32 ``[K, G, T, D]``;
         None if there is nothing to attend with.
         """
-        plan, slot, rows = self._part.plan, self._part.slot, group.rows
+        plan, rows, fixed = self._part.plan, group.rows, self._fixed
         assert plan is not None
-        fixed = self._fixed
         sinks, new = transfers.own + transfers.sinks.wait(), plan.new_sinks
         if len(new):
             both = assemble(sinks, new)
@@ -111,30 +106,27 @@ class StreamingChunk:
                 mine = group.shares[self._comm.rank]
                 pieces = [p.heads(mine) for p in transfers.own] + transfers.handover.wait()
                 of_group = slice(rows.start + mine.start, rows.start + mine.stop)
-                self._cache.load(group.kept, slot, fixed.heads(of_group))
+                self._cache.load(group.kept, self._part.slot, fixed.heads(of_group))
                 rows = group.kept
             self._store(rows, pieces, plan.keep)
-            self._part.earlier.pop(layer, None)
+            self._window.pieces.pop(layer, None)
         else:
-            kept = Interval(plan.keep - slot.tail_capacity, self._chunk.end)
+            kept = self._part.kept
             parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
-            # Here alone attention changes a sequence: this layer's window of the last chunk goes.
-            # At a million tokens on one rank, those of all layers take gigabytes. Clones: a view
-            # would keep the whole chunk's keys and values alive.
+            # Clones: views would keep the whole chunk's keys and values alive.
             own = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
-            self._part.earlier[layer] = own
+            self._window.pieces[layer] = own
         return out
 
     def _store(self, rows: slice, pieces: list[KVPiece], keep: int) -> None:
         """Store what the cache keeps, of the heads that are ``rows`` there."""
-        cache, slot, tail = self._cache, self._part.slot, self._part.tail
-        if len(self._part.new):
-            cache.write(rows, slot, self._part.new_at, *assemble(pieces, self._part.new))
-        if len(tail):
-            cache.put_tail(rows, slot, tail.begin, tail.end, *assemble(pieces, tail))
+        cache, part = self._cache, self._part
+        for positions, at in ((part.new, part.new_at), (part.tail, part.tail_at)):
+            if len(positions):
+                cache.write(rows, at, *assemble(pieces, positions))
         dropped = keep - cache.policy.sinks
         if dropped > 0 and cache.policy.compensation:
-            cache.refresh(rows, slot, dropped)
+            cache.refresh(rows, part.slot, dropped)
 
     def _attend_spans(
         self,

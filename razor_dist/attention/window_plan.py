@@ -43,7 +43,7 @@ class QuerySpan:
     runs: list[WindowRun]  # the queries that are not sinks, by where their window starts
 
 
-@dataclass
+@dataclass(frozen=True)
 class WindowPlan:
     """The exchanges of one chunk's streaming heads; the same for every layer."""
 

@@ -9,38 +9,20 @@ import torch
 
 from razor_dist.cache.pages import PageTable
 from razor_dist.cache.slots import StreamingSlot
-from razor_dist.cache.streaming import SinksAndSums
 from razor_dist.kernels.chosen import Shard
-from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import shard_positions
-from razor_dist.parallel.zigzag import Chunk, Interval
-
-
-@dataclass(frozen=True)
-class SharedWindow:
-    """All heads' keys and values of one window, on every rank: tensor-parallel decode only."""
-
-    fixed: SinksAndSums
-    held: list[tuple[Interval, int]]  # the window before the prompt, and the ranks that hold it
+from razor_dist.parallel.zigzag import Chunk
 
 
 @dataclass
 class ChunkedPrefill:
-    """State of a prompt between two of its chunks.
+    """State of a prompt that is read in chunks, until the last one.
 
-    Its window is not in the streaming caches: each rank holds the part that it has computed.
+    Its windows are not in its slots (`razor_dist.cache.streaming.ChunkedWindow`).
     """
 
-    windows: list[dict[int, list[KVPiece]]]  # by streaming cache and layer: this rank's part
     done: list[Chunk] = field(default_factory=list)  # of this prompt, in order
-    shared: list[SharedWindow] | None = None  # by streaming cache
     scratch: PageTable | None = None  # exact prefill: the streaming heads' full keys and values
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the windows on this rank."""
-        layers = (layer for window in self.windows for layer in window.values())
-        return sum(p.k.nbytes + p.v.nbytes for pieces in layers for p in pieces)
 
 
 @dataclass

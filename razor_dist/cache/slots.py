@@ -46,9 +46,9 @@ class Arena:
         return min(self.tail, max(0, self.policy.start(total) - self.policy.sinks))
 
     def kept_total(self, total: int, length: int) -> int:
-        """Tokens for which a slot of ``total``, that has seen ``length``, is kept when cached.
+        """Tokens for which a cached slot has room, made for ``total``, that has seen ``length``.
 
-        It shrinks where its tokens need not move, or where that is worth it.
+        It shrinks to ``length`` where its tokens need not move, or where that is worth it.
         """
         if length <= self.policy.capacity(length) and not self.policy.start(length):
             return length
@@ -66,43 +66,61 @@ class Arena:
         return max(self.policy.sinks, self.policy.start(length)) >= slot.tail_begin
 
     def least_cut(self, length: int, tail_begin: int) -> int:
-        """The least n, at most ``length``, such that such a slot has all that is seen at n."""
+        """The least n, at most ``length``, to which a slot with this ``tail_begin`` can be cut."""
         if tail_begin <= self.policy.sinks:
             return 0
         # `start` never decreases.
         return bisect.bisect_left(range(length), tail_begin, key=self.policy.start)
 
 
+@dataclass(frozen=True)
+class SlotAt:
+    """The memory of a slot, where it stays until another slot is allocated."""
+
+    index: int  # in the compensation sums
+    offset: int  # of the slot's first place in the arena
+
+
 @dataclass
 class StreamingSlot:
-    """One sequence's share of the streaming cache."""
+    """One sequence's share of the streaming cache.
+
+    Always ``tail_begin <= ring_begin <= start``, and none of the three ever decreases.
+    """
 
     index: int  # in the compensation sums
     offset: int  # of its first place in the arena; changes when another slot is allocated
     capacity: int  # tokens that its ring holds
     tail_capacity: int  # tokens that its tail holds
     start: int = 0  # s of the newest query seen: tokens in [N0, start) are in the compensation sums
-    # Where the window's tokens begin in the ring: ``start``, but for a prompt that is being read,
-    # whose window is not replicated. The tail has those from ``tail_begin`` to there.
+    # Where the window's tokens begin in the ring: ``start``, but for a prompt read in chunks,
+    # whose window is outside the slot. The tail has the tokens from ``tail_begin`` to there.
     ring_begin: int = 0
     tail_begin: int = 0
     length: int = 0  # tokens whose keys and values have been written
     cached: bool = False  # not in use: it may be evicted
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.tail_begin <= self.ring_begin <= self.start
+
+    @property
+    def at(self) -> SlotAt:
+        return SlotAt(self.index, self.offset)
 
     def width(self, ring: int) -> int:
         """Places that it takes; its ring begins at index ``ring``."""
         return ring + self.capacity + self.tail_capacity
 
     def read_to(self, start: int) -> None:
-        """Note ``start`` while a prompt is read whose window is not replicated."""
+        """Move ``start`` alone, after a chunk of a prompt that goes on."""
         assert self.start <= start
         self.start = start
 
-    def advance(self, start: int) -> None:
-        """Note that the window in the ring begins at ``start``, and the tail goes up to there."""
-        assert self.ring_begin <= start
+    def advance(self, start: int, tail: int = 0) -> None:
+        """Have the ring begin at ``start``, and the tail at ``tail`` at the earliest."""
+        assert self.start <= start
         self.start = self.ring_begin = start
-        self.tail_begin = max(self.tail_begin, start - self.tail_capacity)
+        self.tail_begin = min(start, max(self.tail_begin, tail, start - self.tail_capacity))
 
 
 class SlotPool:

@@ -14,12 +14,14 @@ its position and ``s`` alone (`razor_dist.kernels.decode`), and no other place i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from razor_dist.cache.slots import Arena, SlotPool, StreamingSlot
+from razor_dist.cache.slots import Arena, SlotAt, SlotPool, StreamingSlot
+from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.zigzag import Interval
 
 # Bytes that are copied together from one slot to another.
 _TOGETHER_BYTES = 64 << 20
@@ -35,6 +37,25 @@ class SinksAndSums:
 
     def heads(self, index: slice) -> SinksAndSums:
         return SinksAndSums(self.k[index], self.v[index], self.sums[:, index])
+
+
+@dataclass
+class ChunkedWindow:
+    """A prompt's window between two chunks, which is outside its slot: this rank's part of it.
+
+    Attention replaces it layer by layer: at a million tokens on one rank, the windows of all layers
+    take gigabytes.
+    """
+
+    pieces: dict[int, list[KVPiece]] = field(default_factory=dict)  # by layer
+    # With tensor-parallel decode, of all ranks' heads: their sinks and sums; and the positions of
+    # the window before the prompt, with the rank that has them.
+    fixed: SinksAndSums | None = None
+    held: list[tuple[Interval, int]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.k.nbytes + p.v.nbytes for of in self.pieces.values() for p in of)
 
 
 class StreamingCache:
@@ -65,8 +86,10 @@ class StreamingCache:
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
         self._pool, self._ring = SlotPool(arena, slots), arena.ring
+        # Of prompts that are read in chunks, by `StreamingSlot.index`.
+        self.chunked: dict[int, ChunkedWindow] = {}
 
-    def view(self, rows: slice, slot: StreamingSlot, width: int) -> tuple[Tensor, Tensor]:
+    def view(self, rows: slice, slot: SlotAt, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, width, D]`` of a slot's first ``width`` places."""
         at = slice(slot.offset, slot.offset + width)
         return self.k[rows, at], self.v[rows, at]
@@ -81,7 +104,7 @@ class StreamingCache:
 
     @property
     def used_bytes(self) -> int:
-        return self._bytes(cached=False)
+        return self._bytes(cached=False) + sum(of.nbytes for of in self.chunked.values())
 
     @property
     def cached_bytes(self) -> int:
@@ -112,6 +135,7 @@ class StreamingCache:
 
     def release(self, slot: StreamingSlot) -> None:
         self._pool.release(slot)
+        self.chunked.pop(slot.index, None)
 
     def cache(self, slot: StreamingSlot, length: int, total: int) -> None:
         """Mark a slot of ``total`` tokens, of which it has seen ``length``, as cached: not in use.
@@ -163,7 +187,7 @@ class StreamingCache:
     ) -> dict[str, Tensor]:
         """Return copies of all that some rows of a slot need of their first ``length`` tokens.
 
-        That is not less than `Arena.least_cut`. The tail begins at ``tail`` at the earliest. ``k``
+        ``length`` is at least `Arena.least_cut`. The tail begins at ``tail`` at the earliest. ``k``
         and ``v`` ``[K, n, D]`` are of the sinks, the tail and the window, ``sums`` float32
         ``[2, K, D]``, and ``at`` the positions at which window and tail begin, and ``length``.
         """
@@ -193,72 +217,65 @@ class StreamingCache:
         sinks = self.policy.sinks
         start, tail, length = state["at"].tolist()
         begin, first = max(start, sinks), min(sinks, length)
-        slot.start, slot.ring_begin, slot.length = start, start, length
-        slot.tail_begin = max(tail, begin - slot.tail_capacity)
+        slot.length = length
+        slot.advance(start, tail)
         k, v = state["k"], state["v"]
-        self.write(rows, slot, self.indices(slot, 0, first), k[:, :first], v[:, :first])
+        self.write(rows, self.places(slot, 0, first), k[:, :first], v[:, :first])
         window = slice(first + begin - tail, None)
-        at = self.indices(slot, begin, max(begin, length))
+        at = self.places(slot, begin, max(begin, length))
         # The rings differ in length, so the window's tokens move.
-        self.write(rows, slot, at, k[:, window], v[:, window])
-        if slot.tail_begin < begin:
-            kept = slice(first + slot.tail_begin - tail, first + begin - tail)
-            self.put_tail(rows, slot, slot.tail_begin, begin, k[:, kept], v[:, kept])
+        self.write(rows, at, k[:, window], v[:, window])
+        kept = max(tail, slot.tail_begin)
+        if kept < begin:
+            of_tail = slice(first + kept - tail, first + begin - tail)
+            self.write(rows, self.tail_places(slot, kept, begin), k[:, of_tail], v[:, of_tail])
         if self.policy.compensation:
             self.sums[:, rows, slot.index] = state["sums"]
             if begin > sinks:
-                self.refresh(rows, slot, begin - sinks)
+                self.refresh(rows, slot.at, begin - sinks)
 
-    def indices(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
-        """Indices in a slot of positions ``[begin, end)``: int64, on the cache's device."""
+    def places(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
+        """Places in the arena of positions ``[begin, end)``: int64, on the cache's device."""
         position = torch.arange(begin, end, device=self.device)
-        ring = self._ring + position % max(1, slot.capacity)
-        return torch.where(position < self.policy.sinks, 1 + position, ring)
+        at = self._ring + position % max(1, slot.capacity)
+        if begin < slot.ring_begin:
+            at = torch.where(position < slot.ring_begin, self._tail_at(slot, position), at)
+        return slot.offset + torch.where(position < self.policy.sinks, 1 + position, at)
+
+    def tail_places(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
+        """Like `places`, of positions that leave the ring for the tail, and fit there."""
+        return slot.offset + self._tail_at(slot, torch.arange(begin, end, device=self.device))
+
+    def _tail_at(self, slot: StreamingSlot, position: Tensor) -> Tensor:
+        return self._ring + slot.capacity + position % max(1, slot.tail_capacity)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return new keys and values as they are kept, and travel: attention sees no others."""
         return k.to(self.k.dtype), v.to(self.k.dtype)
 
-    def write(self, rows: slice, slot: StreamingSlot, at: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store ``k``, ``v`` ``[K, n, D]`` at ``at = indices(slot, ...)``."""
-        self.k[rows].index_copy_(1, slot.offset + at, k)
-        self.v[rows].index_copy_(1, slot.offset + at, v)
+    def write(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store ``k``, ``v`` ``[K, n, D]`` at places of the arena."""
+        self.k[rows].index_copy_(1, at, k)
+        self.v[rows].index_copy_(1, at, v)
+
+    def at(self, rows: slice, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[K, n, D]`` at places of the arena; copies."""
+        return self.k[rows].index_select(1, at), self.v[rows].index_select(1, at)
 
     def read(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order."""
-        at = self.indices(slot, begin, end)
-        if begin < slot.ring_begin:
-            position = torch.arange(begin, end, device=self.device)
-            of_tail = (position >= self.policy.sinks) & (position < slot.ring_begin)
-            at = torch.where(of_tail, self._tail_places(slot, position), at)
-        k, v = self.view(rows, slot, slot.width(self._ring))
-        return k.index_select(1, at), v.index_select(1, at)
+        """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order; copies."""
+        return self.at(rows, self.places(slot, begin, end))
 
-    def _tail_places(self, slot: StreamingSlot, position: Tensor) -> Tensor:
-        return self._ring + slot.capacity + position % max(1, slot.tail_capacity)
+    def sinks_and_sums(self, slot: SlotAt) -> SinksAndSums:
+        """Sinks and sums of a slot, of all rows; views."""
+        k, v = self.view(self.rows, slot, self._ring)
+        return SinksAndSums(k[:, 1:], v[:, 1:], self.sums[:, :, slot.index])
 
-    def put_tail(
-        self, rows: slice, slot: StreamingSlot, begin: int, end: int, k: Tensor, v: Tensor
-    ) -> None:
-        """Store ``k``, ``v`` ``[K, n, D]`` of positions ``[begin, end)``, that fit the tail."""
-        at = self._tail_places(slot, torch.arange(begin, end, device=self.device))
-        for store, new in zip(self.view(rows, slot, slot.width(self._ring)), (k, v), strict=True):
-            store.index_copy_(1, at, new)
-
-    def sinks(self, rows: slice, slot: StreamingSlot) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, N0, D]`` of the first tokens; views."""
-        k, v = self.view(rows, slot, self._ring)
-        return k[:, 1:], v[:, 1:]
-
-    def sinks_and_sums(self, slot: StreamingSlot) -> SinksAndSums:
-        """A slot's own, as views, until another slot is allocated."""
-        return SinksAndSums(*self.sinks(self.rows, slot), self.sums[:, :, slot.index])
-
-    def load(self, rows: slice, slot: StreamingSlot, found: SinksAndSums) -> None:
-        """Take sinks and sums over from where a prompt was read."""
-        for store, new in zip(self.sinks(rows, slot), (found.k, found.v), strict=True):
+    def load(self, rows: slice, slot: SlotAt, found: SinksAndSums) -> None:
+        """Copy to a slot the sinks and sums that a prompt was read with elsewhere."""
+        own = self.sinks_and_sums(slot).heads(rows)
+        for store, new in ((own.k, found.k), (own.v, found.v), (own.sums, found.sums)):
             store.copy_(new)
-        self.sums[:, rows, slot.index] = found.sums
 
     def drop(self, slot: StreamingSlot, end: int) -> None:
         """Move the window's tokens before position ``end`` to sums and tail, in all layers."""
@@ -269,13 +286,14 @@ class StreamingCache:
             if self.policy.compensation:
                 self.sums[0, rows, slot.index] += k.float().sum(1)
                 self.sums[1, rows, slot.index] += v.float().sum(1)
-                self.refresh(rows, slot, end - sinks)
+                self.refresh(rows, slot.at, end - sinks)
             kept = min(slot.tail_capacity, end - begin)
             if kept:
-                self.put_tail(rows, slot, end - kept, end, k[:, -kept:], v[:, -kept:])
+                at = self.tail_places(slot, end - kept, end)
+                self.write(rows, at, k[:, -kept:], v[:, -kept:])
         slot.advance(end)
 
-    def refresh(self, rows: slice, slot: StreamingSlot, count: int) -> None:
+    def refresh(self, rows: slice, slot: SlotAt, count: int) -> None:
         """Set the compensation tokens to the mean of the ``count`` dropped tokens."""
         mean = self.sums[:, rows, slot.index].unsqueeze(2) / count
         for store, new in zip(self.view(rows, slot, 1), mean, strict=True):

@@ -219,7 +219,7 @@ class RankSizes:
     def _window_tokens(self, policy: StreamingPolicy, prompt: int, chunk: int) -> int:
         """Tokens of window that the fullest rank holds of each head between two chunks.
 
-        Each rank keeps its own part of the window (`ChunkedPrefill.windows`). The last shard of a
+        Each rank keeps its own part of the window (`ChunkedWindow.pieces`). The last shard of a
         chunk is rank 0's, so that it may hold all of a window that is shorter. Nothing stays after
         the last.
         """

@@ -1,11 +1,11 @@
-"""Apply a step to its sequences after the pass; the pass itself replaces `WindowPart.earlier`."""
+"""Apply a step to its sequences, after it has run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from razor_dist.attention.step import ChunkTokens, ReplicatedTokens, Step, WindowPart
+from razor_dist.attention.step import ChunkTokens, Step, WindowPart
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence
 from razor_dist.parallel.sharding import shard_sizes
@@ -14,7 +14,8 @@ from razor_dist.parallel.sharding import shard_sizes
 def commit(rank: int, caches: Caches, step: Step, sequences: Mapping[int, Sequence]) -> None:
     """Count a step's tokens in this rank's sequences.
 
-    Runs of several tokens wait for `commit_run`: what stays of them is not known yet.
+    Runs of several tokens wait for `commit_run` until the next plan, which brings what rank 0 has
+    drawn: to send it before would cost every step a broadcast.
     """
     for key, sizes in step.growth:
         sequences[key].grow(sizes, rank)
@@ -23,8 +24,9 @@ def commit(rank: int, caches: Caches, step: Step, sequences: Mapping[int, Sequen
             commit_run(rank, caches, sequences[key], 1)
     for part in step.passes:
         for tokens in part.replicated:
-            _commit_replicated(caches, tokens)
-    for part in step.passes:
+            if caches.pages.positions is not None:
+                caches.pages.place(tokens.extents, tokens.positions[tokens.own])
+            _commit_windows(sequences[tokens.sequence], tokens.windows)
         for chunk in part.chunks:
             _commit_chunk(rank, caches, sequences[chunk.sequence], chunk)
 
@@ -32,26 +34,20 @@ def commit(rank: int, caches: Caches, step: Step, sequences: Mapping[int, Sequen
 def commit_run(rank: int, caches: Caches, sequence: Sequence, tokens: int) -> None:
     """Count the first ``tokens`` of a sequence's run.
 
-    The others leave no trace. They stand in pages behind the shard's end, and in a ring at places
-    of tokens that its window has left, since the window begins at the same position for all of a
-    run (`razor_dist.cache.policy.StreamingPolicy.run`): nothing reads these places before they are
-    written again.
+    The run's other tokens leave no trace. They stand in pages behind the shard's end, and in a ring
+    at places of tokens that the window has left, since the window begins at the same position for
+    all of a run (`razor_dist.cache.policy.StreamingPolicy.run`): nothing reads these places before
+    they are written again.
     """
     begin, size = sequence.length, len(sequence.shard_tokens)
     sequence.grow(shard_sizes(begin, begin, begin + tokens, size), rank)
     for cache, slot in zip(caches.streaming, sequence.streaming, strict=True):
-        # What the next token no longer sees goes to the sums, of all layers at once, before that
-        # token takes the place of a dropped one in the ring. It happens once in ``block`` tokens.
+        # Tokens that the next token does not see go to the sums, in all layers at once, before it
+        # takes the place of a dropped token in the ring: once in ``block`` tokens.
         slot.length = sequence.length
         start = max(cache.policy.sinks, cache.policy.start(sequence.length))
         if start > slot.start:
             cache.drop(slot, start)
-
-
-def _commit_replicated(caches: Caches, tokens: ReplicatedTokens) -> None:
-    if caches.pages.positions is not None:
-        caches.pages.place(tokens.extents, tokens.positions[tokens.own])
-    _commit_windows(tokens.windows)
 
 
 def _commit_chunk(rank: int, caches: Caches, sequence: Sequence, tokens: ChunkTokens) -> None:
@@ -63,19 +59,21 @@ def _commit_chunk(rank: int, caches: Caches, sequence: Sequence, tokens: ChunkTo
     prefill.done.append(chunk)
     if prefill.scratch is not None:
         prefill.scratch.tokens += chunk.tokens(rank)
-    _commit_windows(tokens.windows)
+    _commit_windows(sequence, tokens.windows)
     if not tokens.last:
         return
+    for cache, slot in zip(caches.streaming, sequence.streaming, strict=True):
+        del cache.chunked[slot.index]
     if prefill.scratch is not None:
         assert caches.scratch is not None
         caches.scratch.release(prefill.scratch)
     sequence.prefill = None
 
 
-def _commit_windows(parts: Seq[WindowPart]) -> None:
-    for part in parts:
+def _commit_windows(sequence: Sequence, parts: Seq[WindowPart]) -> None:
+    for slot, part in zip(sequence.streaming, parts, strict=True):
         if part.plan is not None and part.plan.window is not None:
-            part.slot.length = part.plan.window.end
-            part.slot.advance(part.plan.keep)
+            slot.length = part.plan.window.end
+            slot.advance(part.plan.keep)
         elif part.plan is not None:
-            part.slot.read_to(part.plan.keep)
+            slot.read_to(part.plan.keep)

@@ -24,13 +24,13 @@ from razor_dist.attention.step import (
 from razor_dist.attention.window_plan import Storage, WindowPlan, plan_compression, plan_window
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import ChunkedPrefill, Sequence, SharedWindow
+from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.cache.sequence import Sequence
 from razor_dist.cache.slots import StreamingSlot
-from razor_dist.cache.streaming import StreamingCache
+from razor_dist.cache.streaming import ChunkedWindow, StreamingCache
 from razor_dist.kernels.chosen import Shard
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
-from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import owned_tokens, owner_of, shard_positions, shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.protocol.step_plan import BatchEntry
@@ -213,7 +213,6 @@ class Preparation:
         chunk, stored = Chunk(begin, end, 1), sequence.table.tokens
         owned = owned_tokens(chunk.span, rank, size)
         exact = caches.scratch is not None and begin == 0
-        prefill = ChunkedPrefill([{} for _ in caches.streaming])
         at, reader = slice(offset, offset + end - begin), None
         if caches.choice is not None:
             shard = Shard.of(shard_positions(sequence.chunks, end, rank, size), end, self._device)
@@ -226,7 +225,7 @@ class Preparation:
             owned,
             caches.pages.extents(sequence.table, stored, stored + len(owned)),
             caches.pages.spans(sequence.table, 0, stored),
-            _WindowParts([], chunk, 0, True, exact).each(caches, sequence, prefill),
+            _WindowParts([], chunk, 0, True, exact).each(caches, sequence),
             reader,
         )
 
@@ -265,7 +264,7 @@ class Preparation:
             pages,
             scratch,
             stored,
-            windows.each(caches, sequence, prefill),
+            windows.each(caches, sequence),
             reader,
         )
 
@@ -316,47 +315,45 @@ class _WindowParts:
     last: bool
     exact: bool
 
-    def each(
-        self, caches: Caches, sequence: Sequence, prefill: ChunkedPrefill
-    ) -> tuple[WindowPart, ...]:
-        shared: Seq[SharedWindow | None] = prefill.shared or [None] * len(caches.streaming)
-        slots = sequence.streaming
-        parts = zip(caches.streaming, slots, prefill.windows, shared, strict=True)
-        return tuple(self._of(*of_one) for of_one in parts)
+    def each(self, caches: Caches, sequence: Sequence) -> tuple[WindowPart, ...]:
+        pairs = zip(caches.streaming, sequence.streaming, strict=True)
+        return tuple(self._of(cache, slot) for cache, slot in pairs)
 
-    def _of(
-        self,
-        cache: StreamingCache,
-        slot: StreamingSlot,
-        earlier: dict[int, list[KVPiece]],
-        shared: SharedWindow | None,
-    ) -> WindowPart:
+    def _of(self, cache: StreamingCache, slot: StreamingSlot) -> WindowPart:
         sinks = cache.policy.sinks
         base = max(sinks, slot.start)
-        plan = self._plan(cache, slot, base, shared)
+        window = cache.chunked.get(slot.index) or ChunkedWindow()
+        shared = window.fixed is not None
+        plan = self._plan(cache.policy, base, Storage(slot.tail_capacity, shared), window.held)
         # A prompt that continues a finished one finds the window replicated in the streaming cache.
         prompt_begin = self.done[0].begin if self.done else self.chunk.begin
-        end = 0 if self.exact or shared is not None else prompt_begin
-        window = None if plan is None else plan.window
-        # Of the slot: what is seen, and what is to leave the ring for the tail.
-        if plan is None or window is None:
-            replicated, nothing = Interval(base, max(base, end)), Interval(0, 0)
-            at = cache.indices(slot, 0, 0)
-            return WindowPart(slot, plan, shared, earlier, replicated, nothing, at, nothing)
-        in_ring = max(sinks, slot.ring_begin)
-        first = min(base, max(in_ring, window.begin))
+        end = 0 if self.exact or shared else prompt_begin
+        # Of the slot: what is seen, what goes to the ring, and what leaves the ring for the tail.
+        first, new, tail, kept = base, Interval(0, 0), Interval(0, 0), Interval(0, 0)
+        if plan is not None and plan.window is None:
+            kept = Interval(plan.keep - slot.tail_capacity, self.chunk.end)
+        elif plan is not None and plan.window is not None:
+            begin = max(sinks, slot.ring_begin, plan.window.begin)
+            tail = Interval(begin, max(begin, plan.keep))
+            first = min(base, begin)
+            begin = max(plan.keep, first, end)  # the ring has what was replicated already
+            new = Interval(begin, max(begin, plan.window.end))
         replicated = Interval(first, max(first, end))
-        begin = max(plan.keep, replicated.end)  # the ring has what was replicated already
-        new = Interval(begin, max(begin, window.end))
-        begin = max(in_ring, window.begin)
-        tail = Interval(begin, max(begin, plan.keep))
-        at = cache.indices(slot, new.begin, new.end)
-        return WindowPart(slot, plan, shared, earlier, replicated, new, at, tail)
+        return WindowPart(
+            slot.at,
+            plan,
+            replicated,
+            cache.places(slot, replicated.begin, replicated.end),
+            new,
+            cache.places(slot, new.begin, new.end),
+            tail,
+            cache.tail_places(slot, tail.begin, tail.end),
+            kept,
+        )
 
     def _plan(
-        self, cache: StreamingCache, slot: StreamingSlot, base: int, shared: SharedWindow | None
+        self, policy: StreamingPolicy, base: int, stored: Storage, shared: Seq[tuple[Interval, int]]
     ) -> WindowPlan | None:
-        policy, stored = cache.policy, Storage(slot.tail_capacity, shared is not None)
         if self.exact:
             if not self.last:
                 return None
@@ -364,8 +361,6 @@ class _WindowParts:
             return plan_compression(policy, whole, self.rank, stored)
         seen = Interval(base - stored.tail, self.chunk.begin)
         held = holdings(self.done, seen)
-        if shared is not None:
-            before = [(at & seen, holder) for at, holder in shared.held]
-            held += [(at, holder) for at, holder in before if len(at)]
+        held += [(at & seen, holder) for at, holder in shared if len(at & seen)]
         at_end = stored if self.last else None
         return plan_window(policy, self.chunk, self.rank, base=base, held=held, stored=at_end)

@@ -158,6 +158,9 @@ class ModelRunner:
             case Compute():
                 decoded = all(entry.decoded for entry in plan.entries)
                 tokens = sum(len(entry.tokens) for entry in plan.entries) * decoded
+                for entry in plan.entries:
+                    if entry.sharded:
+                        self.sequences.begin_chunks(entry.sequence)
                 with self._threads.step(tokens):
                     return self._step(plan.entries)
             case Report():
@@ -193,9 +196,6 @@ class ModelRunner:
 
     def _step(self, entries: Seq[BatchEntry]) -> Tensor | None:
         """Prepare, run, commit."""
-        for entry in entries:
-            if entry.sharded:
-                self.sequences.begin_chunks(entry.sequence)
         step = self.prepare(entries)
         self.prompt_logprobs, self.sources, self.likeliest = {}, {}, None
         found = [self._run(part) for part in step.passes]

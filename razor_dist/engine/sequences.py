@@ -8,6 +8,7 @@ from collections.abc import Sequence as Rows
 from razor_dist.attention.shared_window import shared_windows
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import ChunkedPrefill, Sequence
+from razor_dist.cache.streaming import ChunkedWindow
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
@@ -34,7 +35,7 @@ class Sequences(dict[int, Sequence]):
         if caches.scratch is not None and plan.end:
             prompt = shard_sizes(0, plan.end, plan.end, size)
             scratch = caches.scratch.allocate(prompt[rank])
-            prefill = ChunkedPrefill([{} for _ in caches.streaming], scratch=scratch)
+            prefill = ChunkedPrefill(scratch=scratch)
         sizes = shard_sizes(0, plan.end, plan.total, size)
         self[plan.sequence] = Sequence(
             total=plan.total,
@@ -69,18 +70,19 @@ class Sequences(dict[int, Sequence]):
         self.note_peak()
 
     def begin_chunks(self, key: int) -> None:
-        """Make a sequence ready for its prompt's next chunk; all ranks call this together.
+        """Make a sequence ready for its prompt's first chunk, if the next chunk is the first.
 
-        With tensor-parallel decode they exchange their windows before the first one.
+        All ranks call this together: with tensor-parallel decode they exchange their windows.
         """
         caches, sequence = self._caches, self[key]
-        if sequence.prefill is None:
-            sequence.prefill = ChunkedPrefill([{} for _ in caches.streaming])
-        prefill = sequence.prefill
-        if caches.layout.share is not None and prefill.shared is None:
-            prefill.shared, windows = shared_windows(self._comm, caches, sequence)
-            if sequence.length:
-                prefill.windows = windows
+        sequence.prefill = sequence.prefill or ChunkedPrefill()
+        if sequence.prefill.done:
+            return
+        windows = [ChunkedWindow() for _ in caches.streaming]
+        if caches.layout.share is not None:
+            windows = shared_windows(self._comm, caches, sequence)
+        for cache, slot, window in zip(caches.streaming, sequence.streaming, windows, strict=True):
+            cache.chunked[slot.index] = window
 
     def cache(self, key: int) -> None:
         """Mark a sequence as not in use: it may be evicted."""
@@ -121,9 +123,7 @@ class Sequences(dict[int, Sequence]):
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that sequences in use hold on this rank now."""
-        prefills = [sequence.prefill for sequence in self.values()]
-        windows = sum(prefill.nbytes for prefill in prefills if prefill is not None)
-        return windows + sum(store.used_bytes for store in self._caches.stores)
+        return sum(store.used_bytes for store in self._caches.stores)
 
     @property
     def cached_bytes(self) -> int:

@@ -58,7 +58,7 @@ def skip(runner: ModelRunner, done: Seq[Chunk]) -> None:
         slot.read_to(max(cache.policy.sinks, cache.policy.start(sequence.length)))
         kept = Interval(slot.start - slot.tail_capacity, sequence.length)
         own = [at for at, holder in holdings(done, kept) if holder == rank]
-        prefill.windows[index] = {
+        cache.chunked[slot.index].pieces = {
             layer: [_piece(runner, at, group.rows) for at in own]
             for layer, heads in enumerate(runner.caches.layout.layers)
             for group in heads.groups

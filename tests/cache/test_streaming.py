@@ -65,8 +65,8 @@ def decoded(cache: StreamingCache, slot: StreamingSlot, values: torch.Tensor) ->
         start = max(cache.policy.sinks, cache.policy.start(position))
         if start > slot.start:
             cache.drop(slot, start)
-        at = cache.indices(slot, position, position + 1)
-        cache.write(ALL, slot, at, value.view(1, 1, -1), -value.view(1, 1, -1))
+        at = cache.places(slot, position, position + 1)
+        cache.write(ALL, at, value.view(1, 1, -1), -value.view(1, 1, -1))
         slot.length = position + 1
 
 
@@ -91,8 +91,8 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(
     dropped = policy.dropped(last)
     if dropped and policy.compensation:
         mean = sum(range(policy.sinks, start)) / dropped
-        assert math.isclose(cache.view(ALL, slot, 1)[0][0, 0, 0].item(), mean, rel_tol=1e-6)
-        assert math.isclose(cache.view(ALL, slot, 1)[1][0, 0, 1].item(), -mean, rel_tol=1e-6)
+        assert math.isclose(cache.view(ALL, slot.at, 1)[0][0, 0, 0].item(), mean, rel_tol=1e-6)
+        assert math.isclose(cache.view(ALL, slot.at, 1)[1][0, 0, 1].item(), -mean, rel_tol=1e-6)
     expected = math.log(dropped) if dropped and policy.compensation else None
     assert bias == (None if expected is None else pytest.approx(expected, rel=1e-6))
 
@@ -131,7 +131,7 @@ def test_the_state_at_a_cut_is_that_of_a_sequence_that_ends_there(
     assert copy.tail_begin <= cache.arena.tail_begin(cut, expected)
     if start > sinks:
         mean = sums[0] / (start - sinks)
-        k, v = cache.view(ALL, copy, 1)
+        k, v = cache.view(ALL, copy.at, 1)
         assert k[0, 0, 0].item() == -v[0, 0, 0].item() == pytest.approx(mean, rel=1e-6)
 
 
@@ -147,12 +147,12 @@ def test_a_fork_holds_the_same_in_a_ring_of_another_length(
 ) -> None:
     cache = make_cache(policy, length + more + spare)
     slot = cache.allocate(length + spare)
-    slot.start = slot.ring_begin = max(policy.sinks, policy.start(length - 1))
+    slot.advance(max(policy.sinks, policy.start(length - 1)))
     slot.length = length
     for begin, end in ((0, min(policy.sinks, length)), (slot.start, length)):
         value = torch.arange(begin, max(begin, end), dtype=torch.float32).view(1, -1, 1)
-        at = cache.indices(slot, begin, max(begin, end))
-        cache.write(ALL, slot, at, value.expand(1, -1, 2), -value.expand(1, -1, 2))
+        at = cache.places(slot, begin, max(begin, end))
+        cache.write(ALL, at, value.expand(1, -1, 2), -value.expand(1, -1, 2))
     cache.sums[:, 0, slot.index] = 7.0
     copy = cache.fork(slot, length, length + more)
     seen, _ = visible(cache, copy, length - 1)
@@ -164,10 +164,10 @@ def test_a_fork_holds_the_same_in_a_ring_of_another_length(
 def test_a_fork_is_independent_and_a_reused_slot_is_new() -> None:
     cache = make_cache(StreamingPolicy(window_min=4, window_ratio=None, sinks=1, block=1), 20)
     slot = cache.allocate(20)
-    cache.write(ALL, slot, cache.indices(slot, 0, 1), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+    cache.write(ALL, cache.places(slot, 0, 1), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
     copy = cache.fork(slot, 1, 3)
-    cache.write(ALL, copy, cache.indices(copy, 0, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
-    assert cache.view(ALL, slot, 2)[0][0, 1, 0].item() == 1.0
+    cache.write(ALL, cache.places(copy, 0, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
+    assert cache.view(ALL, slot.at, 2)[0][0, 1, 0].item() == 1.0
     # Compensation token, sink and ring: of 4 tokens (the window), and of 3 (all there will be).
     assert cache.used_bytes == (6 + 5) * 2 * 2 * 4 + 2 * 2 * 2 * 4
     cache.release(copy)
@@ -175,6 +175,19 @@ def test_a_fork_is_independent_and_a_reused_slot_is_new() -> None:
     assert cache.used_bytes == 0
     again = cache.allocate(20)
     assert (again.start, again.length) == (0, 0) and not cache.sums[:, :, again.index].any()
+
+
+def test_a_slots_window_and_tail_only_move_forward() -> None:
+    slot = StreamingSlot(index=0, offset=0, capacity=8, tail_capacity=4)
+    slot.read_to(3)
+    assert (slot.tail_begin, slot.ring_begin, slot.start) == (0, 0, 3)
+    slot.advance(12)
+    assert (slot.tail_begin, slot.ring_begin, slot.start) == (8, 12, 12)
+    for move in (slot.read_to, slot.advance):
+        with pytest.raises(AssertionError):
+            move(11)
+    with pytest.raises(AssertionError):
+        StreamingSlot(0, 0, 8, 4, start=2, ring_begin=3)
 
 
 SIX = StreamingPolicy(window_min=6, window_ratio=None, sinks=1, block=1)
@@ -215,8 +228,8 @@ def test_a_slot_that_fits_the_free_places_is_allocated(
             moved = sum(e - b for (b, e), at in zip(extents, after, strict=True) if at != b)
             assert moved == least_moved(sorted(extents), arena.places, arena.width(total))
             seen = slot.length = min(total, slot.capacity)  # one turn of the ring
-            at = cache.indices(slot, 0, seen)
-            cache.write(ALL, slot, at, new_keys(slot, seen), new_keys(slot, seen))
+            at = cache.places(slot, 0, seen)
+            cache.write(ALL, at, new_keys(slot, seen), new_keys(slot, seen))
             held.append((slot, total))
         else:
             slot, _ = held.pop(data.draw(st.integers(0, len(held) - 1)))
@@ -272,7 +285,7 @@ def test_a_cut_far_back_leaves_no_rounding_of_large_sums() -> None:
         assert cache.arena.can_cut(slot, length)
         copy = cache.fork(slot, length, length)
         want = values[4 : copy.start].double().mean(0)
-        k, v = cache.view(ALL, copy, 1)
+        k, v = cache.view(ALL, copy.at, 1)
         errors.append(max((k[0, 0] - want).abs().max(), (v[0, 0] + want).abs().max()).item())
         cache.release(copy)
     assert max(errors) < 3e-4  # float32 holds these keys to 3e-5
@@ -283,5 +296,5 @@ def test_memory_that_no_token_has_reached_is_not_touched() -> None:
     cache = StreamingCache(1, 2, arena, 2, dtype=torch.float32, device=torch.device("cpu"))
     cache.k.fill_(math.nan)
     slot = cache.allocate(8000)
-    cache.write(ALL, slot, cache.indices(slot, 0, 9), torch.ones(1, 9, 2), torch.ones(1, 9, 2))
+    cache.write(ALL, cache.places(slot, 0, 9), torch.ones(1, 9, 2), torch.ones(1, 9, 2))
     assert (~cache.k[0, :, 0].isnan()).sum() == 9

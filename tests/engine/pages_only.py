@@ -134,7 +134,7 @@ class PagesOnly:
         end = begin + len(entry.tokens)
         sequence.grow(shard_sizes(begin, end if entry.sharded else begin, end, size), rank)
         if entry.sharded:
-            prefill = sequence.prefill = sequence.prefill or ChunkedPrefill([])
+            prefill = sequence.prefill = sequence.prefill or ChunkedPrefill()
             sequence.chunks.append(Chunk(begin, end, size))
             if prefill.scratch is not None:
                 prefill.scratch.tokens += sequence.chunks[-1].tokens(rank)

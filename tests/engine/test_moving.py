@@ -50,9 +50,8 @@ class Movable(PagesOnly):
                     caches.streaming, rank[plan.sequence].streaming, strict=True
                 ):
                     slot.length = end
-                    slot.start = slot.ring_begin = slot.tail_begin = max(
-                        cache.policy.sinks, cache.policy.start(end)
-                    )
+                    start = max(cache.policy.sinks, cache.policy.start(end))
+                    slot.advance(start, tail=start)
         return torch.tensor([[max(0, self.left[kind]), 0, 0]])
 
 
