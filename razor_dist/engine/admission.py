@@ -195,7 +195,7 @@ class Admission:
         end: a server that starts again would read it anew each time.
         """
         tiers = self.room.tiers
-        if tiers.active or "disk" not in tiers.nodes.room or not prefill.began:
+        if tiers.active or "disk" not in tiers.nodes.room or prefill.began is None:
             return
         if not prefill.request.uses_prefix_cache:
             return

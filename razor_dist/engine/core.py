@@ -223,7 +223,7 @@ class EngineCore:
             if isinstance(of, Prefill):
                 self._prompt_tokens += len(entry.tokens)
                 logprobs = self.runner.prompt_logprobs.get(of.key)
-                messages += of.messages(len(entry.tokens), began, self._clock(), logprobs)
+                messages += of.messages(began, self._clock(), logprobs)
                 if of.done:
                     plans += self.scheduler.start(of)
                     runs += [Run(answer, row, []) for answer in of.request.answers]

@@ -59,15 +59,17 @@ class Request:
     grammar: Future[Grammar] | None = None  # what every answer must match
     # All ranks compute the whole prompt, in one step, unless part of it is found in the caches.
     short: bool = False
-    # While it waits: what is to cache its beginning; and the nodes that were loaded for it.
+    # While it waits: the prefill or load that is to cache its beginning; and the nodes that were
+    # loaded for it.
     awaits: Awaited | None = None
     loaded: list[Entry] = field(default_factory=list)
     # Waiting requests that name this one as their prefix. Once opened they hold its pages, or
     # copies, themselves.
     continued_by: int = 0
     released: bool = False  # a pinned prefix that only those requests need
-    priority: int = field(init=False)  # that of ``params``, or of one which waits for this prefix
-    # Of a pinned prefix: as in `Add`, and its bytes, as in `Progress`.
+    # That of ``params``, or an earlier one of a request that waits for this prefix.
+    priority: int = field(init=False)
+    # Of a pinned prefix: `Add.quota`, and `Progress.nbytes`.
     quota: tuple[str, int] | None = None
     nbytes: int = 0
     phase: Phase = Phase.WAITING
@@ -103,7 +105,7 @@ class Request:
     @property
     def uses_prefix_cache(self) -> bool:
         """True if it may begin from cached tokens, and copies be kept while it is prefilled."""
-        # Log-probabilities are of what is prefilled.
+        # Only tokens that are prefilled have log-probabilities.
         return self.cache_prompt and self.params.prompt_logprobs is None
 
     @property
@@ -172,11 +174,11 @@ class Prefill:
     short: bool  # all ranks compute the whole prompt, in one step
     # Ascending positions where prefill stops, so that a copy of the caches is kept as of there.
     checkpoints: list[int] = field(default_factory=list)
-    optional: set[int] = field(default_factory=set)  # of them, those kept only if there is room
-    instead: bool = False  # it has taken the place of what it begins with
+    optional: set[int] = field(default_factory=set)  # checkpoints kept only if there is room
+    instead: bool = False  # its sequence has taken the place of the cached one that it begins with
     whole_window: bool = True  # every rank has the window at `position`: chunks are not needed
-    # When its first chunk began, by the monotonic clock; 0 until then: it waited, though admitted.
-    began: float = 0.0
+    # When its first step began, by the monotonic clock; None until then: it waits, though admitted.
+    began: float | None = None
     saved_at: float = 0.0  # when its caches last began to go to disk, or could not
     to_disk: int = 0  # the latest checkpoint that is for the disk alone
     copied: int | None = None  # the key of the copy as of there
@@ -213,22 +215,20 @@ class Prefill:
 
     def progress(self, now: float) -> Progress:
         """Return the message that says how far it is at ``now``, by the clock of `began`."""
-        request, begun = self.request, self.position > self.begin
+        request = self.request
         return Progress(
             request.id,
             self.position,
             total=request.end,
             prefix=request.base,
             cached=self.begin,
-            seconds=now - self.began if begun else 0.0,
+            seconds=0.0 if self.began is None else now - self.began,
             nbytes=request.nbytes,
         )
 
-    def messages(
-        self, tokens: int, began: float, now: float, logprobs: Tensor | None
-    ) -> list[AboutRequest]:
-        """Report the last ``tokens`` tokens, prefilled in a step from ``began`` to ``now``."""
-        first = self.position == self.begin + tokens
+    def messages(self, began: float, now: float, logprobs: Tensor | None) -> list[AboutRequest]:
+        """Report what was prefilled in a step from ``began`` to ``now``."""
+        first = self.began is None
         if first:
             self.began = began
         if not self.request.reported:
