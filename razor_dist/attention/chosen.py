@@ -1,9 +1,9 @@
 """Attention of retrieval heads that read the blocks of keys which their queries choose.
 
 `razor_dist.kernels.chosen` has the rule; here are the tokens of a step, and the ranks. First every
-rank attends to what is always read of its shard, and the ranks add up these masses. Then what is
-chosen follows from every key before a query, by its slower half; and every rank attends to what is
-chosen of its shard. Keys and values stay where they are.
+rank attends to the blocks of its shard that are always read, and the ranks add up these masses.
+Then a query chooses blocks by the slower half of every key before it, and every rank attends to the
+chosen blocks of its shard. Keys and values stay where they are.
 
 * Of a chunk each rank has queries of its own (`attend_chunk`). They travel to all ranks, and so do
   the slower halves of all keys, in 8 bits, and what the queries have chosen. Tables of what all
@@ -105,7 +105,7 @@ class _Search(NamedTuple):
     """Queries that are to choose from blocks of keys."""
 
     q: Tensor  # [K, G, T, W], scaled
-    mass: Tensor  # [K, G, T]: logarithm of that of what is always read
+    mass: Tensor  # [K, G, T]: log-sum-exp of scores, of the keys of all ranks that are always read
     positions: Tensor  # int64 [T]
     keys: Sequence[_Keys]
     blocks: int
@@ -170,8 +170,8 @@ def attend_chunk(
 def head_bytes(chunk: Chunk, group: int, dim: int, dtype: torch.dtype) -> int:
     """Bytes that `attend_chunk` takes for each KV head, beside estimates.
 
-    They are all ranks' queries, sent, received and joined; what they find, seven times as it is
-    merged and sent; the index of all keys; and twice what is chosen.
+    They are all ranks' queries, three times: sent, received and joined; their results, seven times
+    as they are merged and sent; the index of all keys; and the table of chosen blocks, twice.
     """
     tokens, floats = chunk.end - chunk.begin, torch.float32.itemsize
     visitors = tokens * group * (3 * dtype.itemsize * dim + 7 * (dim + 1) * floats)
@@ -187,9 +187,9 @@ def heads_at_once(chunk: Chunk, group: int, dim: int, dtype: torch.dtype) -> int
 def activation_bytes(chunk: Chunk, rows: int, group: int, dim: int, dtype: torch.dtype) -> int:
     """Bytes of a layer's attention at its peak, with ``rows`` retrieval heads.
 
-    They are what is always read, which all layers share; what the KV heads take that are taken at
-    once, and the results of all; and the estimates of one part of the queries with what is made of
-    them. Not less than measured, and less than twice (``tests/plan/test_measured.py``).
+    They are the table of blocks that are always read, which all layers share; `head_bytes` of the
+    KV heads taken at once; the results of all heads; and the estimates of one part of the queries,
+    three times. Not less than measured, and less than twice (``tests/plan/test_measured.py``).
     """
     of, blocks, floats = (chunk, group, dim, dtype), blocks_of(chunk.end), torch.float32.itemsize
     at_once = rows if chunk.world_size == 1 else min(rows, heads_at_once(*of))

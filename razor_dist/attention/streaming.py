@@ -173,7 +173,7 @@ class SpanQueries:
         run_of, counts = _runs_and_drops(tuple(runs), sinks, device)
         k_mean, v_mean = keys.mean(sums, counts.clamp(min=1).unsqueeze(-1))
         if self.query.slopes is not None:
-            # It stands where the tokens do that it stands for, on average.
+            # It stands at the mean position of the dropped tokens.
             middle = sinks + (counts[run_of] - 1) / 2
             away = middle - torch.arange(at.start, at.stop, device=device)
         k_mean, v_mean = (x.index_select(1, run_of) for x in (k_mean, v_mean))

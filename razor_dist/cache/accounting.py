@@ -30,7 +30,7 @@ class Allocation:
     tables: list[PageTable]  # by rank
     totals: list[int]  # by arena: the tokens that its slot has room for
     tails: list[int]  # by arena: the first token in its slot's tail
-    chunks: list[Chunk]  # so far, like `cache.sequence.Sequence`'s
+    chunks: list[Chunk]  # so far, as in `Sequence.chunks`
     # Its own tokens are those from ``begin`` on. Up to ``chunks_end`` they are, or will be,
     # prefilled in chunks.
     begin: int
@@ -124,7 +124,7 @@ class CacheAccounts:
         return self._widths([total] * len(self.cache.arenas))
 
     def restored(self, chunks: list[Chunk], total: int) -> Ints:
-        """Return what a sequence takes that comes from elsewhere, whole."""
+        """Return what a sequence takes that comes from host memory or disk."""
         pages = self.pages_for(shard_lengths(chunks, total, self.world_size))
         return self._table(pages, self.slots(total))
 
@@ -218,7 +218,7 @@ class CacheAccounts:
         self._enter(key, Allocation(tables, totals, tails, chunks, begin, chunks_end, scratch))
 
     def restore(self, key: int, chunks: list[Chunk], total: int, tails: Seq[int]) -> None:
-        """Take what `restored` says, for a sequence of these chunks that comes from elsewhere."""
+        """Take what `restored` says, for a sequence of these chunks."""
         sizes = shard_lengths(chunks, total, self.world_size)
         tables = [
             pool.fork(PageTable(), 0, tokens)

@@ -80,8 +80,8 @@ class PagePool:
     ``rows`` counts the retrieval KV heads of all layers together, layer by layer; the pool has
     ``num_pages`` pages of ``page_size`` tokens.
 
-    Of a ``dtype`` of codes, these and their scales lie apart, as the kernels that decode on CUDA
-    want them. What is written is packed (`razor_dist.kernels.quantized`).
+    With a ``dtype`` of codes, codes and scales lie in tensors of their own, as the kernels that
+    decode on CUDA want them. What is written is packed (`razor_dist.kernels.quantized`).
 
     ``track_positions`` notes where the tokens stand, for heads that are biased by distance.
     """
@@ -114,7 +114,7 @@ class PagePool:
         if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
 
-    # Made when they are asked for: what a pool would take is asked of pools of any size.
+    # Made on first use: plans make pools of any size to ask for their bytes alone.
     @cached_property
     def references(self) -> npt.NDArray[np.int32]:
         """The number of tables that hold each page."""
@@ -122,7 +122,7 @@ class PagePool:
 
     @cached_property
     def _users(self) -> npt.NDArray[np.int32]:
-        """The number of pages in use."""
+        """The number of tables in use that hold each page."""
         return np.zeros(self.num_pages, np.int32)
 
     @property

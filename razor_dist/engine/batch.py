@@ -100,7 +100,7 @@ class Batch:
 
     def _longest_run(self, answer: Answer) -> int:
         """Tokens of an answer, its last one among them, that one step can read at most."""
-        # As many tokens are drawn.
+        # A token is drawn after each token of the run.
         most = min(_LONGEST_RUN, answer.request.max_tokens - len(answer.generated))
         if self.answer_kept > len(answer.generated):  # there a copy is kept
             most = min(most, self.answer_kept - len(answer.generated))
@@ -110,9 +110,9 @@ class Batch:
     def _entry(self, prefill: Prefill, length: float, *, sharded: bool) -> BatchEntry:
         """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
 
-        If all ranks are to compute them, though it is no short prompt, every rank must have its
-        window, and keep as many of its tokens as of a chunk, for which there is room: else they are
-        a chunk, after which every rank has it.
+        All ranks compute tokens of a long prompt, instead of a chunk, only if every rank has its
+        window and stores as many of these tokens as of a chunk, for which there is room. Else they
+        are a chunk, after which every rank has the window.
         """
         left, begin = prefill.remaining, prefill.position
         n, count = len(left), prefill.request.params.prompt_logprobs

@@ -93,7 +93,7 @@ class Checkpoints:
 
 
 def _comes(prefill: Prefill, position: int) -> Awaited:
-    """While a prefill goes on, up to a position, and has not been cut."""
+    """True while a prefill goes on, is not cut, and has not come to a position."""
     end = prefill.end
     return lambda prefills: (
         prefill in prefills and prefill.end == end and prefill.position < position

@@ -26,8 +26,9 @@ from razor_dist.parallel.comm import Communicator
 log = logging.getLogger(__name__)
 
 _STEPS = 3  # of each mode that are timed, after one that is not
-# Sharing is worth so much more of a token's time: short prompts are read once by all ranks, not by
-# each, and a streaming head's window is in the memory of one.
+# Steps are shared if a token takes less than this many times its time on every rank alone: short
+# prompts are then read once by all ranks, not by each, and a streaming head's window is in the
+# memory of one rank.
 SHARING_IS_WORTH = 1.4
 
 
@@ -93,9 +94,9 @@ def why_replicated(config: EngineConfig, model: PreTrainedModel) -> str | None:
 
 
 class _NoAttention:
-    """An `AttentionContext` that attends to nothing; ``heads`` are the results', by layer.
+    """An `AttentionContext` of zeros, for ``heads[layer]`` query heads.
 
-    `layers` are those that have asked it, in order.
+    `layers` are the layers that have called it, in order.
     """
 
     def __init__(self, heads: Sequence[int]) -> None:
@@ -111,7 +112,7 @@ class _NoAttention:
 def run_without_attention(model: PreTrainedModel, heads: Sequence[int] | None = None) -> Tensor:
     """Logits ``[1, V]`` of one token; attention has results for these ``heads`` of each layer.
 
-    By default it has all. `NotImplementedError` if it is not one that we compute.
+    By default, of all. `NotImplementedError` if our attention is not called once in each layer.
     """
     if heads is None:
         heads = _every_head(model)
@@ -131,7 +132,7 @@ def _every_head(model: PreTrainedModel) -> list[int]:
 
 
 def postpones_rotations(model: PreTrainedModel, comm: Communicator) -> bool:
-    """Tell if attention is to rotate a decode step's queries and keys; all ranks call it together.
+    """True if attention is to rotate a decode step's queries and keys; all ranks call it together.
 
     Hosts may differ in whether they have a compiler, or Triton. All ranks try it, or none does: the
     trial gathers sharded weights.
@@ -141,7 +142,7 @@ def postpones_rotations(model: PreTrainedModel, comm: Communicator) -> bool:
 
 
 def rotations_can_wait(model: PreTrainedModel) -> bool:
-    """Tell if attention gets queries and keys as a model's rotary embeddings leave them.
+    """True if attention gets queries and keys as a model's rotary embeddings leave them.
 
     Only then can it rotate them itself: Phi puts rotated parts and others together, HunYuan norms
     what is rotated, Ministral 3 scales queries.

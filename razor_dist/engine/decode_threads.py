@@ -171,7 +171,7 @@ class _Comparison:
     """Times decode steps with the fastest number of threads so far, ``best``, and a smaller one.
 
     They take turns, since the machine may become busier meanwhile; then comes the next smaller
-    number. ``over`` tells if there is nothing more to compare.
+    number. ``over`` is True once there is nothing more to compare.
     """
 
     def __init__(self, every: int, fewer: list[int]) -> None:

@@ -126,8 +126,8 @@ def check_ring(
 def wait_for_device(device: torch.device, seconds: float) -> None:
     """Wait until a device has finished its queued work.
 
-    `RuntimeError` if that takes so long: collectives in a recorded step have no time-out of their
-    own, and never end where another rank has stopped.
+    `RuntimeError` after ``seconds``: collectives in a recorded step have no time-out of their own,
+    and never end where another rank has stopped.
     """
     if device.type != "cuda":
         return

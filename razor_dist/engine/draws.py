@@ -23,7 +23,7 @@ class Run:
     row: int  # of the step's logits, after the last token
     draft: list[int]
     drawn: int = 0  # tokens drawn by these rows so far
-    accepted: int = 0  # of the draft's
+    accepted: int = 0  # tokens of the draft that were drawn
     ends: bool = False
     sound: bool = True  # False if its logits are not finite: its caches may hold anything
 
@@ -41,9 +41,9 @@ class Draws:
     def draw(self, runs: Sequence[Run], logits: Tensor) -> list[AboutRequest]:
         """Draw each answer's next tokens by the rows of its run.
 
-        A draft is of use while it is what is drawn: then its next token was read, and the row after
-        it says what follows. Each token is drawn as if it had been read alone, by its
-        place's random numbers and with all tokens before it counted; so drafts change no answer.
+        The next row of a run counts if the drawn token is the drafted one, for that was read. Each
+        token is drawn by the random numbers of its place, and with all tokens before it counted, as
+        if it had been read alone: so drafts change no answer.
         """
         self.runs += len(runs)
         self.processors.begin([run.answer for run in runs])
@@ -71,7 +71,7 @@ class Draws:
         return [message for of in found.values() for message in of]
 
     def _advance(self, run: Run, sampled: Sampled | None) -> AboutRequest:
-        """Take an answer's next token, and note if the answer ends with it, or there is none.
+        """Take an answer's next token, and note if the answer ends with it or fails without it.
 
         A failure here is rank 0's alone, after the step, and ends this answer only.
         """

@@ -44,8 +44,8 @@ Forward = Callable[[StepInputs, BlockTables], Results]
 _BUCKET = 8
 # Recordings kept at most. CUDA graphs share one pool of memory, but each holds its nodes.
 _MOST = 16
-# Steps that are compared so: the one that was recorded, and the next one, which reads other
-# numbers, so that one that has stayed as it was while recording shows.
+# Steps of a recording that are compared with eager ones: the one that was recorded, and the next
+# one, whose other numbers show whether the recording has kept any of the first.
 _COMPARED = 2
 # NCCL may add up a captured sum in another order, so that with several ranks on CUDA logits may
 # differ by this much of the largest, or twice the spacing of the model's dtype at 1 (2**-6 in
@@ -68,7 +68,7 @@ class CudaRecorder:
     def rows(self, sequences: int) -> int:
         """The number of sequences that the recording of a step is for: see `batch_bucket`.
 
-        A recording takes long, and rows that no sequence has little.
+        Recording takes long, and rows without a sequence take little time.
         """
         return batch_bucket(sequences)
 

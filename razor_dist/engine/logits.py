@@ -78,7 +78,7 @@ class LogitsProcessors:
         )
 
     def begin(self, answers: Iterable[Answer]) -> None:
-        """Add those that ask for something and are not here; their grammars are compiled."""
+        """Add new answers whose parameters change logits; their grammars are compiled."""
         for answer in answers:
             if answer.params.adjusts_logits and answer.key not in self:
                 request = answer.request
@@ -87,7 +87,7 @@ class LogitsProcessors:
                 self.add(answer.key, answer.params, prompts, grammar)
 
     def adjusted(self, keys: Sequence[int], rows: Sequence[int], logits: Tensor) -> Adjusted | None:
-        """Return other logits than the model's for sequences that want them, of these ``rows``."""
+        """Return changed logits of the sequences here; ``rows`` are all sequences' rows."""
         asking = [index for index, key in enumerate(keys) if key in self]
         if not asking:
             return None
@@ -124,7 +124,7 @@ class LogitsProcessors:
         return logits
 
     def accept(self, chosen: Mapping[int, int]) -> None:
-        """Note the tokens that were chosen, by sequence; those that are not here do not matter."""
+        """Note the tokens that were chosen, by sequence; sequences not here are skipped."""
         pairs = []
         for key, token in chosen.items():
             entry = self._entries.get(key)
@@ -165,7 +165,7 @@ def _masked(logits: Tensor, grammars: Sequence[Grammar]) -> Tensor:
 
 
 def _penalized(logits: Tensor, counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Logits ``[n, V]`` less the penalties, for tokens that were there so often."""
+    """Logits ``[n, V]`` less the penalties, by each token's ``counts``, int32 ``[n, V]``."""
 
     def column(name: str) -> Tensor:
         values = [getattr(p, name) for p in params]

@@ -8,7 +8,7 @@ Prompts that fit into one step join the next step, and take nobody's turn. Besid
 have half of the step, or what the first of them needs; the rest is for a piece of the long one.
 
 A chunk has a large fixed cost on several ranks. With tensor-parallel decode a long prompt may be
-prefilled without chunks, where that is no slower (`PrefillPolicy.piece`).
+prefilled without chunks, where that is no slower (`PrefillPolicy.take`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PrefillPolicy:
         # for into more chunks because of it would slow it down once more: each of the some 400
         # parallel regions of a step waits for the thread that has no core.
         self.slowdown = 1.0
-        # Seconds that others were served since the oldest prompt was; of which prompt that is true.
+        # Seconds that others were served since the oldest prompt was; and the oldest prompt's key.
         self._debt, self._oldest = 0.0, -1
         # Seconds of chunks since another request came, and between the last two that came.
         self._alone = self._between = 0.0
@@ -85,8 +85,8 @@ class PrefillPolicy:
     def is_short(self, request: Request, begin: int) -> bool:
         """True if all ranks may as well compute all of a prompt from ``begin`` on.
 
-        That repeats its work on all ranks but one, unless they share it. It must save more: what a
-        chunk adds to a step whatever its length, transfers above all.
+        That repeats its work on all ranks but one, unless they share it. The repeated work must
+        take no longer than what a chunk adds to a step whatever its length, transfers above all.
         """
         most, n = min(_JOINING, request.chunked_prefill_size), request.end - begin
         if n > most or request.params.prompt_logprobs is not None:

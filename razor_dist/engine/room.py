@@ -126,9 +126,8 @@ class Room:
     ) -> list[StepPlan]:
         """Keep a copy of one of a request's sequences as of now, if there is room for it.
 
-        It never evicts what was loaded for a waiting request.
-        An ``optional`` one takes room that is free: what was asked for does not go for what may
-        never be.
+        It never evicts what was loaded for a waiting request. An ``optional`` copy, which nobody
+        may ever ask for, takes free room and evicts nothing.
         """
         if not self._keeps(request):
             return []
@@ -155,14 +154,14 @@ class Room:
         return self.accounts.need(stored, length, length, length)
 
     def can_copy(self, key: int, length: int) -> bool:
-        """True if a sequence can be copied once it has come to a length: what is cached may go."""
+        """True if there is room for a copy of a sequence's ``length`` tokens, with evictions."""
         available = self.accounts.available(*self.saved, *self.prefix_cache.wanted)
         return bool((self._copy_need(key, length) <= available).all())
 
     def checkpoint(self, prefill: Prefill) -> list[StepPlan]:
         """Keep a copy of a prompt in work, if `copy` finds room.
 
-        One that goes to disk takes the place of the one that is there already.
+        A copy for the disk takes the place of the prompt's earlier copy for the disk.
         """
         request, at, plans = prefill.request, prefill.position, list[StepPlan]()
         copied = prefill.copied

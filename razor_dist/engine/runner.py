@@ -70,8 +70,8 @@ class ModelRunner:
     """Runs the model over this rank's tokens and keeps its caches.
 
     ``model`` is loaded with our attention implementation. ``recorder`` records decode steps for
-    replay; without it they run one operation at a time. ``source_heads`` are asked where answers
-    come from; steps in which they are, are never replayed.
+    replay; without it they run one operation at a time. Steps that ask ``source_heads`` for an
+    answer's sources are never replayed.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class ModelRunner:
         self._ring, self._tensor = ring, tensor
         self.decode = "replicated" if tensor is None else "tensor"
         self.device = next(model.parameters()).device
-        # Rotary embeddings of decode steps, to attention. Plans, on the meta device, have no such
-        # step, and make a runner for each length that they look at.
+        # True if decode steps leave rotary embeddings to attention. Plans, on the meta device, have
+        # no such step, and make a runner for each length that they look at.
         decodes = self.device.type != "meta"
         self._postpones = decodes and postpones_rotations(model, comm)
         self.caches = new_caches(layout, shape, cache, self.device)
@@ -114,7 +114,7 @@ class ModelRunner:
         self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)
         # Of the last step's tokens that asked, by sequence and in order; on rank 0.
         self.sources: dict[int, list[Sources]] = {}
-        self._runs: list[int] = []  # sequences with a run in the last step, of which the next tells
+        self._runs: list[int] = []  # sequences with a run in the last step: `StepPlan.kept`
         # Of the last step's logits, if it was one of answers alone: int64 [n], `likeliest`.
         self.likeliest: Tensor | None = None
         # Of the last step's chunks, by sequence: `split_logprobs`.
@@ -187,7 +187,7 @@ class ModelRunner:
             self.graphs.close()
 
     def _load(self, plan: Load) -> Tensor:
-        """Make a sequence of what is stored of one, or go on with that."""
+        """Begin to load a stored sequence, or go on with it."""
         assert self.transfers is not None
         if plan.payload:
             job = load_job(plan.payload)

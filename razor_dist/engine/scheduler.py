@@ -37,7 +37,7 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    What a step computes says `Batch`. Room in the caches is `Admission`'s, and ``end_ids`` are its.
+    `Batch` says what a step computes. `Admission` has the caches, and takes ``end_ids``.
     """
 
     def __init__(

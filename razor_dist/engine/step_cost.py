@@ -14,8 +14,8 @@ import numpy as np
 _FORGET = 0.97
 # A step that takes this many times what was expected runs beside other programs.
 _SLOWER = 2.0
-# Weight of what is believed before any: a few milliseconds a step and a chunk, half of one a token.
-# That is also the scale of each term.
+# Weight of `_BELIEVED`: seconds of each term before any step was seen, a few milliseconds a step
+# and a chunk, half of one a token. They also scale the terms.
 _BELIEF = 1e-7
 _BELIEVED = np.array([5e-3, 5e-3, 5e-3, 1e-4, 1e-9, 5e-4, 1e-9])
 # Recent steps whose times bound what a part of a prompt costs whatever its length: a chunk less
@@ -151,9 +151,9 @@ class StepCost:
 def _least_squares(
     squares: np.ndarray, products: np.ndarray, rows: np.ndarray | slice = slice(None)
 ) -> np.ndarray:
-    """Return the x of least ``x'Sx - 2p'x`` of which nothing is negative.
+    """Return the ``x >= 0`` that minimises ``x'Sx - 2p'x``.
 
-    That is the best of all choices of terms that are 0, or of some ``rows`` of them: few.
+    It tries every choice of terms that are 0: those of `_CHOICES`, or some ``rows`` of it.
     """
     systems = squares * _CHOSEN[rows] + _OTHERS[rows]
     found = np.linalg.solve(systems, (_CHOICES[rows] * products)[..., None])[..., 0]

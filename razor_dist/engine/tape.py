@@ -69,9 +69,10 @@ class Tape:
             step()
 
     def record(self, step: StepFunction) -> StepFunction:
-        """Run the step again, its collectives as they were, and return what repeats it.
+        """Run the step again, and return what repeats it.
 
-        So nothing is sent, and no rank waits for one that cannot record.
+        Its collectives bring what they brought in `warm_up`: nothing is sent, and no rank waits for
+        one that cannot record.
         """
         log, found = _Log(), iter(self._found)
 

@@ -46,7 +46,7 @@ class _Block:
     inputs: dict[str, nn.Linear] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # inputs whose outputs are wanted whole
     output: nn.Linear | None = None
-    others: list[nn.Parameter] = field(default_factory=list)  # of an attention: no linear layer's
+    others: list[nn.Parameter] = field(default_factory=list)  # of an attention, in no linear layer
 
 
 @dataclass
@@ -152,7 +152,7 @@ class TensorParallel:
     """Makes a model compute this rank's part of a step, while `sharing`.
 
     ``layout`` is that of tensor-parallel decode. All ranks run the same shared steps, whose logits
-    `gather_logits` gathers. ``kind`` is the device's, where it is not the model's: a plan's.
+    `gather_logits` gathers. ``kind`` is the kind of device that is planned, if not the model's own.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class TensorParallel:
 
         def shared(states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             left = others[index]
-            # An index beyond the last expert is transformers' own mark for none, by the next flag.
+            # With the flag below, transformers skips an index beyond the last expert.
             index, weights = index.masked_fill(left, count), weights.masked_fill(left, 0.0)
             experts._is_expert_parallel = True  # type: ignore[assignment]
             try:
@@ -300,7 +300,7 @@ class TensorParallel:
         self._change(experts, shared, round(busiest * each), routed * each)
 
     def _change_columns(self, module: nn.Linear, runs: Sequence[tuple[int, int]]) -> None:
-        """Multiply by columns, in their order, and add up what all ranks get so."""
+        """Multiply by these columns of the weight, in order, and add up all ranks' products."""
         whole, bias = module.weight, module.bias
         if not runs:
             weight = None

@@ -19,9 +19,9 @@ def seconds_left(
     """Estimate for each answer, or prefix to be pinned, the seconds until it ends.
 
     It assumes that prompts are prefilled one after the other, that answers are computed together,
-    one in each slot, and that they get as long as those before, unless they may not, by as many
-    tokens in each step. Pinned prefixes that are prefilled are left out: only the frontend ends
-    them.
+    one in each slot, and that they get as many tokens, up to their ``max_tokens``, and as many in
+    each step as the mean answer before. Pinned prefixes that are prefilled are left out: only the
+    frontend ends them.
     """
     tokens_of_answer = (_ANSWER_TOKENS + draws.tokens) / (1 + draws.answers)
     tokens_of_step = (1 + draws.tokens) / (1 + draws.runs)  # more than 1 with drafts

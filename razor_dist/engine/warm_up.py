@@ -19,10 +19,10 @@ from razor_dist.protocol.step_plan import BatchEntry, Close, Compute, Open
 
 # Sequences of the decode steps that are recorded.
 _BATCHES = (1, 2, 4, 8)
-# Of each: one that is seen, and two that are recorded and compared (`DecodeGraphs`).
+# Steps of each batch: one that is seen, and two that are recorded and compared (`DecodeGraphs`).
 _STEPS = 3
-# Where nothing is recorded, this many of them compile the kernels, by one step each: with sharded
-# weights every step gathers all of these.
+# Batches where nothing is recorded: one step of each compiles the kernels, and with sharded weights
+# every step gathers all of these.
 _COMPILING = 2
 # Keys of a block that cuDNN is given (`razor_dist.kernels.torch_cuda`), and queries of a KV head.
 _LONG = 32768
@@ -34,8 +34,8 @@ _CHOOSING = RECENT + 4 * BLOCK
 def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
     """Read short prompts and decode some tokens of each batch; all ranks call this together.
 
-    Batches that there is no room for are left out. The caches are empty before and after. Nothing
-    that is counted or learned knows of it, as it goes past the scheduler.
+    Batches that there is no room for are left out. The caches are empty before and after. The steps
+    go past the scheduler, so that no counter and no estimate has them.
     """
     sent = runner.comm.bytes_sent.copy()
     prompt = torch.zeros(2 * runner.comm.size, dtype=torch.int64)
