@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -28,14 +29,15 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Stop
 from tests.cases import model_and_shape
 from tests.engine.cores import evict_all
-from tests.logits import split_of
-from tests.prefix.stores import TO_8_BITS
+from tests.logits import split_of, windows_of
+from tests.prefix.stores import TO_4_BITS, TO_8_BITS
 from tests.same_answers import same_prompt, same_tokens
 
 Tokens = tuple[int, ...]
 END = 2  # ends a message and an answer
 SOURCE_HEADS = [(1, 0)]  # the first of the head that `split_of` keeps of every model
-MOST_STEPS = 5000  # of an engine that comes to an end
+# Of an engine that comes to an end. Steps say nothing: they also wait for a busy disk.
+MOST_SECONDS = 100
 REFUSED = {"pinned_prefixes_hold_cache", "kv_capacity_exceeded", "context_length_exceeded"}
 REFUSED |= {"pinned_contexts_full"}
 
@@ -86,6 +88,7 @@ class History:
     world: int
     family: str
     heads: bool | None  # all are retrieval heads, or none is; None mixes them
+    windows: bool  # streaming heads have windows of two lengths, not the settings'
     common: dict[str, Any]  # settings that the answers depend on
     engines: tuple[dict[str, Any], ...]  # other settings of each
     actions: tuple[tuple[int, Action], ...]  # each with the engine that it happens to
@@ -167,11 +170,10 @@ class Client:
                 self.abort(name)
 
     def drain(self) -> None:
-        for _ in range(MOST_STEPS):
-            if not self.engine.core.has_work:
-                return
+        end = time.monotonic() + MOST_SECONDS
+        while self.engine.core.has_work:
+            assert time.monotonic() < end, "the engine does not come to an end"
             self.step()
-        raise AssertionError("the engine does not come to an end")
 
     def end(self) -> None:
         """All answers end, pinned prefixes are released, and everything is free again."""
@@ -205,14 +207,15 @@ class Client:
         room.tiers.close()
 
 
-def make(comm: Communicator, path: str, heads: bool | None, changed: dict[str, Any]) -> RankEngine:
+def make(comm: Communicator, path: str, history: History, changed: dict[str, Any]) -> RankEngine:
     build.PART_BYTES = transfer.PART_BYTES = 1500  # several parts of each node
-    config = EngineConfig(model=path, world_size=comm.size, **changed)
+    config = EngineConfig(model=path, world_size=comm.size, **(history.common | changed))
     model, _ = model_and_shape(path)
-    split = split_of(Path(path))
+    split, heads = split_of(Path(path)), history.heads
     if heads is not None:
         split = tuple((heads,) * len(row) for row in split)
-    roles = HeadRoles(split, sources=[] if heads is False else SOURCE_HEADS)
+    windows = windows_of(split) if history.windows else None
+    roles = HeadRoles(split, windows, sources=[] if heads is False else SOURCE_HEADS)
     return make_engine(model, config, roles, comm, eos_token_ids=(END,))
 
 
@@ -242,7 +245,7 @@ def _play(
     def begin(number: int) -> RankEngine:
         own = history.engines[number]
         disk = {"prefix_store": store} if "prefix_store_gb" in own else {}
-        return make(comm, path, history.heads, history.common | own | disk)
+        return make(comm, path, history, own | disk)
 
     engines = [begin(number) for number in range(len(history.engines))]
     if comm.rank:
@@ -303,8 +306,8 @@ def compare(client: Client, path: str, history: History) -> None:
     changed: dict[str, Any] = {"prefix_cache": False, "cuda_graphs": False, "max_step_ms": 1e6}
     if history.common.get("retrieval_share") == 1e-30:
         changed["retrieval_share"] = 0.0
-    plain = make(Communicator(None), path, history.heads, history.common | changed)
-    bound = TO_8_BITS if history.common.get("kv_dtype") == "int8" else 2e-4
+    plain = make(Communicator(None), path, history, changed)
+    bound = {"int8": TO_8_BITS, "int4": TO_4_BITS}.get(history.common["kv_dtype"], 2e-4)
     for name, (ask, before) in client.asked.items():
         found, prompt = client.answered[name], (*itertools.chain(*before), *ask.prompt)
         if ask.pin:

@@ -106,9 +106,10 @@ def histories(draw: st.DrawFn) -> History:
         "sink_tokens": draw(st.sampled_from([4, 0])),
         "compensation": draw(st.sampled_from([True, True, False])),
         "prefill": "exact" if exact else "local",
-        "kv_dtype": draw(st.sampled_from(["auto", "auto", "int8"])),
+        "kv_dtype": draw(st.sampled_from(["auto", "auto", "auto", "int8", "int4"])),
     }
-    if family != "bloom" and heads is not False:
+    windows = heads is not True and draw(st.sampled_from([False, False, True]))
+    if family != "bloom" and heads is not False and common["kv_dtype"] != "int4":
         # Of the first all blocks are chosen, of the second none: no rounding decides.
         common["retrieval_share"] = draw(st.sampled_from([0.0, 0.0, 1e-30, 0.99]))
     engines = []
@@ -150,6 +151,7 @@ def histories(draw: st.DrawFn) -> History:
         draw(st.sampled_from(WORLDS)),
         family,
         heads,
+        windows,
         common,
         tuple(engines),
         tuple(actions),

@@ -20,6 +20,8 @@ from tests.prefix.engines import Answers, Ask, Told, ids, serve
 # float32's by up to 2.5e-2 (docs/LOG.md). That what is stored is read bit for bit has a test of its
 # own; keys of another prefix change them by 0.7.
 TO_8_BITS = 2e-2
+# The steps of 4 bits are 127/7 as large.
+TO_4_BITS = 0.36
 
 
 def lives(
