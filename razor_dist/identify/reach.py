@@ -118,7 +118,7 @@ def _rotary_function(model: PreTrainedModel) -> Rotate:
     for module in model.base_model.modules():
         if hasattr(module, "layer_idx"):
             found = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-            if found is not None and hasattr(model.base_model, "rotary_emb"):
+            if found is not None and getattr(model.base_model, "rotary_emb", None) is not None:
                 return partial(_rotated, found)
     raise ModelError(
         f"models of type {model.config.model_type!r} have no rotary embeddings of transformers' "

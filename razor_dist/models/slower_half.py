@@ -23,7 +23,7 @@ def slower_half(model: nn.Module, head_dim: int) -> Tensor:
     found = [m for m in body.modules() if type(m).__name__.endswith("Attention")]
     code = sys.modules[type(found[0]).__module__] if found else None
     turn = getattr(code, "apply_rotary_pos_emb", None)
-    if turn is None or not hasattr(body, "rotary_emb"):
+    if turn is None or getattr(body, "rotary_emb", None) is None:
         raise ModelError("retrieval_share is for models with rotary embeddings")
     device = next(body.parameters()).device
     width: int = getattr(found[0], "rotary_ndims", head_dim)  # what the model passes to `turn`

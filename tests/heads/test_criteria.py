@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
     PhiConfig,
@@ -36,6 +37,7 @@ from razor_dist.identify.settings import (
 )
 from razor_dist.models.loader import load_model, model_fingerprint
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.slower_half import slower_half
 from tests.alibi_models import make_alibi
 from tests.heads.planted import BOS, HEADS, RETRIEVAL, make_planted, passkeys, prose
 from tests.tiny_models import make_tiny, write_random
@@ -230,6 +232,20 @@ def test_norms_behind_the_rotation_are_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ModelError, match="normalise queries and keys behind their rotation"):
         Reach(AutoModelForCausalLM.from_config(config), ReachSettings())
+
+
+def test_a_model_whose_rotary_embeddings_are_left_out() -> None:
+    """As of Granite 4, whose code has them for other models of its type."""
+    config = GraniteMoeHybridConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
+        intermediate_size=64, shared_intermediate_size=64, vocab_size=64, num_local_experts=0,
+        num_experts_per_tok=0, layer_types=["full_attention"], position_embedding_type=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match="have no rotary embeddings"):
+        Reach(model, ReachSettings())
+    with pytest.raises(ModelError, match="retrieval_share is for models with rotary embeddings"):
+        slower_half(model, 16)
 
 
 def test_samples_that_cannot_be(planted: PreTrainedModel, tmp_path: Path) -> None:
