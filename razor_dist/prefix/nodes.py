@@ -233,6 +233,9 @@ class Nodes:
             self._left_host.append(node.manifest.sha256)
         else:
             del self._on_disk[node.manifest.node]
+            if "host" in node.where and not self.is_own(node):
+                self.leave(node, "host")  # a copy that cannot be loaded without the disk
+                return
         if node.where:
             return
         if node.parent is not None:

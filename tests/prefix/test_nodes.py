@@ -45,15 +45,18 @@ def enter(
     nodes: Nodes, name: int, length: int, parent: Node | None = None, tier: Tier = "host"
 ) -> Node:
     """Enter a node of this many tokens and bytes."""
-    begin = 0 if parent is None else parent.end
-    end, before = begin + length, None if parent is None else parent.manifest.node
-    copy = f"{name:032x}"
-    rows = ((begin, end, begin, end),)
-    manifest = Manifest(
-        "f", copy, copy, before, begin, end, "space", 1, rows, (), 1, (), (), length, ""
-    )
+    manifest = manifest_of(name, length, None if parent is None else parent.manifest)
     nodes.enter(manifest, np.full(length, name, np.int32), parent, tier)
     return next(node for node in nodes if node.manifest is manifest)
+
+
+def manifest_of(name: int, length: int, parent: Manifest | None = None) -> Manifest:
+    begin, before = (0, None) if parent is None else (parent.end, parent.node)
+    copy, end = f"{name:032x}", begin + length
+    rows = ((begin, end, begin, end),)
+    return Manifest(
+        "f", copy, copy, before, begin, end, "space", 1, rows, (), 1, (), (), length, ""
+    )
 
 
 def names(nodes: Nodes) -> set[int]:
@@ -204,6 +207,23 @@ def test_what_follows_on_a_node_that_cannot_be_read_is_counted_and_goes_first() 
     assert nodes.make_room("disk", 20, set()) and gone == [f"{2:032x}"]
     assert nodes.make_room("disk", 30, set()) and gone == [f"{2:032x}", f"{1:032x}"]
     assert names(nodes) == {3}
+
+
+def test_a_copy_in_host_memory_leaves_with_the_disk_that_it_needs() -> None:
+    """Its parent's copy on disk is of another number of ranks."""
+    store: Any = SimpleNamespace(changed=lambda: False, used=lambda _: 0.0)
+    room: dict[Tier, float] = {"host": 40, "disk": 40}
+    nodes = Nodes(accounts(), PrefixIndex(Cost().work), store, room)
+    first = enter(nodes, 1, 10)
+    child = enter(nodes, 2, 10, first)
+    enter(nodes, 3, 10, child)
+    copy = replace(first.manifest, copy="another", world_size=2)
+    nodes.enter(copy, np.full(10, 1, np.int32), None, "disk", (1, 1))
+    other = next(node for node in nodes if node.manifest is copy)
+    nodes.enter(child.manifest, np.full(10, 2, np.int32), other, "disk", (2, 2))
+    nodes.leave(child, "disk")
+    assert {node.manifest.copy for node in nodes} == {first.manifest.copy, "another"}
+    assert nodes.bytes == {"host": 10, "disk": 10} and len(nodes.take_left_host()) == 2
 
 
 def test_another_copy_takes_the_place_of_a_node_that_cannot_be_read() -> None:
