@@ -328,6 +328,12 @@ class Tiers:
         if (left < 0).any():
             if (left == FAILED).any() and saving.draft is not None:
                 self.writing.failed(None)
+                if saving.host:  # begin again, for host memory alone
+                    assert self._store is not None
+                    self._store.discard(saving.draft)
+                    saving.draft, self._wait_until = None, 0.0
+                    saving.job = SaveJob([], saving.manifest, host=True)
+                    return []
             return self._abandon()
         parent, on_disk = saving.parent, saving.draft is not None
         tiers = {"disk"} if on_disk else {"disk", "host"}

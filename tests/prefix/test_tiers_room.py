@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -155,7 +156,7 @@ def test_what_was_used_once_leaves_host_memory_beside_a_disk(
     core.stop()
 
 
-def test_a_disk_that_is_full_is_counted(
+def test_a_disk_that_is_full_is_counted_and_host_memory_has_the_copy(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, data: bytes) -> None:
@@ -164,9 +165,16 @@ def test_a_disk_that_is_full_is_counted(
     with monkeypatch.context() as patched:
         patched.setattr(transfer, "write_file", full)
         store = {"prefix_store": str(tmp_path), "prefix_host_gb": 1.0}
-        [(_, _, stats)] = lives(Communicator(None), str(tiny("llama")), store, (q(0),))
+        core = engine_of(Communicator(None), str(tiny("llama")), store).core
+        # One token: the prompt is offered once, and not again with its answer.
+        serve_all(core, (replace(q(0), params=replace(GREEDY, max_tokens=1)),))
+        evict_all(core)
+        _, cached = serve_all(core, (q(1),))
+    stats = core.stats().prefix_cache.lower
+    core.stop()
     assert ranges(tmp_path) == []
-    assert (stats["disk"]["failures"], stats["host"]["failures"]) == (1, 0)
+    assert (stats["disk"].failures, stats["host"].failures) == (1, 0)
+    assert cached == {"q1": 150} and stats["host"].hits == 1
 
 
 @pytest.mark.parametrize("why", ["it cannot be locked", "another writes"])
