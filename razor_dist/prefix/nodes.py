@@ -95,6 +95,8 @@ class Nodes:
         self._nodes: dict[str, Node] = {}  # by the digests of their manifests
         self._on_disk: dict[str, Node] = {}  # by name: the copy that is there
         self._unreadable: dict[str, Stamp | None] = {}  # by name: the copy that could not be read
+        # By name: nodes on disk whose parents are not there. Hashing their tokens takes long.
+        self._orphans: dict[str, tuple[Stamp, Manifest, Tokens]] = {}
         self._keys = 0
         self._left_host: list[str] = []
         self.counts: defaultdict[Tier, TierCounters] = defaultdict(TierCounters)
@@ -153,26 +155,31 @@ class Nodes:
         for name, node in list(self._on_disk.items()):
             if stamps.get(name) != node.stamp:  # removed, or written anew
                 self.leave(node, "disk")
-        fresh: dict[str, tuple[Manifest, Tokens]] = {}
+        fresh = {name: own for name, own in self._orphans.items() if stamps.get(name) == own[0]}
         left_out: dict[str, list[str]] = defaultdict(list)
         for name, stamp in stamps.items():
-            if name in self._on_disk or self._unreadable.get(name) == stamp:
+            if name in self._on_disk or name in fresh or self._unreadable.get(name) == stamp:
                 continue
             try:
                 manifest, own = read_node(self._store.folder / name)
                 if len(manifest.tails) != len(self._accounts.cache.arenas):
                     raise BadPartError("its windows are others")
-                fresh[name] = manifest, own
+                fresh[name] = stamp, manifest, own
             except BadPartError as error:
                 self._unreadable[name] = stamp
                 left_out[str(error)].append(name)
         for reason, names in left_out.items():
             log.warning("stored prefixes left out: %d, %s (%s)", len(names), reason, names[0])
-        while ready := [n for n, (m, _) in fresh.items() if m.parent not in fresh]:
+        while ready := [
+            name
+            for name, (_, manifest, _) in fresh.items()
+            if manifest.parent is None or manifest.parent in self._on_disk
+        ]:
             for name in ready:
-                manifest, own = fresh.pop(name)
+                stamp, manifest, own = fresh.pop(name)
                 parent = self._on_disk.get(manifest.parent or "")
-                self.enter(manifest, own, parent, "disk", stamps[name])
+                self.enter(manifest, own, parent, "disk", stamp)
+        self._orphans = fresh
 
     def enter(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -224,6 +225,32 @@ def test_a_copy_in_host_memory_leaves_with_the_disk_that_it_needs() -> None:
     nodes.leave(child, "disk")
     assert {node.manifest.copy for node in nodes} == {first.manifest.copy, "another"}
     assert nodes.bytes == {"host": 10, "disk": 10} and len(nodes.take_left_host()) == 2
+
+
+def test_a_node_on_disk_whose_parent_comes_later_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [manifest_of(1, 10)]
+    for name in (2, 3):
+        found.append(manifest_of(name, 10, found[-1]))
+    tokens = {one.node: (one, np.full(10, int(one.node, 16), np.int32)) for one in found}
+    there, read = {one.node: (1, 1) for one in found[1:]}, list[str]()
+    store: Any = SimpleNamespace(
+        changed=lambda: True, stamps=lambda: there, used=lambda _: 0.0, folder=Path()
+    )
+    monkeypatch.setattr(
+        "razor_dist.prefix.nodes.read_node",
+        lambda path: read.append(path.name) or tokens[path.name],
+    )
+    nodes = Nodes(accounts(), PrefixIndex(Cost().work), store, {"disk": 100})
+    nodes.refresh()
+    assert not names(nodes) and sorted(read) == sorted(there)
+    there[found[2].node] = 2, 2  # written anew
+    there[found[0].node] = 1, 1
+    nodes.refresh()
+    nodes.refresh()
+    assert names(nodes) == {1, 2, 3} and nodes.bytes["disk"] == 30
+    assert sorted(read) == sorted([*tokens, found[2].node])
 
 
 def test_another_copy_takes_the_place_of_a_node_that_cannot_be_read() -> None:
