@@ -228,7 +228,7 @@ class LiveChoices:
             return True
         if pinned.last is None or any(choice.pieces for choice in self.choices):
             return False
-        if pinned.last.is_kept and error.code not in _NO_ROOM:
+        if error.param != "prefix" and error.code not in _NO_ROOM:
             return False
         if again := pinned.leave_out(error):
             before, self._streams = self.ids, self._submit()

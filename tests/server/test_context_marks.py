@@ -201,19 +201,22 @@ async def test_a_context_leaves_room_for_its_own_request(
     choices.close()
 
 
-async def test_an_answer_that_has_begun_is_not_begun_again(server: Server) -> None:
-    """Although its context was deleted, and the answer then failed."""
+@pytest.mark.parametrize("begun", [True, False])
+async def test_an_answer_that_fails_is_not_begun_again(begun: bool, server: Server) -> None:
+    """Although its context was deleted meanwhile."""
     choices, [context], [pin, add] = await server.ask(1000)
     await server.read(pin, 0, 1000, cached=0)
     await server.read(add, 1000, 1100, cached=1000)
-    server.client.receive(Token(add.id, 5))
+    if begun:
+        server.client.receive(Token(add.id, 5))
     await asyncio.sleep(0.01)
     await server.contexts.end(context.id, "a")
     server.client.receive(Failed(add.id, "the grammar failed", "structured_outputs"))
+    await asyncio.sleep(0.01)
+    assert server.client.adds == [pin, add]
     with pytest.raises(RequestError, match="the grammar failed"):
         _ = [event async for event in choices.events()]
     choices.close()
-    assert server.client.adds == [pin, add]
 
 
 async def test_a_request_that_goes_on_without_its_context_counts_once(server: Server) -> None:
