@@ -142,7 +142,7 @@ class _Worker(Child):
                 if self.connection.poll(max(0.0, began + limit - time.monotonic())):
                     event = self.connection.recv()
             except (EOFError, OSError):
-                event = {"status": f"failed: ended with {self.process.wait()}"}
+                event = {"status": f"failed: ended with {self.wait()}"}
             record.seconds = time.monotonic() - began
             status = event.get("status")
             record.add(event)

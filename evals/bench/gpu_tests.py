@@ -76,7 +76,7 @@ def _outcomes(bench: Bench, child: Child, tests: dict[str, str]) -> Iterator[str
                 return
             why = "no time was left" if bench.is_late else f"nothing came for {_PATIENCE:.0f} s"
         except (EOFError, OSError):
-            why = f"its process ended with {child.process.wait()}"
+            why = f"its process ended with {child.wait()}"
         kind = _RUNNING if bench.is_late else "failed"
         tests |= {name: f"{kind}: {why}" for name, now in tests.items() if now == _RUNNING}
         yield why

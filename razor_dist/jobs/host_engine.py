@@ -120,7 +120,7 @@ class ExternalEngine:
                     raise EngineError("the job is over")
             found = connection.recv()
         except (EOFError, OSError):
-            code = self._child.process.wait()
+            code = self._child.wait()
             killed = code == -signal.SIGKILL
             advice = "; it may need more memory than there is" if killed else ""
             raise EngineLostError(f"the engine's process ended (code {code}){advice}") from None

@@ -55,13 +55,22 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def wait(self) -> int:
+        """Wait until the process has ended, kill its children, and return its exit code."""
+        with suppress(ChildProcessError):  # another thread has called `end`
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # and do not reap it
+        return self._kill()
+
     def end(self) -> None:
-        """End the process with its children, also in the midst of another thread's call."""
-        if self.process.poll() is None:
+        """Kill the process and its children, also in the midst of another thread's call."""
+        self._kill()
+        self.connection.close()
+
+    def _kill(self) -> int:
+        if self.process.returncode is None:  # its id, if dead, is still its group's
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
+        return self.process.wait()
 
 
 def call(
@@ -74,8 +83,8 @@ def call(
     with Child(_answer, function, *arguments, output=output, env=env) as child:
         try:
             found: dict[str, Any] = child.connection.recv()
-        except (EOFError, OSError):  # a reset, if it ended before it read what it is to call
-            code = child.process.wait()
+        except (EOFError, OSError):  # a reset, if it ended before it had read the function
+            code = child.wait()
             return {"failed": f"ended by signal {-code}" if code < 0 else f"exit code {code}"}
         return found
 
