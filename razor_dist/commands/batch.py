@@ -14,7 +14,7 @@ from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
 
 if TYPE_CHECKING:
-    from razor_dist.jobs.batch import Entry
+    from razor_dist.jobs.batch import BatchLine
 
 
 @with_config_flags(JobConfig)
@@ -79,7 +79,7 @@ def batch(
     raise typer.Exit(EXIT_SOME_FAILED if failed else 0)
 
 
-def _problem(entry: Entry, line: Mapping[str, Any]) -> str | None:
+def _problem(entry: BatchLine, line: Mapping[str, Any]) -> str | None:
     """Return why a request was not answered; None if it was."""
     if line["error"] is not None:
         return str(line["error"]["message"])

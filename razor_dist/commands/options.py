@@ -22,7 +22,7 @@ from razor_dist.config.sizes import takes_sizes
 from razor_dist.config.sources import Setting, load_config, shipped_names
 
 if TYPE_CHECKING:
-    from razor_dist.documents.collect import Source
+    from razor_dist.documents.collect import DocumentSource
     from razor_dist.jobs.results import Record
 
 # Exit code of a command that has done what could be done, where some of its inputs (documents,
@@ -35,7 +35,7 @@ Encoding = Annotated[
 ]
 
 
-def documents(inputs: Sequence[str], encoding: str | None) -> list[Source]:
+def documents(inputs: Sequence[str], encoding: str | None) -> list[DocumentSource]:
     """Collect the documents that a command is given; name on stderr what cannot be read."""
     from razor_dist.documents.collect import collect
 

@@ -41,7 +41,7 @@ _KNOWN = f"{', '.join(KIND_OF_SUFFIX)}, all but the last two also with .gz, and 
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """A document. It can be pickled, and read on any host that has the file."""
 
     id: str  # the path, or the ``id`` of a JSONL line
@@ -69,7 +69,7 @@ class Source:
 
 
 class Collection(NamedTuple):
-    sources: list[Source]
+    sources: list[DocumentSource]
     left_out: dict[Path, str]  # files and folders that are passed over, and the reasons
 
 
@@ -100,7 +100,7 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
                 left_out.setdefault(os.path.realpath(path), (path, problem))
         if None not in paths.values():
             raise ConfigError(f"{name} holds no document; these are read: {_KNOWN}")
-    sources: list[Source] = []
+    sources: list[DocumentSource] = []
     places: dict[str, str] = {}
     for path in found.values():
         for source in _sources(path, encoding):
@@ -238,7 +238,7 @@ def _is_document(file: Path, encoding: str | None) -> bool:
     return encoding is not None and "\0" not in beginning.decode(encoding, "replace")
 
 
-def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
+def _sources(path: Path, encoding: str | None) -> Iterator[DocumentSource]:
     # A name that is not UTF-8 is no text for a tokenizer or a terminal.
     name = os.fsencode(path).decode(errors="backslashreplace")
     kind, file = kind_of(path), str(path.absolute())
@@ -249,7 +249,7 @@ def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
                 id, _ = _fields(data)
             except DocumentError:
                 id = f"{name}:{line.number}"
-            yield Source(id, name, kind, file, len(data), line.digest, line)
+            yield DocumentSource(id, name, kind, file, len(data), line.digest, line)
         return
     size, digest = 1, ""
     try:
@@ -260,7 +260,7 @@ def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
             encoding = None
     except (OSError, EOFError, zlib.error):
         encoding = None  # reported with the other documents that cannot be read
-    yield Source(name, name, kind, file, size, digest, encoding=encoding)
+    yield DocumentSource(name, name, kind, file, size, digest, encoding=encoding)
 
 
 def _needs_encoding(path: Path) -> bool:

@@ -47,7 +47,7 @@ _MAX_PROMPTS = 1024
 
 
 @dataclass(frozen=True)
-class Entry:
+class BatchLine:
     """A line of a batch file; ``problem`` tells why it cannot be a request."""
 
     line: Line
@@ -60,9 +60,9 @@ class Entry:
         return f"{self.custom_id}#{self.line.digest}"
 
 
-def read_batch(path: str | Path) -> list[Entry]:
+def read_batch(path: str | Path) -> list[BatchLine]:
     """Return a file's entries, their bodies unchecked; `ConfigError` if two have one custom_id."""
-    entries: list[Entry] = []
+    entries: list[BatchLine] = []
     lines: dict[str, list[str]] = {}
     for line, data in read_lines(path):
         custom_id: str | None = None
@@ -77,7 +77,7 @@ def read_batch(path: str | Path) -> list[Entry]:
             _check(request)
         except RequestError as error:
             problem = str(error)
-        entries.append(Entry(line, custom_id, problem))
+        entries.append(BatchLine(line, custom_id, problem))
     for custom_id, numbers in lines.items():
         if len(numbers) > 1:
             raise ConfigError(
@@ -116,7 +116,7 @@ class BatchTask:
 
     engines: Mapping[str, EngineConfig]
     model: str
-    entries: list[Entry]
+    entries: list[BatchLine]
     unknown_fields: Literal["refuse", "warn"] = "refuse"  # `ServerConfig.unknown_fields`
 
     @property
@@ -190,7 +190,7 @@ def _answer(
 
 
 def output_lines(
-    entries: Sequence[Entry], records: Mapping[str, Record]
+    entries: Sequence[BatchLine], records: Mapping[str, Record]
 ) -> Iterator[dict[str, Any]]:
     """Yield the output's lines in the order of the batch file, by the records of a `BatchTask`."""
     for entry in entries:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.collect import Source
+from razor_dist.documents.collect import DocumentSource
 from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.detokenizer import token_texts
@@ -274,7 +274,7 @@ class SummaryTask:
 
     engines: Mapping[str, EngineConfig]
     style: Style
-    sources: list[Source]
+    sources: list[DocumentSource]
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -331,13 +331,13 @@ class SummaryTask:
 
     def run(self, llm: LLM, item: Item) -> Updates:
         """Read a document and summarise it: `Summarizer.summarize`, with ``id`` and ``source``."""
-        source: Source = item.data["source"]
+        source: DocumentSource = item.data["source"]
         summary = yield from Summarizer(llm, self.style).summarize(source.read(), item.parts)
         return {"id": source.id, "source": source.path, **summary}
 
 
 def _counted(
-    tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
+    tokenizer: PreTrainedTokenizerBase, sources: Sequence[DocumentSource]
 ) -> tuple[list[int], bool]:
     """Return each document's token count, 0 if unreadable, and True if no count is an estimate.
 
@@ -347,7 +347,7 @@ def _counted(
     end = time.monotonic() + _COUNTING_SECONDS
     reasons: dict[str, str] = {}
 
-    def count(source: Source) -> int | None:
+    def count(source: DocumentSource) -> int | None:
         if time.monotonic() > end:
             return None
         try:
