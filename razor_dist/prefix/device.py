@@ -1,7 +1,7 @@
-"""The sequences on the device that prompts may begin from, and which goes when room is needed.
+"""The sequences on the device that prompts may begin from, and which of them is evicted first.
 
-Most are finished sequences; pinned prefixes and running sequences can be continued as well, and are
-never evicted. What they hold on every rank is in `CacheAccounts`, by the same keys.
+Most are finished sequences. Pinned prefixes and running sequences can be continued as well, and are
+never evicted. Their pages and slots on every rank are in `CacheAccounts`, by the same keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from razor_dist.protocol.counters import PrefixCounters
 
 log = logging.getLogger(__name__)
 
-# If an entry frees nothing that is short, its worth, and its key: the least goes first.
+# True if evicting the entry frees nothing that is short; its worth; its key. The least goes first.
 Worth = tuple[bool, float, int]
 
 
@@ -30,24 +30,23 @@ Worth = tuple[bool, float, int]
 class CachedSequence(Entry):
     """A sequence in the caches; its key is the ranks' name for it."""
 
-    tier: Tier = "device"  # from which it came, until it is used
+    tier: Tier = "device"  # from which it was loaded, until it is used
 
 
 class PrefixCache:
     """Sequences, found by the longest common prefix, evicted by their worth in `PrefixIndex`.
 
-    A sequence costs only what the others do not cover.
+    Tokens that other sequences have as well count neither as seconds nor as bytes.
     """
 
     def __init__(self, accounts: CacheAccounts, index: PrefixIndex) -> None:
         self._accounts, self.index = accounts, index
         self._entries: dict[int, CachedSequence] = {}
         self.loaded: Loading | None = None  # the sequence that was loaded last
-        # queries, hits, their tokens in all and those that were found; evictions.
         self.counts = PrefixCounters()
 
     def add(self, namespace: Namespace, tokens: Tokens, key: int, tier: Tier = "device") -> None:
-        """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
+        """Add a sequence, or replace it if it has become longer."""
         self.remove(key)
         least, used_at = self._accounts.grown(key, len(tokens)), dict(self.index.clock)
         entry = CachedSequence(key, len(tokens), least, used_at, {"device"}, tier)
@@ -55,19 +54,19 @@ class PrefixCache:
         self._entries[key] = entry
 
     def remove(self, key: int) -> None:
-        """Forget a sequence, if it is here."""
+        """Forget a sequence; unknown keys are ignored."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.index.remove(entry)
 
     @property
     def wanted(self) -> list[int]:
-        """The key of the sequence that was loaded last, if a request still waits for it."""
+        """The key of the sequence loaded last, if a request still waits for it."""
         loaded = self.loaded
         return [loaded.key] if loaded and loaded.wanted and loaded.key in self else []
 
     def grown(self, key: int, length: int) -> None:
-        """Note that an entry in use has become longer, so that it cannot be cut where it could."""
+        """Note that an entry in use has become longer, so that its least cut has moved."""
         if key in self._entries:
             self._entries[key].least_cut = self._accounts.grown(key, length)
 
@@ -84,10 +83,10 @@ class PrefixCache:
         return self.index.match(CachedSequence, namespace, tokens, most, among)
 
     def use(self, hit: Match[CachedSequence] | None, prompt_tokens: int, base: int) -> None:
-        """Count a prompt that is about to be prefilled, from what was found for it on.
+        """Count a prompt that is about to be prefilled behind ``hit``.
 
-        Its own ``prompt_tokens`` begin at ``base``. Those of a pinned prefix come before them and
-        are not counted: they are in the caches in any case.
+        Its ``prompt_tokens`` begin at ``base``, behind a pinned prefix whose tokens are not
+        counted: they are in the caches in any case.
         """
         self.counts.queries += 1
         self.counts.query_tokens += prompt_tokens
@@ -100,7 +99,7 @@ class PrefixCache:
                 log.info("%d of %d prompt tokens are cached", cached, prompt_tokens)
 
     def worths(self, short: Bools, *but: int) -> list[Worth]:
-        """Return a heap of the entries that may be evicted, but some: for `evict`."""
+        """Return the heap for `evict`: the entries that may be evicted, ``but`` some keys."""
         keys = [key for key in self._entries if self._accounts[key].cached and key not in but]
         found = [self._worth(key, short) for key in keys]
         heapify(found)
@@ -113,15 +112,15 @@ class PrefixCache:
         return not (short & (frees > 0)).any(), worth, key
 
     def evict(self, worths: list[Worth], short: Bools) -> int | None:
-        """Forget the entry that is worth least and holds any of what is ``short``.
+        """Forget the entry that is worth least and holds pages or slots that are ``short``.
 
-        An entry is valued anew when it is about to go. One that shared pages with what goes is the
-        next to be: now it may hold them alone, and be worth less for each byte. Valuing hundreds
-        after each of hundreds of evictions takes seconds.
+        Return its key. Its worth is computed anew before it goes. Entries that share pages with it
+        are looked at next: they may now hold these alone and be worth less per byte. To value all
+        after each eviction would take seconds for hundreds of entries.
         """
         while worths:
             key = heappop(worths)[-1]
-            if key not in self._entries:  # it was there twice, and has gone
+            if key not in self._entries:  # evicted already: the heap had it twice
                 continue
             found = self._worth(key, short)
             if worths and found > worths[0]:

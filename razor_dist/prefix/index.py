@@ -1,11 +1,9 @@
-"""The one index of the prefix cache: what a prompt may begin with, and where its bytes are.
+"""The one index of the prefix cache: a radix tree of the token ids of all entries.
 
-A radix tree over token ids. An entry's caches can be cut anywhere between its *least cut* and its
-end: streaming heads' caches have the window of those positions alone. A prompt can begin from the
-longest of its prefixes that some entry can be cut to.
-
-Entries are sequences on the device (`razor_dist.prefix.device`) and what was copied of them to host
-memory and disk (`razor_dist.prefix.nodes`).
+Entries are sequences on the device (`razor_dist.prefix.device`) and their copies in host memory and
+on disk (`razor_dist.prefix.nodes`). An entry can be cut to any length from its *least cut* to its
+end: only for those do the streaming heads' caches have the whole window. A prompt begins from the
+longest of its prefixes to which some entry can be cut.
 """
 
 from __future__ import annotations
@@ -22,38 +20,38 @@ from razor_dist.prefix.manifest import Names, Tokens
 Tier = Literal["device", "host", "disk"]
 # A cache salt, and the mark of positions (`razor_dist.models.longrope`).
 Namespace = tuple[str | None, int]
-# Estimates the seconds of prefilling: of the number of tokens, and of those before them.
+# (tokens, tokens before them) -> estimated seconds to prefill them.
 PrefillCost = Callable[[float, int], float]
 
 
 @dataclass(eq=False)
 class Entry:
-    """A sequence of tokens whose caches are somewhere."""
+    """A sequence of tokens whose caches are in some tier."""
 
     key: int  # orders entries that are worth the same
-    end: int  # its tokens
-    least_cut: int
-    used_at: dict[Tier, float]  # the clock of each tier's evictions when it was used last
-    where: set[Tier]  # empty once it has left all
+    end: int  # its tokens, from the prompt's first one on
+    least_cut: int  # tokens
+    used_at: dict[Tier, float]  # by tier: `PrefixIndex.clock` at the last use
+    where: set[Tier]  # empty once it has left all tiers
 
 
 E = TypeVar("E", bound=Entry)
 
 
 class Match(NamedTuple, Generic[E]):
-    """The longest beginning of a prompt that can be had without prefilling it."""
+    """The longest beginning of a prompt that need not be prefilled."""
 
-    entry: E | None  # which can be cut to ``tokens`` tokens
+    entry: E | None  # can be cut to ``tokens`` tokens
     tokens: int
     common: int  # tokens that the prompt has in common with any entry
 
 
 @dataclass(eq=False)
-class _Node:
-    edge: Tokens  # between its parent's last token and its own
+class _TreeNode:
+    edge: Tokens  # the tokens behind the parent's end
     end: int  # tokens from the root
-    parent: _Node | None = None
-    children: dict[int, _Node] = field(default_factory=dict)  # by the edge's first token
+    parent: _TreeNode | None = None
+    children: dict[int, _TreeNode] = field(default_factory=dict)  # by the edge's first token
     entries: list[Entry] = field(default_factory=list)  # that end here
 
     def below(self, kind: type[E]) -> Iterator[E]:
@@ -66,32 +64,32 @@ class _Node:
 
 
 class PrefixIndex:
-    """Entries by their tokens; those of different namespaces know nothing of each other.
+    """Entries by their tokens, a tree for each namespace.
 
-    An entry is worth the seconds to prefill it again per byte, plus what the clock said when it was
-    used: the most that any evicted entry was worth (GreedyDual-Size). So what is not used loses to
-    what is, and a costly one slower than a cheap one. Each tier has a clock of its own.
+    An entry's worth is the seconds per byte to prefill it again, plus its tier's clock when it was
+    last used. A tier's clock is the largest worth of any entry evicted from it (GreedyDual-Size,
+    Cao and Irani 1997). So unused entries fall behind used ones, costly entries more slowly.
     """
 
     def __init__(self, cost: PrefillCost) -> None:
         self._cost = cost
         self.names = Names(secrets.token_bytes(32))  # a store's own, if there is one
         self.clock: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
-        self.roots: dict[str, _Node] = {}  # of the radix trees, by the names of namespaces
-        self._nodes: dict[Entry, tuple[str, _Node]] = {}  # where each entry ends
+        self.roots: dict[str, _TreeNode] = {}  # by the names of namespaces
+        self._nodes: dict[Entry, tuple[str, _TreeNode]] = {}  # where each entry ends
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def add(self, namespace: Namespace | str, tokens: Tokens, entry: Entry) -> None:
-        """Enter a sequence; ``namespace`` may be the name that a manifest has of it."""
+        """Add a sequence; a string is a namespace's name, as manifests have it."""
         name = namespace if isinstance(namespace, str) else self.names.namespace(*namespace)
-        node = self.roots.setdefault(name, _Node(tokens[:0], 0))
+        node = self.roots.setdefault(name, _TreeNode(tokens[:0], 0))
         while node.end < len(tokens):
             rest = tokens[node.end :]
             child = node.children.get(int(rest[0]))
             if child is None:
-                child = _Node(rest.copy(), len(tokens), node)
+                child = _TreeNode(rest.copy(), len(tokens), node)
                 node.children[int(rest[0])] = child
             elif (same := common_tokens(child.edge, rest)) < len(child.edge):
                 child = self._split(child, same)
@@ -99,10 +97,10 @@ class PrefixIndex:
         node.entries.append(entry)
         self._nodes[entry] = name, node
 
-    def _split(self, node: _Node, at: int) -> _Node:
-        """Return a new node between a node and its parent, after some tokens of its edge."""
+    def _split(self, node: _TreeNode, at: int) -> _TreeNode:
+        """Return a new node above ``node`` that takes the first ``at`` tokens of its edge."""
         assert node.parent is not None
-        upper = _Node(node.edge[:at].copy(), node.end - len(node.edge) + at, node.parent)
+        upper = _TreeNode(node.edge[:at].copy(), node.end - len(node.edge) + at, node.parent)
         node.parent.children[int(node.edge[0])] = upper
         upper.children[int(node.edge[at])] = node
         node.edge, node.parent = node.edge[at:].copy(), upper
@@ -125,20 +123,19 @@ class PrefixIndex:
             del self.roots[name]
 
     def tokens(self, entry: Entry) -> Tokens:
-        """Return an entry's tokens."""
         edges, node = [], self._nodes[entry][1]
         while node.parent is not None:
             edges.append(node.edge)
             node = node.parent
         return np.concatenate([node.edge, *reversed(edges)])
 
-    def _path(self, namespace: Namespace, tokens: Tokens) -> list[tuple[_Node, int]]:
-        """Return nodes, the last first, and the tokens in common with what is below each.
+    def _path(self, namespace: Namespace, tokens: Tokens) -> list[tuple[_TreeNode, int]]:
+        """Return the nodes along a text, deepest first, each with how many tokens match.
 
-        The root is left out: all that is below it, however much, has nothing in common.
+        The root is left out, since no token matches there.
         """
-        node = self.roots.get(self.names.namespace(*namespace), _Node(tokens[:0], 0))
-        path: list[tuple[_Node, int]] = []
+        node = self.roots.get(self.names.namespace(*namespace), _TreeNode(tokens[:0], 0))
+        path: list[tuple[_TreeNode, int]] = []
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
@@ -157,9 +154,9 @@ class PrefixIndex:
         most: int,
         among: Callable[[E], bool] = lambda _: True,
     ) -> Match[E]:
-        """Return the entry ``among`` some that can be cut to the longest prefix of a text.
+        """Return the entry that can be cut to the longest prefix of a text, up to ``most`` tokens.
 
-        That has at most ``most`` tokens.
+        Entries of one ``kind`` count for which ``among`` is true.
         """
         common: int | None = None
         for node, same in self._path(namespace, tokens):
@@ -169,7 +166,7 @@ class PrefixIndex:
             length = min(same, most)
             found = [entry for entry in below if entry.least_cut <= length]
             if found and length:
-                # The one with the longest tail, which its copy inherits.
+                # The entry with the longest tail: the sequence that continues it inherits the tail.
                 best = min(found, key=lambda entry: (entry.least_cut, entry.key))
                 return Match(best, length, common or 0)
         return Match(None, 0, common or 0)
@@ -177,9 +174,9 @@ class PrefixIndex:
     def sharing(
         self, kind: type[E], namespace: Namespace, tokens: Tokens, among: Callable[[E], bool]
     ) -> tuple[E | None, int]:
-        """Return the entry ``among`` some that has most tokens in common with a text, and how many.
+        """Return the entry with most tokens in common with a text, and the number of these.
 
-        It need not be possible to cut it there.
+        Entries of one ``kind`` count for which ``among`` is true, even if they cannot be cut there.
         """
         for node, same in self._path(namespace, tokens):
             found = next((entry for entry in node.below(kind) if among(entry)), None)
@@ -188,8 +185,8 @@ class PrefixIndex:
         return None, 0
 
     def covered(self, entry: Entry) -> int:
-        """Return how many tokens of an entry could be had from the others of its kind."""
-        node: _Node | None = self._nodes[entry][1]
+        """Return how many of an entry's first tokens other entries of its kind can be cut to."""
+        node: _TreeNode | None = self._nodes[entry][1]
         while node is not None and node.end:
             others = (other for other in node.below(type(entry)) if other is not entry)
             if any(other.least_cut <= node.end for other in others):
@@ -198,17 +195,17 @@ class PrefixIndex:
         return 0
 
     def worth(self, entry: Entry, tier: Tier, covered: int, nbytes: float) -> float:
-        """Return an entry's worth in a tier, if ``covered`` tokens could be had from others."""
+        """Return an entry's worth in a tier where other entries have ``covered`` of its tokens."""
         seconds = self._cost(entry.end - covered, covered)
         return entry.used_at[tier] + seconds / max(1.0, nbytes)
 
     def went(self, tier: Tier, worth: float) -> None:
-        """Note an eviction. What costs others their place goes after them, for less than they."""
+        """Note an eviction; an entry worth less than an earlier one leaves the clock as it is."""
         self.clock[tier] = max(self.clock[tier], worth)
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:
-    """Return how many tokens two texts have in common."""
+    """Return the length of the longest common prefix of two texts."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length

@@ -1,4 +1,4 @@
-"""What a stored prefix says of itself: its manifest, the names of its parts and its own name."""
+"""A stored prefix's manifest, its name and the names of its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from razor_dist.parallel.sharding import cut_chunks
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.parts import BadPartError
 
-FORMAT = 2  # of format 1, parts do not name their manifest
+FORMAT = 2  # in format 1, parts did not name their manifest
 
 Tokens = npt.NDArray[np.int32]
 Rows = tuple[tuple[int, int, int, int], ...]
@@ -25,26 +25,26 @@ Rows = tuple[tuple[int, int, int, int], ...]
 
 @dataclass(frozen=True)
 class Manifest:
-    """A copy of a node: the layout of its parts, beside its tokens."""
+    """One copy of a node: the layout of its parts."""
 
     fingerprint: str
     node: str
     copy: str  # random: two writers' parts differ in rounding even where the layout is the same
-    parent: str | None  # has the tokens before ``begin``, and maybe others after them
+    parent: str | None  # the node with the tokens before ``begin``; it may have other tokens behind
     begin: int
     end: int
-    space: str  # prompts of different ones share nothing
+    space: str  # name of the namespace: prompts in different namespaces share nothing
     world_size: int
-    chunks: Rows  # begin, end, and both of the whole chunk
+    chunks: Rows  # of each chunk: begin and end, then begin and end of the chunk as it was read
     tails: tuple[int, ...]  # for each window: the first token in the tail
     kv_parts: int  # files of each rank
     steps: tuple[int, ...]  # for each window: rows of the streaming heads in a part
-    state_parts: tuple[int, ...]  # and parts
+    state_parts: tuple[int, ...]  # for each window: the number of parts
     nbytes: int
     tokens_sha256: str
 
     def __post_init__(self) -> None:
-        """`ValueError` if no prompt can have been read like this."""
+        """`ValueError` if the fields contradict each other."""
         windows = (self.tails, self.steps, self.state_parts)
         least_0 = [self.begin, self.kv_parts, self.nbytes, *self.tails, *self.steps]
         least_1 = [self.world_size, *self.state_parts]
@@ -60,7 +60,7 @@ class Manifest:
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of all fields, which the header of every part holds."""
+        """Digest of all fields; every part's header has it."""
         return digest(self._fields)
 
     @property
@@ -69,7 +69,7 @@ class Manifest:
 
     @property
     def layout(self) -> list[Chunk]:
-        """The chunks in which its tokens were read, as far as they are its own."""
+        """The chunks in which the node's own tokens were read."""
         return [Chunk(a, b, self.world_size, (c, d)) for a, b, c, d in self.chunks]
 
     @staticmethod
@@ -96,7 +96,7 @@ class Manifest:
             raise BadPartError(f"its manifest is damaged ({error!r:.100})") from None
 
     def files(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Stream the names of its parts, and what the header of each says."""
+        """Stream the names of the node's parts, each with what its header must have."""
         for rank in range(self.world_size):
             for part in range(self.kv_parts):
                 yield kv_part(rank, part), part_header(self.sha256, rank=rank, part=part)
@@ -106,7 +106,7 @@ class Manifest:
 
 
 def part_header(manifest: str, **part: int) -> dict[str, str]:
-    """Return what a part says of itself: the digest of its manifest, and which part it is."""
+    """Return a part's header: the digest of its manifest, and which part it is."""
     return {"manifest": manifest, **{name: str(number) for name, number in part.items()}}
 
 
@@ -121,7 +121,7 @@ def state_part(window: int, part: int) -> str:
 
 
 class Names:
-    """Names of namespaces and nodes; without the ``secret`` they reveal neither salts nor texts."""
+    """Names of namespaces and nodes: keyed hashes, which hide salts and texts."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -132,9 +132,9 @@ class Names:
             f"{mark} {'none' if cache_salt is None else 'salt ' + cache_salt}".encode()
         )
 
-    def node(self, space: str, tokens: Tokens) -> str:
-        """Name the node that ends with these tokens: the same text has the same name."""
-        return self._digest(space.encode(), np.ascontiguousarray(tokens, "<i4").tobytes())
+    def node(self, namespace: str, tokens: Tokens) -> str:
+        """Name the node of a text, by all its ``tokens`` from the first one to the node's last."""
+        return self._digest(namespace.encode(), np.ascontiguousarray(tokens, "<i4").tobytes())
 
     def _digest(self, *texts: bytes) -> str:
         found = hashlib.blake2b(key=self._secret, digest_size=16)

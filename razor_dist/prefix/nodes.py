@@ -1,12 +1,12 @@
-"""The prefixes in host memory and on disk, as rank 0 knows them: by their tokens, by what follows.
+"""The prefixes in host memory and on disk, as rank 0 knows them.
 
-A *node* has the tokens ``[begin, end)`` of a prompt and follows on another, its parent, that has
-those before. What leaves a tier for want of room is worth least, as in the caches of the device
-(`razor_dist.prefix.device`), and never what others follow on.
+A *node* has the caches of the tokens ``[begin, end)`` of a prompt; its parent has the tokens
+before. A full tier evicts the node that is worth least, as the device does
+(`razor_dist.prefix.device`), and never a node whose children would be lost with it.
 
 Another process may write the same text to the disk, cut into other chunks, and remove and rewrite
-what is there. So a node is one copy, known by its manifest's digest: host memory and disk share a
-node only if both have this copy.
+nodes. So a node is one copy, known by its manifest's digest: host memory and disk share a node
+only if both have this copy.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Node(Entry):
 
     manifest: Manifest
     parent: Node | None
-    last_use: float  # by the wall clock: of what is worth the same, the oldest goes first
+    last_use: float  # wall clock, seconds: of nodes that are worth the same, the oldest goes first
     stamp: Stamp | None = None  # of its folder on disk, when its manifest was read or written
-    lost: bool = False  # on disk only: it, or one that it follows on, could not be loaded
+    lost: bool = False  # on disk only: this node or an ancestor could not be loaded
     children: set[Node] = field(default_factory=set)
 
     @property
     def chain(self) -> list[Node]:
-        """The nodes that have its tokens from the first one on; it is the last."""
+        """The node's ancestors, the root first, and the node itself."""
         found: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -57,7 +57,10 @@ class Node(Entry):
 
     @property
     def parts(self) -> list[tuple[Node, int]]:
-        """Return those nodes, and where the tokens end that are taken from each."""
+        """The nodes of `chain`, each with the end of the tokens that are taken from it.
+
+        A child may begin before its parent ends: then the child's tokens count.
+        """
         found, end = [], self.manifest.end
         for node in reversed(self.chain):
             found.append((node, min(end, node.manifest.end)))
@@ -65,13 +68,13 @@ class Node(Entry):
         return found[::-1]
 
     def written_by(self, world_size: int) -> bool:
-        """True if an engine of ``world_size`` ranks has written all of them."""
+        """True if an engine of ``world_size`` ranks has written the whole chain."""
         return all(node.manifest.world_size == world_size for node in self.chain)
 
     def layout(self, world_size: int) -> list[Chunk]:
-        """Return the chunks by which its tokens, from the first one on, are dealt to ranks.
+        """Return the chunks by which the chain's tokens are dealt to ranks.
 
-        As they were, or, if they come from another number of ranks, as if read in one chunk.
+        They are the writer's chunks, or a single one if another number of ranks has written them.
         """
         if not self.written_by(world_size):
             return [Chunk(0, self.manifest.end, world_size)]
@@ -81,7 +84,7 @@ class Node(Entry):
 class Nodes:
     """All nodes, and the bytes that they take.
 
-    ``room`` has the bytes that each tier may take, over all ranks, without those that are not used.
+    ``room`` has the bytes that each tier in use may take, summed over all ranks.
     """
 
     def __init__(
@@ -93,10 +96,9 @@ class Nodes:
     ) -> None:
         self._accounts, self._index, self._store, self.room = accounts, index, store, room
         self._nodes: dict[str, Node] = {}  # by the digests of their manifests
-        self._on_disk: dict[str, Node] = {}  # by name: the copy that is there
+        self._on_disk: dict[str, Node] = {}  # by name: the copy on disk
         self._unreadable: dict[str, Stamp | None] = {}  # by name: the copy that could not be read
-        # By name: nodes on disk whose parents are not there. Hashing their tokens takes long.
-        self._orphans: dict[str, tuple[Stamp, Manifest, Tokens]] = {}
+        self._orphans: dict[str, tuple[Stamp, Manifest, Tokens]] = {}  # by name: parents are gone
         self._keys = 0
         self._left_host: list[str] = []
         self.counts: defaultdict[Tier, TierCounters] = defaultdict(TierCounters)
@@ -110,32 +112,32 @@ class Nodes:
         return sum(tier in node.where for node in self)
 
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
-        """Return what a prompt can begin from, of at most ``most`` tokens."""
+        """Return the longest beginning of a prompt, at most ``most`` tokens, that can be loaded."""
         return self._index.match(Node, namespace, tokens, most, self._is_loadable)
 
     def held(self, namespace: Namespace, tokens: Tokens, *, on_disk: bool) -> int:
-        """Return how many of a text's first tokens a node has, ``on_disk`` if wanted."""
+        """Return how many of a text's first tokens can be loaded, or only those ``on_disk``."""
         among = _is_on_disk if on_disk else self._is_loadable
         return self._index.match(Node, namespace, tokens, len(tokens), among).tokens
 
     def _is_loadable(self, node: Node) -> bool:
-        """True if every rank has what it loads of a node, and of those that it follows on.
+        """True if every rank can read its share of a node's chain.
 
-        After another number of ranks, that is parts of each rank: host memory has a rank's own.
+        Parts of another number of ranks must be on disk: host memory has a rank's own only.
         """
         return _is_on_disk(node) or self.is_own(node)
 
     def is_own(self, node: Node) -> bool:
-        """True if host memory can have what follows on a node: each rank its own parts."""
+        """True if host memory can have a node's children: each rank its own parts."""
         return not node.lost and node.written_by(self._accounts.world_size)
 
     def sharing(
         self, namespace: Namespace, tokens: Tokens, *, on_disk: bool
     ) -> tuple[Node | None, int]:
-        """Return the node that a new one of these tokens follows on, and where the new one begins.
+        """Return the parent for a new node of these tokens, and the token where the node begins.
 
-        All that is before is in it and in those that it follows on, on disk if that is wanted; else
-        this number of ranks has written it, so that host memory can have the new one.
+        The parent's whole chain is on disk if ``on_disk``; else this number of ranks has written
+        it, so that host memory can have the new node.
         """
         among = _is_on_disk if on_disk else self.is_own
         node, begin = self._index.sharing(Node, namespace, tokens, among)
@@ -163,21 +165,18 @@ class Nodes:
             try:
                 manifest, own = read_node(self._store.folder / name)
                 if len(manifest.tails) != len(self._accounts.cache.arenas):
-                    raise BadPartError("its windows are others")
+                    raise BadPartError("it has another number of windows")
                 fresh[name] = stamp, manifest, own
             except BadPartError as error:
                 self._unreadable[name] = stamp
                 left_out[str(error)].append(name)
         for reason, names in left_out.items():
             log.warning("stored prefixes left out: %d, %s (%s)", len(names), reason, names[0])
-        while ready := [
-            name
-            for name, (_, manifest, _) in fresh.items()
-            if manifest.parent is None or manifest.parent in self._on_disk
-        ]:
+        disk = self._on_disk
+        while ready := [n for n, (_, m, _) in fresh.items() if not m.parent or m.parent in disk]:
             for name in ready:
                 stamp, manifest, own = fresh.pop(name)
-                parent = self._on_disk.get(manifest.parent or "")
+                parent = disk.get(manifest.parent or "")
                 self.enter(manifest, own, parent, "disk", stamp)
         self._orphans = fresh
 
@@ -189,9 +188,9 @@ class Nodes:
         tier: Tier,
         stamp: Stamp | None = None,
     ) -> None:
-        """Note that a node with its ``own`` tokens is in a tier, unless its parent is missing.
+        """Note that a node, whose tokens are ``own``, is in a tier; ignored without its parent.
 
-        ``stamp`` is that of its folder on disk. What is on disk follows on what is there.
+        On disk ``parent`` must be there as well, and ``stamp`` is that of the node's folder.
         """
         if manifest.begin > (0 if parent is None else parent.end):
             return
@@ -201,7 +200,9 @@ class Nodes:
             self._keys += 1
             on_disk = self._store if tier == "disk" else None
             used = time.time() if on_disk is None else on_disk.used(manifest.node)
-            least = self._least_cut(manifest)
+            arenas, end = self._accounts.cache.arenas, manifest.end
+            tails = [a.tail_begin(end, at) for a, at in zip(arenas, manifest.tails, strict=True)]
+            least = self._accounts.least_cut(end, tails)
             node = Node(self._keys, manifest.end, least, {}, set(), manifest, parent, used)
             self._index.add(manifest.space, np.concatenate([before, own]), node)
             self._nodes[manifest.sha256] = node
@@ -209,11 +210,11 @@ class Nodes:
             node.parent.children.discard(node)
         if parent is not None:
             parent.children.add(node)
-        node.parent = parent  # maybe another copy of it than when the node was on disk before
+        node.parent = parent  # maybe another copy of the parent than before
         node.lost = parent is not None and parent.lost
         if tier == "disk":
             other = self._on_disk.get(manifest.node)
-            if other is not None and other is not node:  # which this one has replaced
+            if other is not None and other is not node:  # this node has replaced it
                 self.leave(other, "disk")
             node.stamp = stamp
             self._on_disk[manifest.node] = node
@@ -223,13 +224,8 @@ class Nodes:
             node.used_at[tier] = self._index.clock[tier]
             self.bytes[tier] += manifest.nbytes
 
-    def _least_cut(self, manifest: Manifest) -> int:
-        arenas, end = self._accounts.cache.arenas, manifest.end
-        pairs = zip(arenas, manifest.tails, strict=True)
-        return self._accounts.least_cut(end, [arena.tail_begin(end, at) for arena, at in pairs])
-
     def leave(self, node: Node, tier: Tier) -> None:
-        """Note that a node is no longer in a tier; what follows on it there is of no use then."""
+        """Note that a node, and with it the children that need it there, has left a tier."""
         if tier not in node.where:
             return
         for child, other in _lost_with(node, tier):
@@ -251,22 +247,22 @@ class Nodes:
         del self._nodes[node.manifest.sha256]
 
     def take_left_host(self) -> list[str]:
-        """Return the digests of what the ranks are to drop from host memory, once."""
+        """Return, once, the digests of the nodes that the ranks are to drop from host memory."""
         left, self._left_host = self._left_host, []
         return left
 
     def used(self, chain: list[Node]) -> None:
         """Note that nodes were loaded, from whatever tier."""
-        for one in chain:
-            one.used_at, one.last_use = dict(self._index.clock), time.time()
-            if self._store is not None and "disk" in one.where:
-                self._store.touch(one.manifest.node)
-                one.last_use = max(one.last_use, self._store.used(one.manifest.node))
+        for node in chain:
+            node.used_at, node.last_use = dict(self._index.clock), time.time()
+            if self._store is not None and "disk" in node.where:
+                self._store.touch(node.manifest.node)
+                node.last_use = max(node.last_use, self._store.used(node.manifest.node))
 
     def failed(self, node: Node) -> None:
-        """Look no more for a node that cannot be loaded, nor for what follows on it.
+        """Give up a node that cannot be loaded, with all its descendants.
 
-        They leave host memory. On disk, where another copy may take its place, they go first.
+        They leave host memory. On disk they are evicted first; another copy may take their place.
         """
         for tier in node.where:
             self.counts[tier].failures += 1
@@ -278,7 +274,7 @@ class Nodes:
             self.leave(one, "host")
 
     def make_room(self, tier: Tier, nbytes: int, keep: set[Node]) -> bool:
-        """Evict from a tier until so much fits; False, and nothing is evicted, if it cannot."""
+        """Evict nodes, none of ``keep``, until ``nbytes`` fit; evict none if they cannot: False."""
         if self.bytes[tier] + nbytes <= self.room[tier]:
             return True
 
@@ -318,7 +314,7 @@ class Nodes:
         return True
 
     def _was_used_elsewhere(self, node: Node) -> bool:
-        """Take in if another server has used a node on disk since this one knew of a use."""
+        """True, and noted, if another server has used a node since its last use known here."""
         assert self._store is not None
         used = self._store.used(node.manifest.node)
         if used <= node.last_use:
@@ -338,7 +334,7 @@ class Nodes:
 def _lost_with(node: Node, tier: Tier) -> list[tuple[Node, Tier]]:
     """Return the children, and their tiers, that would be lost if a node left a tier.
 
-    What is on disk follows on what is there, and what is in host memory on either.
+    A child on disk needs its parent on disk; a child in host memory needs it in either tier.
     """
     alone = node.where == {tier}
     pairs = ((child, other) for child in node.children for other in child.where)

@@ -1,8 +1,7 @@
-"""One serialised form of what a sequence has in the caches, for host memory and for files.
+"""The serialised form of a sequence's caches, for host memory and for files.
 
-A *part* is a few tensors as bytes in the safetensors format, with a header that says what it is
-part of and a checksum of the rest. What is damaged, cut off or of something else is a
-`BadPartError` to its reader, never other numbers.
+A *part* is a few tensors as bytes in the safetensors format, with a header that names its node and
+has a checksum. Reading a part that is damaged, cut off or another node's raises `BadPartError`.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-# Parts that a writer has not written yet, at most: each is some megabytes.
+# Parts in a writer's queue from which on it is busy: each is some megabytes.
 _WAITING = 2
 
 
 class BadPartError(Exception):
-    """A part is missing, damaged, or of something else."""
+    """A part is missing, damaged, or another node's."""
 
 
 def pack(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
-    """Return tensors as a part; ``about`` is what it is part of, to be known again by `unpack`."""
+    """Return tensors as a part whose header has ``about``, which `unpack` compares."""
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return safetensors.torch.save(held, {**about, "crc32": str(_checksum(held))})
 
 
 def unpack(part: bytes, about: Mapping[str, str]) -> dict[str, Tensor]:
-    """Inverse of `pack`; `BadPartError` unless the part is whole and about the same."""
+    """Inverse of `pack`; `BadPartError` unless the part is whole and its header has ``about``."""
     try:
         header = json.loads(part[8 : 8 + int.from_bytes(part[:8], "little")])
         metadata = header["__metadata__"]
@@ -45,9 +44,9 @@ def unpack(part: bytes, about: Mapping[str, str]) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise BadPartError(f"it is damaged ({error!s:.100})") from None
     if {name: metadata.get(name) for name in about} != dict(about):
-        raise BadPartError("it is of something else")
+        raise BadPartError("it belongs to another node")
     if metadata.get("crc32") != str(_checksum(tensors)):
-        raise BadPartError("its checksum is another")
+        raise BadPartError("its checksum does not match")
     return tensors
 
 
@@ -60,9 +59,9 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return a part's file; `BadPartError` if there is none that can be read.
+    """Return a part's file; `BadPartError` if it cannot be read.
 
-    It is read, not mapped: of a mapped file that is cut off, a read would end the process.
+    Not mapped: access to a mapped file that was cut off would kill the process (SIGBUS).
     """
     try:
         return path.read_bytes()
@@ -71,7 +70,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner can read, and wait until it is on the disk."""
+    """Write a new file that only its owner can read, and sync it."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         file.flush()
@@ -79,9 +78,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file as `write_file` does, in place of an older one if there is any.
+    """Write a file as `write_file` does, or replace it atomically.
 
-    A reader finds the old one or the new one, whole. Raises `OSError`, and then leaves no draft.
+    Raises `OSError`, and then leaves no draft.
     """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
@@ -93,9 +92,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class PartWriter:
-    """A thread that makes parts of tensors and hands them on, such as to a file.
+    """A thread that packs tensors and hands the parts on, such as to a file.
 
-    So a rank's next step waits for a copy of the tensors alone.
+    A rank's next step waits only until the tensors are copied to the host.
     """
 
     def __init__(self) -> None:
@@ -104,7 +103,7 @@ class PartWriter:
         self._errors: list[Exception] = []
 
     def begin(self) -> None:
-        """Forget the errors of what has been queued so far."""
+        """Forget the errors of the parts queued so far, those still to come included."""
         self._errors = []
 
     @property
@@ -114,7 +113,7 @@ class PartWriter:
 
     @property
     def pending(self) -> int:
-        """Parts that have not been handed on yet."""
+        """The number of parts not handed on yet."""
         return self._queue.unfinished_tasks
 
     @property
@@ -124,8 +123,7 @@ class PartWriter:
     def put(
         self, tensors: Mapping[str, Tensor], about: Mapping[str, str], to: Callable[[bytes], None]
     ) -> None:
-        """Queue copies of tensors on the host; after an error they are dropped."""
-
+        """Queue tensors on the host as a part; after an error all parts are dropped."""
         errors = self._errors
 
         def write() -> None:
@@ -136,7 +134,7 @@ class PartWriter:
                 errors.append(error)
 
         if self._thread is None:
-            # A daemon: what is not whole when the process ends is nothing.
+            # A daemon: a save that the end of the process interrupts is void anyway.
             self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
             self._thread.start()
         self._queue.put(write)

@@ -1,29 +1,29 @@
-"""Prefixes in a directory: each is a folder that is there as a whole or not at all.
+"""Prefixes in a directory: each is a folder, which is complete or absent.
 
 ::
 
     DIR/
         writer.lock          held by the one process that writes and prunes
-        secret               key of the names, which are made of cache salts and tokens
+        secret               key of the hashes that name namespaces and nodes
         <fingerprint>/       caches that fit each other: of one model, head map, policy, dtype
-            about.json       what those are
-            <node>/          the tokens [begin, end) of a prompt, that follow on its parent's
+            about.json       the model, head map, policy, dtype, ... in words
+            <node>/          the tokens [begin, end) of a prompt, behind its parent's
                 manifest.json, tokens.npy
                 kv-<rank>-<part>.safetensors       retrieval heads, each rank's shard
                 state-<window>-<part>.safetensors  streaming heads as of the last token
-            <node>.title         of a document that was read ahead of time: its name
-            contexts.d/          what frontends keep of contexts; here, where no rank looks for
-                                 nodes each time that one comes or goes
-            removed.d/           what is being removed; here for the same reason
+            <node>.title         name of a document that was read ahead of time
+            contexts.d/          frontends' files of contexts: in a folder, since ranks look for new
+                                 nodes whenever a name here comes or goes
+            removed.d/           folders being removed; for the same reason
 
 A node is written into a folder of another name, every file synced, and renamed when all ranks have
-written theirs. Readers take no lock, and a kill leaves at most a folder that readers ignore and the
-next writer removes. Nodes that go are renamed at once, and removed by a thread: of a million tokens
-there are thousands of files. Their room on disk is free a little later than it is counted.
+written their parts. Readers take no lock, and a kill leaves at most a folder that readers ignore
+and the next writer removes. Removed nodes are renamed at once and deleted by a thread, since a
+million tokens make thousands of files; so disk space is free a little later than it is counted.
 
-A node's name depends on its text alone, and the tokens of a part on how the writer cut the prompt
-into chunks. Therefore each part's header holds the digest of its manifest: parts of another copy of
-the same text are refused (`BadPartError`), also while a reader is in the midst of them.
+A node's name depends on its text alone, but a part's tokens on how the writer cut the prompt into
+chunks. So each part's header has the digest of its manifest, and parts of another copy of the same
+text are refused (`BadPartError`), even if a copy is replaced while it is read.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 CONTEXTS, _REMOVED = "contexts.d", "removed.d"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
-_NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
-# Names of what a killed process leaves. Drafts of files are written without the lock, so that only
-# those older than `_FILE_SECONDS` have no writer.
+_NEW, _OLD = ".new", ".old"  # suffixes of folders being written and being removed
+# Folders and files that a killed process leaves. Drafts of files are written without the lock, so
+# only those older than `_FILE_SECONDS` surely have no writer.
 _FOLDER_LEFT = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(new|old)")
 _FILE_LEFT = re.compile(
     r"secret\.[0-9a-f]{16}|"
@@ -65,16 +65,16 @@ _FILE_LEFT = re.compile(
 _TITLE = re.compile(r"[0-9a-f]{32}\.title")
 _FILE_SECONDS = 600.0
 
-# Of a node's folder: inode, and the time in ns when files came or went. `PrefixStore.touch` leaves
-# it, and writing a node anew changes it.
+# A node's folder: inode, and its modification time in ns. `PrefixStore.touch` does not change it,
+# and a rewritten node has another.
 Stamp = tuple[int, int]
 
 
 class PrefixStore:
     """The prefixes in a directory that were written by engines of one fingerprint.
 
-    ``about`` is hashed to it; it says all that caches depend on, in words. Anybody may read.
-    `acquire` says if this process may write: one at a time may.
+    The fingerprint is the hash of ``about``, which has all that caches depend on, in words. Any
+    process may read; the one that has the lock (`acquire`) may write.
     """
 
     def __init__(self, directory: Path, about: dict[str, Any]) -> None:
@@ -93,10 +93,10 @@ class PrefixStore:
         self._remover = _Remover()
 
     def acquire(self) -> bool:
-        """Become the writer, unless another process is; remove what nothing reads any more.
+        """Become the writer, unless another process is; True if this process is the writer.
 
-        That is what a dead writer has left, and nodes of an older format. `OSError` if it cannot be
-        written: the directory may only be read, or was removed.
+        Removes what a dead writer has left and nodes of an older format. `OSError` if the directory
+        cannot be written or was removed.
         """
         if self.lock.held:
             return True
@@ -113,17 +113,17 @@ class PrefixStore:
         return True
 
     def changed(self) -> bool:
-        """Tell if prefixes may have come or gone since the last call."""
+        """True if nodes may have come or gone since the last call."""
         now = self._changed_at()
         if not now or self._seen == (now, True):
             return False
-        # Names that came in the same tick of the file system's clock are looked for once more.
+        # Two changes in one tick of the file system's clock look like one: look again after 2 s.
         look = now, time.time_ns() - now > 2_000_000_000
         seen, self._seen = self._seen, look
         return look != seen
 
     def _changed_at(self) -> int:
-        """Return when names came or went last, in ns; 0 if that cannot be known."""
+        """Return when a name last came or went, in ns; 0 if the folder cannot be read."""
         try:
             return self.folder.stat().st_mtime_ns
         except OSError:
@@ -131,19 +131,19 @@ class PrefixStore:
 
     @contextlib.contextmanager
     def _own_change(self) -> Iterator[None]:
-        """Change names as the writer, which is no reason to look for those of others."""
+        """Change names without making `changed` true, unless others' changes are yet unseen."""
         all_seen = self._seen == (self._changed_at(), True)
         yield
         if all_seen:
             self._seen = self._changed_at(), True
 
     def stamps(self) -> dict[str, Stamp]:
-        """Return the names of all nodes, with stamps that change when a node is written anew."""
+        """Return the stamp of each node by its name."""
         try:
             with os.scandir(self.folder) as entries:
                 nodes = [entry for entry in entries if _is_node(entry.name)]
         except OSError:
-            self._seen = 0, False  # this look has seen nothing
+            self._seen = 0, False  # so `changed` is true again
             raise
         found: dict[str, Stamp] = {}
         for node in nodes:
@@ -152,14 +152,14 @@ class PrefixStore:
         return found
 
     def draft(self, node: str) -> Path:
-        """Make the folder into which the ranks write a node."""
+        """Make the folder into which the ranks write a node's parts."""
         path = self.folder / f"{node}.{secrets.token_hex(4)}{_NEW}"
         with self._own_change():
             path.mkdir(mode=0o700)
         return path
 
     def publish(self, draft: Path, manifest: Manifest, tokens: Tokens) -> Stamp:
-        """Put a node in its place, once all ranks have written their parts; return its stamp.
+        """Complete a draft to which all ranks have written, and rename it; return its stamp.
 
         Raises `OSError`.
         """
@@ -171,12 +171,12 @@ class PrefixStore:
         sync_folder(draft)
         path = self.folder / manifest.node
         with self._own_change():
-            # One that could not be read, or it would not have been written again.
+            # A node there could not be read, else it would not be written again.
             if replaces := path.exists():
                 remove_node(path, self._remover.put)
             stamp = _stamp(draft.stat())  # before another process can put its own in this place
             draft.rename(path)
-        if replaces:  # what follows on it is to be found again
+        if replaces:  # `changed` is true again: its children can be read now
             self._seen = 0, False
         sync_folder(self.folder)
         return stamp
@@ -190,12 +190,12 @@ class PrefixStore:
             remove_node(self.folder / node, self._remover.put)
 
     def touch(self, node: str) -> None:
-        """Note that a node was used: its manifest's time says when."""
+        """Note that a node was used now, in its manifest's modification time."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / node / _MANIFEST)
 
     def used(self, node: str) -> float:
-        """Return when a node was used last."""
+        """Return when a node was used last, in seconds of the wall clock; 0 if it is gone."""
         try:
             return (self.folder / node / _MANIFEST).stat().st_mtime
         except OSError:
@@ -203,7 +203,7 @@ class PrefixStore:
 
 
 class _Remover:
-    """Removes folders in a thread; what the end of the process leaves is for `remove_leftovers`."""
+    """A thread that removes folders; those left at exit are removed by `remove_leftovers`."""
 
     def __init__(self) -> None:
         self._folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -231,7 +231,7 @@ class WriterLock:
         return self._lock.is_locked
 
     def acquire(self) -> bool:
-        """Take the lock, unless another process has it; `OSError` if it cannot be taken at all."""
+        """Take the lock; False if another process has it, `OSError` if it cannot be locked."""
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -239,7 +239,7 @@ class WriterLock:
         return True
 
     def require(self) -> None:
-        """Take the lock; `ConfigError` if another process has it, or it cannot be taken."""
+        """Take the lock; `ConfigError` if another process has it or it cannot be locked."""
         try:
             taken = self.acquire()
         except OSError as error:
@@ -252,7 +252,7 @@ class WriterLock:
 
 
 def folders(directory: Path) -> list[Path]:
-    """Return the folders in a directory that have the prefixes of one fingerprint each."""
+    """Return a directory's folders, each of one fingerprint."""
     try:
         return sorted(path.parent for path in directory.glob(f"*/{_ABOUT}"))
     except OSError:
@@ -264,7 +264,7 @@ def node_folders(folder: Path) -> list[Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return what the caches in a folder depend on; empty if that cannot be read."""
+    """Return a folder's ``about`` (see `PrefixStore`); empty if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads((folder / _ABOUT).read_bytes())
     except (OSError, ValueError):
@@ -283,12 +283,12 @@ def read_node(path: Path) -> tuple[Manifest, Tokens]:
     whole = whole and tokens_digest(tokens) == manifest.tokens_sha256
     here = (manifest.fingerprint, manifest.node) == (path.parent.name, path.name)
     if not whole or not here:
-        raise BadPartError("its tokens or its name are others")
+        raise BadPartError("its tokens or its name do not match the manifest")
     return manifest, tokens
 
 
 def write_title(path: Path, title: str) -> None:
-    """Note what a node was read from; beside it, for a node's folder never changes.
+    """Write the name of a node's document, beside its folder, since that never changes.
 
     Raises `OSError`.
     """
@@ -296,7 +296,7 @@ def write_title(path: Path, title: str) -> None:
 
 
 def read_title(path: Path) -> str:
-    """Return what a node was read from; empty if that is not known."""
+    """Return the name of a node's document; empty if there is none."""
     try:
         return _title_file(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -308,7 +308,7 @@ def _title_file(path: Path) -> Path:
 
 
 def check_node(path: Path) -> Manifest:
-    """Read all of a node; `BadPartError` if anything of it is damaged."""
+    """Read a whole node; `BadPartError` if any part is damaged."""
     manifest, _ = read_node(path)
     for name, about in manifest.files():
         try:
@@ -319,7 +319,7 @@ def check_node(path: Path) -> Manifest:
 
 
 def _format_of(path: Path) -> int:
-    """Return the format that a node's manifest names; the present one if it cannot be read."""
+    """Return the format of a node's manifest; `FORMAT` if it cannot be read."""
     try:
         return int(json.loads((path / _MANIFEST).read_bytes())["format"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -331,30 +331,27 @@ def _remove_folder(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Take a node or a draft from where it is, as a whole; return the folder to be removed."""
+    """Rename a node or a draft so that no reader finds it; return the folder to be removed."""
     node = path.name.partition(".")[0]
     aside = path.parent / _REMOVED / f"{node}.{secrets.token_hex(4)}{_OLD}"
     try:
         aside.parent.mkdir(mode=0o700, exist_ok=True)
-    except OSError:  # such as on a full disk; then ranks look anew
+    except OSError:  # such as a full disk; a rename in the same folder makes ranks look for nodes
         aside = path.with_name(aside.name)
     return path.rename(aside)
 
 
 def remove_node(path: Path, remove: Callable[[Path], None] = _remove_folder) -> None:
-    """Remove a node as a whole: no reader finds it without some of its parts.
-
-    ``remove`` gets the folder that is left of it, which no reader knows.
-    """
+    """Rename a node's folder, so that no reader finds an incomplete node, and ``remove`` it."""
     with contextlib.suppress(OSError):
         remove(_set_aside(path))
         _title_file(path).unlink(missing_ok=True)
 
 
 def remove_leftovers(directory: Path, remove: Callable[[Path], None] = _remove_folder) -> int:
-    """Remove what writers have left that were killed; return how much. Call it as the writer.
+    """Remove what killed writers have left; return the number of files and folders.
 
-    A directory may hold files of others, which stay. ``remove`` gets the folders.
+    For the writer only. Other programs' files stay. ``remove`` gets the folders.
     """
     removed, old = 0, time.time() - _FILE_SECONDS
     own = [folder / name for folder in folders(directory) for name in ("", CONTEXTS, _REMOVED)]

@@ -1,9 +1,9 @@
-"""Rank 0's account of prefixes in host memory and on disk, and the choice of what moves next.
+"""Rank 0's saves to host memory and disk and loads from there, one of each at a time.
 
-Soon after a prompt has been read, what is new in it is copied out (`Save`): a *node*, which
-follows on the node whose text it shares the beginning with. A prompt that begins like a node gets
-that node and those before it back into pages first (`Load`), as an entry of the prefix cache
-that it then continues. Both go part by part, beside other requests' steps.
+Soon after a prompt has been read, its new tokens are copied out (`Save`) as a *node* behind the
+node that has its beginning. A prompt that begins like a node first gets the node and its ancestors
+back into pages (`Load`), as an entry of the prefix cache that it then continues. Both move part
+by part, between other requests' steps.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ from razor_dist.protocol.step_plan import Load, Save, StepPlan
 
 log = logging.getLogger(__name__)
 
-# A prompt is saved if at least 4 pages and 1/16 of it are in no node: a node always holds the
-# streaming heads' windows, however little else is new.
+# A prompt is saved if at least 4 pages and 1/16 of it are in no node: every node has the streaming
+# heads' windows, however few its tokens.
 _WORTH_PAGES, _WORTH_PART = 4, 1 / 16
-# Seconds until the ranks' writers are asked again, and until a disk that has failed is.
-_WRITER_SECONDS, _DISK_SECONDS = 0.005, 60.0
+# Time between two questions to busy writers, which write a part of 16 MiB in some milliseconds.
+_WRITER_SECONDS = 0.005
+# Time after a failure of the disk until it is tried again: each failure is logged.
+_DISK_SECONDS = 60.0
 
 
 def least_new(tokens: int, page_size: int) -> int:
-    """Return how many of a prompt's tokens must be in no node for the prompt to be saved."""
+    """Return how many tokens of a prompt must be new for it to be saved."""
     return math.ceil(max(_WORTH_PAGES * page_size, _WORTH_PART * tokens))
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A sequence that is in the caches as of ``tokens``, and may be saved."""
+    """A sequence on the device that may be saved; it begins with ``tokens``."""
 
     key: int
     namespace: Namespace
@@ -65,7 +67,7 @@ class Saving:
 
 
 class Waiter(Protocol):
-    """A request, as far as this package knows it."""
+    """A request that waits for a load."""
 
     @property
     def waits(self) -> bool: ...
@@ -82,14 +84,14 @@ class Loading:
 
     @property
     def wanted(self) -> bool:
-        """True while a request waits for it, or has not yet begun from it."""
+        """True while a request waits for the load or has not yet continued the sequence."""
         return any(request.waits for request in self.wanted_by)
 
 
 class Writing:
-    """The store's state for a writer: if this process may write now, and what prevents it.
+    """This process's permission to write to the store, and the state of the disk.
 
-    What prevents it is logged, and failures of the disk are counted.
+    The reason why nothing can be written is logged, and failures of the disk are counted.
     """
 
     def __init__(self, store: PrefixStore | None, counts: TierCounters) -> None:
@@ -111,14 +113,14 @@ class Writing:
         return writes
 
     def failed(self, error: OSError | None) -> None:
-        """Note that the disk has failed; without an ``error`` a rank has logged it."""
+        """Note that the disk has failed; no ``error`` if a rank has logged it."""
         self._failed_at = time.monotonic()
         self._counts.failures += 1
         if error is not None:
             self._warn(f"prefix_store cannot be written: {error}")
 
     def _warn(self, why: str) -> None:
-        """Log why nothing is written, once until there is another reason."""
+        """Log why nothing is written, unless it was the last reason logged."""
         if why != self._logged:
             log.warning(why)
         self._logged = why
@@ -127,8 +129,8 @@ class Writing:
 class Tiers:
     """The `Nodes`, and the one save and the one load that are under way.
 
-    ``room`` is as in `Nodes`. ``state_parts`` tells for a length, for each window, how many rows of
-    streaming heads make a part, and how many parts that makes.
+    ``room`` is as in `Nodes`. ``state_parts`` returns, for a length in tokens, each window's rows
+    of streaming heads in a part and its number of parts.
     """
 
     def __init__(
@@ -154,20 +156,20 @@ class Tiers:
 
     @property
     def active(self) -> bool:
-        """True if there is anything to move."""
+        """True if a save or a load is under way or queued."""
         return bool(self.saving or self.loading or self._queue)
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters of each tier that is used, and sequences that are still to be saved."""
+        """Counters of each tier in use, and the number of sequences still to be saved."""
         found: dict[str, Any] = {tier: self.nodes.stats(tier) for tier in self.nodes.room}
         return found and found | {"saving": len(self._queue) + (self.saving is not None)}
 
     def held(self, namespace: Namespace, tokens: Tokens) -> dict[str, int]:
-        """Return the bytes of a text's beginning that are in each of these tiers."""
+        """Return the bytes, by tier, of the nodes that have a text's beginning."""
         chain = self._chain(namespace, tokens)
         return {
-            tier: sum(one.manifest.nbytes for one in chain if tier in one.where)
+            tier: sum(node.manifest.nbytes for node in chain if tier in node.where)
             for tier in ("host", "disk")
         }
 
@@ -178,12 +180,12 @@ class Tiers:
     # -------------------------------------------------------------------------------- to load
 
     def find(self, namespace: Namespace, tokens: Tokens, most: int) -> Match[Node]:
-        """Return what a prompt can begin from that is in these tiers."""
+        """Return the longest beginning of a prompt, at most ``most`` tokens, in these tiers."""
         self.nodes.refresh()
         return self.nodes.find(namespace, tokens, most)
 
     def load(self, node: Node, key: int, namespace: Namespace) -> Load:
-        """Begin to load a node into a sequence that has room for it; return the plan to open it."""
+        """Begin to load a node's chain into the sequence ``key``; return the plan that opens it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
         self.loading = Loading(key, node.chain, namespace, self._index.tokens(node), tier)
         chunks = Manifest.rows_of(self._accounts[key].chunks, 0, node.manifest.end)
@@ -193,7 +195,7 @@ class Tiers:
         return Load(key, as_payload(job))
 
     def loaded(self, answers: Tensor) -> bool | None:
-        """Take in how far the ranks are; True when all is loaded, False if some of it cannot be."""
+        """Take in the ranks' answers; True once all is loaded, False if it failed, None before."""
         loading = self.loading
         assert loading is not None
         failed = (answers[:, 0] == FAILED).nonzero().flatten().tolist()
@@ -215,29 +217,26 @@ class Tiers:
     # -------------------------------------------------------------------------------- to save
 
     def offer(self, candidate: Candidate) -> None:
-        """Save a sequence as of its tokens, if enough of them is new, when its turn comes."""
+        """Queue a sequence to be saved, if it has enough new tokens."""
         room = self.nodes.room
         if room and self._is_new(candidate, on_disk="disk" in room):
             self._queue[candidate.key] = candidate
 
     def _is_new(self, candidate: Candidate, *, on_disk: bool) -> bool:
-        """True if enough of a sequence is in no node, or in none that is ``on_disk``."""
+        """True if a sequence has enough tokens in no node, or in no node ``on_disk``."""
         tokens = candidate.tokens
         new = len(tokens) - self.nodes.held(candidate.namespace, tokens, on_disk=on_disk)
         return new >= least_new(len(tokens), self._accounts.cache.page_size)
 
     def forget(self, key: int) -> list[StepPlan]:
-        """A sequence is about to be closed: return the plans that end what is done with it."""
+        """Give up saving a sequence that is about to be closed; return the plans for that."""
         self._queue.pop(key, None)
         if self.saving is not None and self.saving.of.key == key:
             return self._abandon()
         return []
 
     def next(self, pinned: Iterable[tuple[Namespace, Tokens]] = ()) -> Save | Load | None:
-        """Return the plan of the next part to move, if any can be moved now.
-
-        What these tiers have of ``pinned`` prefixes stays.
-        """
+        """Return the plan of the next part to move, if any; ``pinned`` nodes are not evicted."""
         if self.loading is not None:
             return Load(self.loading.key)
         while self.saving is None and self._queue:
@@ -254,7 +253,7 @@ class Tiers:
         """Prepare to save a sequence, and make room for it; None if there is no room or reason."""
         nodes = self.nodes
         nodes.refresh()
-        # What went to host memory alone, while this process could not write, is new to the disk.
+        # A sequence may be in host memory alone, if the disk could not be written before.
         writes = "disk" in nodes.room and self._is_new(of, on_disk=True)
         writes = writes and self.writing.is_possible
         wanted = {"disk": writes, "host": self._is_new(of, on_disk=False)}
@@ -267,10 +266,8 @@ class Tiers:
         keep |= set() if self.loading is None else set(self.loading.chain)
         for namespace, tokens in pinned:
             keep |= set(self._chain(namespace, tokens))
-        fits = {
-            tier: wanted[tier] and nodes.make_room(tier, manifest.nbytes, keep)
-            for tier in nodes.room
-        }
+        nbytes = manifest.nbytes
+        fits = {t: wanted[t] and nodes.make_room(t, nbytes, keep) for t in nodes.room}
         draft = None
         if fits.get("disk"):
             assert self._store is not None
@@ -286,17 +283,15 @@ class Tiers:
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
         names, end, cache = self._index.names, len(of.tokens), self._accounts.cache
-        space = names.namespace(*of.namespace)
+        namespace = names.namespace(*of.namespace)
         held = self._accounts[of.key]
         size, chunks = self._accounts.world_size, held.chunks
         after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
         tails = [a.tail_begin(end, t) for a, t in zip(cache.arenas, held.tails, strict=True)]
         if not held.cached:
-            # Its answer goes on meanwhile, and its tail with it: half of it is given up for that.
+            # Half the tail is given up: the answer goes on and moves the tail's beginning.
             windows = (max(a.policy.sinks, a.policy.start(end)) for a in cache.arenas)
-            later = (
-                tail + arena.tail // 2 for tail, arena in zip(tails, cache.arenas, strict=True)
-            )
+            later = (at + a.tail // 2 for at, a in zip(tails, cache.arenas, strict=True))
             tails = [min(pair) for pair in zip(windows, later, strict=True)]
         token_bytes = cache.page_bytes / cache.page_size
         states = self._state_parts(end)
@@ -304,12 +299,12 @@ class Tiers:
         nbytes = sum(place * (arena.ring + end - tail) for arena, tail, place in places)
         return Manifest(
             fingerprint=self._fingerprint,
-            node=names.node(space, of.tokens),
+            node=names.node(namespace, of.tokens),
             copy=secrets.token_hex(16),
             parent=None if parent is None else parent.manifest.node,
             begin=begin,
             end=end,
-            space=space,
+            space=namespace,
             world_size=size,
             chunks=Manifest.rows_of(chunks, begin, end),
             tails=tuple(tails),
@@ -321,7 +316,7 @@ class Tiers:
         )
 
     def saved(self, answers: Tensor) -> list[StepPlan]:
-        """Take in how far the ranks are with the save; return what they are to do at its end."""
+        """Take in the ranks' answers to a save; return the plans that end it if it failed."""
         saving = self.saving
         assert saving is not None
         left = answers[:, 0]
@@ -361,7 +356,7 @@ class Tiers:
         return []
 
     def _abandon(self) -> list[StepPlan]:
-        """Drop what has been saved of a sequence so far."""
+        """Give up the present save and drop its parts."""
         saving, self.saving = self.saving, None
         assert saving is not None
         self._wait_until = 0.0
@@ -371,12 +366,12 @@ class Tiers:
         return [Save(saving.of.key, as_payload(SaveJob(drop)))]
 
     def close(self) -> None:
-        """Drop what is not whole, and let another process write to the store."""
+        """Drop an unfinished save, and let another process write to the store."""
         if self._store is not None:
             if self.saving is not None and self.saving.draft is not None:
                 self._store.discard(self.saving.draft)
             self._store.lock.release()
 
     def pause(self) -> None:
-        """Sleep until the ranks' writers are to be asked again: nothing else is to be done."""
+        """Sleep until the ranks' writers are to be asked again; for when nothing else is to do."""
         time.sleep(min(_WRITER_SECONDS, max(0.0, self._wait_until - time.monotonic())))

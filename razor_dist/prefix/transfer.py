@@ -1,8 +1,8 @@
 """A rank's part in moving cached sequences to and from host memory and disk.
 
-Rank 0 says what moves (`razor_dist.prefix.tiers`), one bounded part with each plan, so that other
-requests' steps go on between. Every plan ends with one gathering of how far each rank is: all ranks
-have succeeded or none has.
+Rank 0 chooses what moves (`razor_dist.prefix.tiers`): one bounded part with each plan, so that
+other requests' steps go on between. With every plan all ranks gather how many parts each has left,
+so that a save or a load succeeds on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from razor_dist.prefix.parts import BadPartError, PartWriter, read_file, unpack,
 
 log = logging.getLogger(__name__)
 
-# Bytes of a part, about: a step that waits for one is delayed by some milliseconds.
+# Largest size of a part, about: to copy it delays a step by some milliseconds.
 PART_BYTES = 16 << 20
-# Of a rank's answer to a plan: it has failed; the sequence has gone on too far to be kept.
+# In place of the parts left, in a rank's answer: it has failed; or the sequence's answer has gone
+# on so far that its tail no longer has the node's tokens.
 FAILED, TOO_LATE = -1, -2
 
 
 class LoadJob(msgspec.Struct, frozen=True):
     """A sequence to load; with the first plan of a load."""
 
-    chain: list[Manifest]  # of the nodes that have it, from its beginning on
-    cuts: list[int]  # and where the tokens end that are taken from each
-    same: bool  # this many ranks wrote them: each reads its own parts
+    chain: list[Manifest]  # of the nodes to load, the root first
+    cuts: list[int]  # for each node: the end of the tokens that are taken from it
+    same: bool  # the nodes were written by as many ranks: each reads its own parts
     chunks: Rows  # of the sequence
     mark: int  # `Sequence.position_mark`
 
@@ -49,8 +50,8 @@ class SaveJob(msgspec.Struct, frozen=True):
 
     drop: list[str]  # digests of the manifests of nodes that leave host memory
     manifest: Manifest | None = None  # of the new node; None: nothing is saved
-    host: bool = False  # it goes to host memory
-    draft: str | None = None  # and to this folder
+    host: bool = False  # the node goes to host memory
+    draft: str | None = None  # the folder on disk for the node; None: it does not go to disk
 
 
 as_payload = msgspec.msgpack.encode  # a job, for a plan
@@ -60,34 +61,34 @@ load_job = msgspec.msgpack.Decoder(LoadJob).decode
 
 @dataclass
 class _Read:
-    """A part to read: where it is, and which of its tokens go where in the shard."""
+    """A part of keys and values to read, and where its tokens go in this rank's shard."""
 
-    node: int  # in the chain
-    rank: int
+    node: int  # index in the chain
+    rank: int  # that wrote the part
     part: int
-    tokens: int  # that the part has
-    take: Tensor  # int64: indices in the part
-    at: Tensor  # int64: indices in this rank's shard
-    positions: Tensor
+    tokens: int  # in the part
+    take: Tensor  # int64 [n]: the tokens to take, as indices in the part
+    at: Tensor  # int64 [n]: their indices in this rank's shard
+    positions: Tensor  # int64 [n]: their positions in the sequence
 
 
 class Transfers:
     """Saves and loads of one rank, one of each at a time.
 
-    ``folder`` has the nodes of this engine's fingerprint on disk; None if nothing is kept there.
+    ``folder`` has the nodes of this engine's fingerprint on disk; None without a store.
     """
 
     def __init__(self, comm: Communicator, caches: Caches, folder: Path | None) -> None:
         self._comm, self._caches, self._folder = comm, caches, folder
         self._writer = PartWriter()
-        # By the manifests' digests: each node's parts, by the files' names.
+        # Parts in host memory, by their manifest's digest and file name.
         self._host: dict[str, dict[str, bytes]] = {}
         self._saving: Iterator[int] = iter(())
         self._loading: Iterator[tuple[int, int]] = iter(())
         self._complaint = ""  # why the load cannot be finished, if this rank knows
 
     def save(self, sequence: Sequence | None, payload: bytes) -> Tensor:
-        """Begin to save a sequence, or go on; return all ranks' `_answers`."""
+        """Begin a save (with a ``payload``) or go on with it; return all ranks' `_answers`."""
         if payload:
             job = save_job(payload)
             for digest in job.drop:
@@ -106,23 +107,23 @@ class Transfers:
         return self._answers(left, int(self._writer.busy))
 
     def load(self, sequence: Sequence, payload: bytes) -> Tensor:
-        """Begin to fill a sequence, or go on; return all ranks' `_answers`."""
+        """Begin a load (with a ``payload``) or go on with it; return all ranks' `_answers`."""
         if payload:
             self._loading = self._load(sequence, load_job(payload))
             self._complaint = ""
             return self._answers(1, 0)
         left, node = next(self._loading, (0, 0))
         answers = self._answers(left, node, bool(self._complaint))
-        # One line, of the first rank that has met something.
+        # Only the first rank that knows a reason logs it.
         if answers[:, 2].nonzero()[:1].flatten().tolist() == [self._comm.rank]:
             log.warning("a cached prefix is read anew: %s", self._complaint)
         return answers
 
     def _answers(self, *mine: int) -> Tensor:
-        """Return every rank's numbers, int64 ``[P, n]``: first the parts that are left, or why not.
+        """Gather the ranks' numbers, int64 ``[P, n]``: first the parts left, or why it failed.
 
-        The second number is, when saving, 1 if the writer is busy; of a load that has failed, which
-        node is to blame, and the third 1 if the rank knows why.
+        Second, for a save: 1 if the writer is busy; for a failed load: the index of the node that
+        could not be read. Third, for a load: 1 if the rank knows the reason.
         """
         row = torch.tensor(mine, dtype=torch.int64, device=self._caches.pages.k.device)
         return self._comm.all_gather(row, "control").cpu()
@@ -130,7 +131,7 @@ class Transfers:
     # -------------------------------------------------------------------------------- to save
 
     def _save(self, sequence: Sequence, job: SaveJob, manifest: Manifest) -> Iterator[int]:
-        """Copy one part after the other for the writer; yield how many are left."""
+        """Copy one part after the other for the writer; yield the number of parts left."""
         begin, end, size = manifest.begin, manifest.end, self._comm.size
         chunks, rank = list(sequence.chunks), self._comm.rank
         first, last = (shard_lengths(chunks, at, size)[rank] for at in (begin, end))
@@ -148,7 +149,7 @@ class Transfers:
             if not cache.arena.can_cut(slot, end) or slot.tail_begin > tail:
                 yield TOO_LATE
             rows = slice(rows.start, min(rows.stop, cache.rows.stop))
-            # Of all parts alike, though the sequence may go on between two of them.
+            # Cut at ``end`` in all parts: the sequence may grow between two of them.
             state = cache.state(slot, rows, end, tail)
             about = part_header(manifest.sha256, window=window, part=part)
             self._put(state, job, manifest, state_part(window, part), about)
@@ -187,7 +188,7 @@ class Transfers:
     # -------------------------------------------------------------------------------- to load
 
     def _load(self, sequence: Sequence, job: LoadJob) -> Iterator[tuple[int, int]]:
-        """Fill a sequence part by part; yield how many are left, or `FAILED` and a node's index."""
+        """Fill a sequence part by part; yield (parts left, 0) or (`FAILED`, index of the node)."""
         reads, chain = self._reads(sequence, job), job.chain
         node = chain[-1]
         try:
@@ -205,7 +206,7 @@ class Transfers:
             yield FAILED, len(chain) - 1
             return
         if sum(len(read.take) for read in reads) != sequence.table.tokens:
-            self._complain(node, "manifest.json", BadPartError("its chunks leave tokens out"))
+            self._complain(node, "manifest.json", BadPartError("its chunks lack tokens"))
             yield FAILED, len(chain) - 1
             return
         for read in reads:
@@ -221,7 +222,7 @@ class Transfers:
     def _load_states(
         self, sequence: Sequence, node: Manifest, states: list[tuple[int, int]]
     ) -> None:
-        """Read one part on each rank and hand all to all; `BadPartError` if any rank cannot."""
+        """Read a part on each rank and all-gather them; `BadPartError` on all if one cannot."""
         rank, data = self._comm.rank, b""
         if rank < len(states):
             window, part = states[rank]
@@ -249,9 +250,9 @@ class Transfers:
             shape = (rows.stop - rows.start, min(cache.policy.sinks, end) + max(0, end - tail))
             as_told = end == node.end and tail <= node.tails[window]
             if tuple(state["k"].shape[:2]) != shape or not as_told:
-                others = BadPartError("its heads or tokens are others")
-                self._complain(node, state_part(window, part), others)
-                raise others  # which all ranks see alike
+                mismatch = BadPartError("its heads or tokens do not match the manifest")
+                self._complain(node, state_part(window, part), mismatch)
+                raise mismatch  # all ranks read the same bytes, so all raise
             on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
             cache.restore(sequence.streaming[window], rows, on_device)
 
@@ -262,7 +263,7 @@ class Transfers:
         found = unpack(data, about)
         want = (pages.k.shape[0], read.tokens, pages.width)
         if any(tuple(found[key].shape) != want for key in ("k", "v")):
-            raise BadPartError("its heads or tokens are others")
+            raise BadPartError("its heads or tokens do not match the manifest")
         device = pages.k.device
         slots = pages.slots(sequence.table, read.at).to(device)
         k, v = (found[key].index_select(1, read.take).to(device) for key in ("k", "v"))
@@ -283,7 +284,7 @@ class Transfers:
                 ranks = range(self._comm.rank, self._comm.rank + 1)
             for rank in ranks:
                 held = held_positions(node.layout, node.begin, node.end, rank, node.world_size)
-                # Once for all parts, which are thousands: other requests' steps wait for this.
+                # Searched once for all parts, which are thousands: other requests wait for this.
                 at = np.searchsorted(mine, held)
                 wanted = (held < cut) & (mine.take(at, mode="clip") == held)
                 for part in range(node.kv_parts):
@@ -308,5 +309,5 @@ class Transfers:
 
 
 def kv_parts(tokens: int, token_bytes: float) -> int:
-    """Return into how many parts a rank's keys and values of ``tokens`` tokens are cut."""
+    """Return the number of parts for a rank's keys and values of ``tokens`` tokens."""
     return -int(-tokens * token_bytes // PART_BYTES)
