@@ -1,4 +1,4 @@
-"""The answers to prompts that are submitted together, read as one sequence of events."""
+"""The answers to prompts that are submitted together, as one sequence of events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from razor_dist.protocol.messages import (
     Tokens,
 )
 
-# Refusals that fewer pinned prefixes may change.
+# Codes of refusals for which a request is tried again with fewer pinned prefixes.
 _NO_ROOM = {"kv_capacity_exceeded", "pinned_prefixes_hold_cache"}
 
 
@@ -44,14 +44,14 @@ class ChoiceEvent:
 
 @dataclass
 class Choice:
-    """One answer to a prompt, and what is known of that."""
+    """One answer to a prompt, as far as it has come."""
 
     prompt: Tokens
-    answer: int = 0  # which of the prompt's
+    answer: int = 0  # index among the prompt's answers
     pieces: list[TextPiece] = field(default_factory=list)
-    cached_tokens: int = 0  # of the prompt, that were not read for it
-    pinned_tokens: int = 0  # of the prompt, that were read to be kept as a context
-    # The entries of the engine's ``prompt`` messages, the same list for all answers to a prompt.
+    cached_tokens: int = 0  # tokens of the prompt found in the caches
+    pinned_tokens: int = 0  # tokens of the prompt read for its new contexts
+    # Entries of `PromptLogprobs`: the same list for all answers to a prompt.
     prompt_entries: list[Any] = field(default_factory=list)
     # As in `CompletionOutput`.
     sources: list[Source] | None = None
@@ -60,12 +60,12 @@ class Choice:
     sent: int = 0  # pieces that a stream has sent
 
     def forget_sent(self) -> None:
-        """Forget the log-probabilities of the next piece, which a stream has sent."""
+        """Drop the log-probabilities of the piece that a stream has just sent."""
         self.pieces[self.sent] = replace(self.pieces[self.sent], logprobs=None)
         self.sent += 1
 
     async def traced(self, trace: Trace, piece: TextPiece) -> TextPiece:
-        """Return a piece with the sentences that have ended; at the end, keep the sources."""
+        """Return the piece with the sentences that it ended; set the sources if it is the last."""
         last = piece.finish_reason is not None
         if spans := trace.ended(last=last):
             piece = replace(piece, sentences=await asyncio.to_thread(trace.sentences, spans))
@@ -78,11 +78,11 @@ class Choice:
 class LiveChoices:
     """Choices that are being generated; construction submits their requests.
 
-    There are as many for each prompt as its parameters ask for, one prompt's after the other's.
-    With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
-    of its choices. The prompts begin with the tokens of ``pinned``; ``prefix`` and ``scope``
-    are as in `EngineClient.submit`. Raises `RequestError` (``queue_full``), with
-    nothing submitted, and `EngineError` if the engine is not ready.
+    Each prompt has ``params.n`` choices, in the order of the prompts. With ``report_progress``
+    `events` yields `Progress` as well, for a prompt's first choice. The prompts begin with the
+    tokens of ``pinned``; ``prefix`` and ``scope`` are as in `EngineClient.submit`. Raises
+    `RequestError` (``queue_full``) with nothing submitted, and `EngineError` if the engine is not
+    ready.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LiveChoices:
     def _submitted(
         self, prompts: Sequence[Checked], prefix: RequestStream | None, scope: CacheScope
     ) -> list[RequestStream]:
-        """Submit the prompts, behind what is pinned of them; return the streams of the answers."""
+        """Submit the prompts' tokens behind the pinned prefix; return the answers' streams."""
         begin, streams = 0, list[RequestStream]()
         if self._pinned is not None and self._pinned.last is not None:
             prefix, begin = self._pinned.last.stream, self._pinned.last.tokens
@@ -142,7 +142,7 @@ class LiveChoices:
         return [stream.request_id for stream in self._streams]
 
     def _context_progress(self, for_these: bool, message: Progress) -> None:
-        """Note what is read of a context that these prompts continue."""
+        """Note the progress of a context that these prompts continue."""
         for choice, id_ in zip(self.choices, self.ids, strict=True):
             if choice.answer == 0:
                 self._client.observer.reading(id_)
@@ -153,10 +153,10 @@ class LiveChoices:
     async def events(
         self, heartbeat: float | None = None, *, forgets: bool = False
     ) -> AsyncIterator[ChoiceEvent | None]:
-        """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``.
+        """Stream events until an answer fails or all have ended.
 
-        With ``forgets`` the choices' pieces lose their log-probabilities, kilobytes each, once the
-        next event is asked for.
+        Yields None after ``heartbeat`` seconds without an event. With ``forgets``, pieces lose
+        their log-probabilities, kilobytes each, when the next event is asked for.
         """
         while self._unfinished or not self._events.empty():
             try:
@@ -171,9 +171,9 @@ class LiveChoices:
                 self.choices[event.index].forget_sent()
 
     def fail_at(self, time: float, error: Exception) -> None:
-        """Abort what is unfinished at a time by the loop's clock; `events` then raises ``error``.
+        """Abort unfinished answers at a ``time`` of the loop's clock; `events` raises ``error``.
 
-        However slowly those are read, the engine hears of it at that time.
+        The engine hears of it at that time, however slowly the events are read.
         """
 
         def fail() -> None:
@@ -185,7 +185,7 @@ class LiveChoices:
             self._timer = asyncio.get_running_loop().call_at(time, fail)
 
     def close(self) -> None:
-        """Abort what is unfinished. Never waits."""
+        """Abort unfinished answers. Never waits."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -211,7 +211,7 @@ class LiveChoices:
                 except RequestError as error:
                     if not self._ask_again(stream, error):
                         raise
-                finally:  # once those that are asked for again have their new ids
+                finally:  # after `_ask_again`, which gives answers their new ids
                     stream.close()
         except Exception as error:
             refused = None if self._pinned is None else self._pinned.error
@@ -220,11 +220,14 @@ class LiveChoices:
             self._unfinished -= 1
 
     def _ask_again(self, refused: RequestStream, error: RequestError) -> bool:
-        """Ask without a context for which there is no room, if marks alone have asked for it."""
+        """Ask again without the last context, if it is lost or leaves no room, and is a hint.
+
+        False if the answers have begun, or ``error`` has another cause.
+        """
         pinned = self._pinned
         if pinned is None or pinned.error is not None:
             return False
-        if refused not in self._streams:  # another of the answers has heard of it before
+        if refused not in self._streams:  # another answer's refusal came first
             return True
         if pinned.last is None or any(choice.pieces for choice in self.choices):
             return False
@@ -243,12 +246,11 @@ class LiveChoices:
         choice: Choice,
         trace: Trace | None,
     ) -> None:
-        """Read the messages of an answer to its end."""
         async for message in stream:
             if isinstance(message, Progress):
                 choice.cached_tokens = message.cached
                 if self._pinned is not None:
-                    # Rank 0 refuses a pin before it tells of a prompt that comes later.
+                    # Rank 0 reports a refused pin before the progress of later prompts.
                     if self._pinned.error is not None:
                         raise self._pinned.error
                     found = self._pinned.counts(message.cached)
@@ -257,7 +259,7 @@ class LiveChoices:
                 if self._report_progress:
                     self._events.put_nowait(ChoiceEvent(index, message))
             elif isinstance(message, PromptLogprobs):
-                choice.prompt_entries += message.logprobs  # a message per chunk
+                choice.prompt_entries += message.logprobs
             elif isinstance(message, Token):
                 piece = assembler.push(message)
                 if trace is not None:

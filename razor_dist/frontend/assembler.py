@@ -18,26 +18,26 @@ from razor_dist.protocol.sampling_params import SamplingParams
 class TextPiece:
     """One generated token and the text that it makes certain.
 
-    ``offset`` counts the characters of the answer before the token; tokens that are parts of one
-    character, or of a run of bytes, share it.
+    ``offset`` is the number of characters of the answer before the token; tokens that are parts of
+    one character, or of a run of bytes, share it.
     """
 
     token: int
-    text: str  # often the token's, sometimes empty, sometimes that of several
+    text: str  # often the token's, sometimes empty, sometimes several tokens'
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None  # "stop", "length" or "repetition" with the last piece
     stop_reason: str | int | None = None  # as in `CompletionOutput`
     offset: int = 0
-    # With ``return_sources``: those that the token made certain to have ended.
+    # With ``return_sources``: the sentences of which the token has shown that they have ended.
     sentences: Sequence[AnswerSentence] = ()
     accepted: bool = False  # as in `Token`
     rejected: int = 0
 
 
 class Assembler:
-    """Turns the tokens of one request into pieces; without a tokenizer, of no text.
+    """Turns the tokens of one answer into pieces, without a tokenizer into pieces without text.
 
-    Stop strings are matched here, since the engine knows nothing of text.
+    Stop strings are matched here, since the engine knows token ids only.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> None:
@@ -50,9 +50,10 @@ class Assembler:
         self._count = 0  # tokens so far
 
     def push(self, message: Token) -> TextPiece:
-        """Return the piece of one token; the last one has a ``finish_reason``.
+        """Return the piece of one token; the answer's last piece has a ``finish_reason``.
 
-        If a stop string ended the text, the engine does not know yet: close the request's stream.
+        If a stop string has ended the answer, the caller must close the request's stream: the
+        engine does not know.
         """
         token, finish = message.token, message.finish
         offset = 0 if self._detokenizer is None else self._detokenizer.length
@@ -67,7 +68,7 @@ class Assembler:
             if finish == "stop" and token in self._params.stop_token_ids:
                 stop_reason = token
         elif self._detokenizer is not None and self._detokenizer.skips(token):
-            # The token may begin a tool call: text before it must not come after it.
+            # The token may begin a tool call: text before the call must not be sent behind it.
             text += self._stops.flush()
         logprobs = None
         if self._params.logprobs is not None and message.logprob is not None:
@@ -90,9 +91,9 @@ def token_logprobs(
     top: Sequence[Sequence[Any]],
     rank: int | None = None,
 ) -> TokenLogprobs:
-    """Return the likeliest tokens, ``top``, and the chosen ``token``, likeliest first.
+    """Return the likeliest tokens ``top`` and the chosen ``token``, likeliest first.
 
-    ``rank`` is the chosen token's, if it is known although the token is not in ``top``.
+    ``rank`` is that of the chosen token, if it is known and the token is not in ``top``.
     """
     entries = {t: Logprob(lp, n, decode_one(tokenizer, t)) for n, (t, lp) in enumerate(top, 1)}
     if token not in entries:
@@ -111,5 +112,5 @@ def prompt_logprobs(
 
 
 def decode_one(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text that one token adds to another, special tokens included."""
+    """Return the text of one token that continues a text; special tokens have theirs."""
     return None if tokenizer is None else token_texts(tokenizer).decode([token], skip_special=False)

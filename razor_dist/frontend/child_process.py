@@ -24,16 +24,16 @@ from razor_dist.protocol.messages import HEADER_SIZE, body_length, read_frame
 
 T = TypeVar("T")
 
-# What a question hears for which there is no process any more.
+# Error of questions after `ChildProcess.end`.
 CLOSED = "the process that was to work on the request is being closed"
-# Bytes that are written to the process at a time.
+# Bytes written to the process at a time, since each write copies what the pipe does not take.
 _PIECE_BYTES = 1 << 20
-# Seconds that a process whose pipes are closed gets to end by itself, for its exit code.
+# Time for a process that has closed its pipes to end by itself: its exit code then says more.
 _LAST_SECONDS = 1.0
 
 
 class ProcessDiedError(ConnectionError):
-    """The process died; ``code`` is its exit code, a signal's number with a minus."""
+    """The process died; ``code`` is its exit code, or minus a signal's number."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the process ended with {code}")
@@ -41,7 +41,7 @@ class ProcessDiedError(ConnectionError):
 
 
 class Turns:
-    """A lock whose waiters take turns by key: those of one key in the order in which they came."""
+    """A lock whose waiters take turns by key; waiters of one key are first come, first served."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
@@ -57,13 +57,13 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            # It came at the same moment.
+            # The lock may have been passed on to this waiter at the same moment.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.release()
             raise
 
     def release(self) -> None:
-        """Pass the turn on: the key that had it is the last to have it again."""
+        """Pass the lock on; the present holder's key becomes the last in turn."""
         if self._holder in self._waiting:
             self._waiting[self._holder] = self._waiting.pop(self._holder)
         while self._waiting:
@@ -78,7 +78,7 @@ class Turns:
         self._locked = False
 
     def refuse(self, error: Exception) -> None:
-        """Raise an error in all that wait."""
+        """Raise an error in all waiters."""
         waiting, self._waiting = self._waiting, {}
         for turns in waiting.values():
             for turn in turns:
@@ -86,7 +86,6 @@ class Turns:
                     turn.set_exception(error)
 
     def __len__(self) -> int:
-        """Return how many wait."""
         return sum(map(len, self._waiting.values()))
 
 
@@ -94,22 +93,22 @@ class ChildProcess:
     """The handle of a process that runs a module, and is started by the first question.
 
     Frames (`razor_dist.protocol.messages`) go to its standard input and come from its standard
-    output. It is killed with this process, when a question fails, and between two questions when
-    it has grown beyond ``largest`` bytes; the next question then starts another.
+    output. The process is killed with this one, when a question fails, and between two questions
+    when its resident memory exceeds ``largest`` bytes; the next question starts another.
     """
 
     def __init__(self, module: str, *arguments: str, largest: int = 1 << 30) -> None:
         self._command = guarded(module, *arguments)
         self.largest = largest
         self._process: Process | None = None
-        self._killed: Process | None = None  # the last that `close` has killed
+        self._killed: Process | None = None  # the last process that `close` has killed
         self._turn = Turns()
         self._asking: asyncio.Task[Any] | None = None
         self._ended = False
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None while none runs."""
+        """The process's id; None while no process runs."""
         process = self._process
         return None if process is None or process.returncode is not None else process.pid
 
@@ -123,18 +122,17 @@ class ChildProcess:
         return len(self._turn)
 
     async def in_turn(self, work: Callable[[], Coroutine[Any, Any, T]], key: Hashable = None) -> T:
-        """Return the result of ``work``, which uses the process, when it is its turn.
+        """Run ``work``, which uses the process, when it is its turn; keys take turns.
 
-        Those of each ``key`` take turns with those of others. If this is cancelled, since a client
-        hung up, work that waits is forgotten; what has begun goes on to its end, and the result is
-        dropped: the answer must be taken from the process before the next question.
-        `ProcessKilledError` once `end` was called.
+        If this is cancelled, since a client hung up, waiting work is forgotten. Work that has begun
+        goes on, and its result is dropped: the process's answer must be read before the next
+        question. Raises `ProcessKilledError` once `end` was called.
         """
         if self._ended:
             raise ProcessKilledError(CLOSED)
         await self._turn.acquire(key)
         self._asking = asyncio.create_task(self._work(work))
-        # If the caller has gone, so has its interest in an error.
+        # Retrieves the error, which asyncio would log if the caller has gone.
         self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         result: T = await asyncio.shield(self._asking)
         return result
@@ -149,10 +147,9 @@ class ChildProcess:
             self._turn.release()
 
     async def ask(self, seconds: float, *parts: bytes | bytearray) -> bytes:
-        """Write a question and return the answer's body; only for what `in_turn` runs.
+        """Write a question and return the answer's body; only for work that `in_turn` runs.
 
-        The process is killed if it fails: `TimeoutError` after ``seconds``, `ProcessDiedError` if
-        it dies.
+        Raises `TimeoutError` after ``seconds`` and `ProcessDiedError`; then the process is killed.
         """
         try:
             process = await self._running()
@@ -173,13 +170,13 @@ class ChildProcess:
                 env=child_environment(),
                 start_new_session=True,  # a terminal's Ctrl-C is the frontend's to handle
             )
-            if self._ended:  # meanwhile; `ask` kills it
+            if self._ended:  # while it was started; `ask` kills it
                 raise ProcessKilledError(CLOSED)
             await self._prepare(self._process)
         return self._process
 
     async def _prepare(self, process: Process) -> None:
-        """Tell a new process what it needs to know first."""
+        """Send a new process what it needs before the first question."""
 
     def _size(self) -> int:
         """Resident bytes of the process, 0 if it does not run."""
@@ -189,7 +186,7 @@ class ChildProcess:
         return 0
 
     async def aclose(self) -> None:
-        """As `end`, and wait until the process, and the work that used it, have ended."""
+        """As `end`, and wait until the process and the work that uses it have ended."""
         self.end()
         while self._asking is not None and not self._asking.done():
             await asyncio.wait({self._asking})
@@ -197,13 +194,13 @@ class ChildProcess:
             await self._killed.wait()
 
     def end(self) -> None:
-        """Kill the process for good: what waits for it, and what comes, fails. Never waits."""
+        """Kill the process for good; waiting and later work fails. Never waits."""
         self._ended = True
         self._turn.refuse(ProcessKilledError(CLOSED))
         self.close()
 
     def close(self) -> None:
-        """Kill the process, whatever it is doing. Never waits."""
+        """Kill the process, if one runs. Never waits."""
         if self._process is not None:
             self._killed, self._process = self._process, None
             send_signal(self._killed, signal.SIGKILL)
@@ -214,7 +211,6 @@ async def exchange(process: Process, *parts: bytes | bytearray) -> bytes:
     assert process.stdin is not None and process.stdout is not None
     try:
         for part in parts:
-            # In pieces: each write copies what the pipe does not take at once.
             with memoryview(part) as view:  # an error's traceback would hold it
                 for begin in range(0, len(part), _PIECE_BYTES):
                     process.stdin.write(view[begin : begin + _PIECE_BYTES])
@@ -231,14 +227,14 @@ async def _exit_code(process: Process) -> int:
             return await process.wait()
     send_signal(process, signal.SIGKILL)
     await process.wait()
-    return 1  # not by a signal from outside
+    return 1  # a failure: this SIGKILL is not from outside
 
 
 class Pipes:
     """Questions on standard input and answers on standard output, as frames.
 
-    What libraries print goes to standard error from now on: it must not get between the frames. The
-    kernel ends this process before others when memory is short.
+    From construction on, what libraries print goes to standard error instead of between the frames,
+    and the kernel ends this process before others when memory is short.
     """
 
     def __init__(self) -> None:
@@ -247,12 +243,12 @@ class Pipes:
         os.dup2(2, 1)
 
     def read(self) -> bytes | None:
-        """Return the body of the next question; None when there will be none."""
+        """Return the body of the next question; None at the end of the input."""
         header = self._source.read(HEADER_SIZE)
         return self._source.read(body_length(header)) if header else None
 
     def read_bytes(self, size: int) -> bytes:
-        """Return what follows a question."""
+        """Return the ``size`` bytes that follow a question."""
         return self._source.read(size)
 
     def write(self, frame: bytes) -> None:

@@ -1,6 +1,6 @@
-"""The frontend's requests to rank 0, and the state of the engine.
+"""The frontend's requests to rank 0, and the engine's state.
 
-Everything here runs in one event loop and nothing blocks it.
+Everything here runs in one event loop, which nothing blocks.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Status:
 
 
 class EngineBusyError(EngineError):
-    """The engine lives and is too busy to answer now: rank 0 hears nothing during a chunk."""
+    """The engine is alive but does not answer now: rank 0 reads no message during a chunk."""
 
 
 class EngineClient:
-    """Requests in, messages out, and the engine's state in between.
+    """The frontend's end of an engine: submits requests, hands out messages, knows the state.
 
     The folder of ``socket_path`` must be private to the user. At most ``max_queue`` requests may
     be unfinished at once; ``None`` sets no bound.
@@ -77,11 +77,10 @@ class EngineClient:
         self.observer = Observer()
         # Compiles structured outputs; None until the tokenizer is loaded.
         self.grammars: GrammarProcess | None = None
-        # Of the present ranks; None until they are ready, kept when they die.
+        # Of the present ranks; None until they are ready; kept when they die.
         self.info: EngineInfo | None = None
-        self.served = False  # it was ready before, so what keeps it from starting may pass
-        # The connected one's, and its estimate of the seconds until each request ends; its
-        # heartbeat brings them.
+        self.served = False  # True once ready: a later start that fails is tried again
+        # From rank 0's heartbeat: its process id, and the estimated seconds until requests end.
         self.rank0_pid: int | None = None
         self._seconds_left: dict[str, float] = {}
         self.status = Status("loading", "the model is being loaded")
@@ -98,7 +97,7 @@ class EngineClient:
     def retry_after(self, groups: Iterable[Iterable[str]] | None = None) -> int:
         """Whole seconds, at least 1, until the first answer is likely to end.
 
-        With ``groups`` of answers, until all of one group are.
+        With ``groups`` of answers' ids, until all answers of some group are.
         """
         if groups is None:
             groups = [[id_] for id_ in self._streams]
@@ -149,7 +148,7 @@ class EngineClient:
             self._set(Status("restarting", reason))
 
     def failed(self, reason: str, *, refused: bool = False) -> None:
-        """Note that the engine died and will not come back by itself, or refuses to start."""
+        """Note that the engine is not restarted: it died too often, or refuses to start."""
         self._disconnect(f"the engine failed: {reason}")
         if self.status.state != "closed":
             self._set(Status("failed", reason, refused))
@@ -165,16 +164,16 @@ class EngineClient:
         prefix: RequestStream | None = None,
         scope: CacheScope = ANY_REQUEST,
     ) -> list[RequestStream]:
-        """Submit a request; it is on its way when this returns.
+        """Submit a request; return a stream for each of its ``params.n`` answers.
 
-        Its id is unique among unfinished requests, `PromptLimits.checked` has seen its prompt, and
-        `GrammarProcess.compiled` what it must match. With ``pin`` the prompt is only read, and its
-        caches are kept until the stream is closed; a ``prefix`` is the stream of such a request,
-        which the prompt continues. Returns a stream for each of the ``params.n`` answers, with
-        `Token` messages, the first with `Progress` and `PromptLogprobs` as well.
+        The id must be unique among unfinished requests, the prompt checked by
+        `PromptLimits.checked`, structured outputs compiled by `GrammarProcess.compiled`. With
+        ``pin`` the prompt is only prefilled, and its caches are kept until the stream is closed.
+        ``prefix`` is the stream of such a request, which the prompt continues. Streams have `Token`
+        messages, the first one also `Progress` and `PromptLogprobs`.
 
-        Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
-        `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
+        Raises `RequestError` with the code ``queue_full``, or if ``prefix`` was closed, and
+        `EngineError` if the engine is not ready or has died since ``prefix`` was pinned.
         """
         self.require_ready()
         assert isinstance(params.structured_outputs, GrammarText | None)
@@ -199,7 +198,7 @@ class EngineClient:
         return list(streams.values())
 
     def check_room(self, requests: int) -> None:
-        """Raise `RequestError` (``queue_full``) unless ``requests`` more may be submitted."""
+        """Raise `RequestError` (``queue_full``) if ``requests`` more would exceed ``max_queue``."""
         if self.max_queue is not None and self.unfinished + requests > self.max_queue:
             raise RequestError(
                 f"the queue is full: {self.unfinished} requests are unfinished and at most "
@@ -209,7 +208,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Count a request as unfinished while it is read; `RequestError` as in `check_room`."""
+        """Count a request as unfinished while its body is read; raises as `check_room`."""
         self.check_room(1)
         self._being_read += 1
         try:
@@ -218,7 +217,7 @@ class EngineClient:
             self._being_read -= 1
 
     def abort(self, request_id: str) -> None:
-        """Abandon a request and free its cache; nothing happens if it has ended."""
+        """Abort a request and free its cache; ignored if it has ended."""
         if self._streams.pop(request_id, None) is not None:
             self.rank0.send(Abort(request_id))
 
@@ -278,7 +277,7 @@ class EngineClient:
     def _deliver(self, message: AboutRequest) -> None:
         stream = self._streams.get(message.id)
         if stream is None:
-            return  # aborted; the engine had not heard of it yet
+            return  # aborted: the message was sent before the engine knew
         last = isinstance(message, Failed) or (
             isinstance(message, Token) and message.finish is not None
         )
@@ -288,7 +287,7 @@ class EngineClient:
 
     def _disconnect(self, error: str) -> None:
         self.rank0.drop()
-        self.rank0_pid = None  # another process may get it
+        self.rank0_pid = None  # another process may get this id
         self._fail_requests(error)
 
     def _fail_requests(self, error: str) -> None:
@@ -301,7 +300,7 @@ class EngineClient:
                 future.set_exception(EngineError(error))
 
     def _set(self, status: Status) -> None:
-        # A failure is raised to, and logged by, the code that waits for the engine.
+        # Failures are not logged here: the code that waits for the engine raises and logs them.
         if status.state == "ready":
             log.info("engine ready")
         elif status.state not in ("failed", "closed"):

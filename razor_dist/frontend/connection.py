@@ -22,15 +22,15 @@ from razor_dist.protocol.messages import (
 log = logging.getLogger(__name__)
 
 # sockaddr_un holds 108 bytes, the closing zero included.
-_MAX_SOCKET_PATH = 107
+_MAX_PATH_BYTES = 107
 
 
 class RankConnection:
     """Listens at a path for rank 0, which connects again after each restart of the ranks.
 
-    The newest connection counts. ``opened`` is called when rank 0 connects, ``handle`` with each of
-    its messages, and ``lost``, with the reason, when the connection ends by itself or a message
-    cannot be handled. After `shutdown` rank 0 is asked to end when it connects.
+    Only the newest connection is used. ``opened`` is called when rank 0 connects, ``handle`` with
+    each of its messages, and ``lost`` with the reason when the connection ends by itself or a
+    message cannot be handled. After `shutdown`, a rank 0 that connects is told to end.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class RankConnection:
         handle: Callable[[ToFrontend], None],
         lost: Callable[[str], None],
     ) -> None:
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
             raise EngineError(
-                f"the socket path {path} is longer than {_MAX_SOCKET_PATH} bytes; "
+                f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; "
                 "set TMPDIR to a shorter folder"
             )
         self.path = path
@@ -64,17 +64,17 @@ class RankConnection:
         draft.replace(self.path)
 
     def send(self, message: ToEngine) -> None:
-        # A connection that is gone loses nothing here: its requests fail when that is noticed.
+        # Without a connection nothing is sent: the requests fail when its end is noticed.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
 
     def shutdown(self) -> None:
-        """Tell rank 0 to end, this one and any that connects later."""
+        """Tell rank 0 to end, the present process and any that connects later."""
         self._ending = True
         self.send(Shutdown())
 
     def drop(self) -> None:
-        """Close the connection, without a call of ``lost``."""
+        """Close the connection without calling ``lost``."""
         if self._writer is not None:
             with contextlib.suppress(Exception):
                 self._writer.close()
@@ -101,7 +101,7 @@ class RankConnection:
             while True:
                 message = decode_to_frontend(await read_frame(reader))
                 if self._writer is not writer:
-                    return  # a rank that was given up already
+                    return  # this rank 0 was given up already
                 self.received += 1
                 self._handle(message)
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: no character is ever split, no stop string leaks."""
+"""Tokens to text, piece by piece, without split characters and leaked stop strings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-# A UTF-8 character misses at most three of its bytes, each shown as one replacement character.
+# An incomplete UTF-8 character has at most three bytes, each shown as a replacement character.
 _MAX_PENDING = 3
-# Tokens kept for the next decoding, and the number of tokens at which older ones are let go.
-_KEEP, _TRIM_AT = 6, 16
+# From `_TRIM_TOKENS` on, all but the last `_LAST_TOKENS` are dropped before the next decoding.
+_TRIM_TOKENS, _LAST_TOKENS = 16, 6
 # A byte of a character that is not in the vocabulary, as SentencePiece's byte fallback spells it.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -22,20 +22,20 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class TokenTexts:
     """A tokenizer's decoder, for tokens that continue a text.
 
-    Decoders of SentencePiece's kind drop the space before the first token, which is right for a
-    whole text and wrong for an answer or for one token of it. So tokens are decoded behind an
-    anchor, a token of one letter, whose letter is then taken away.
+    SentencePiece's decoders drop the space before the first token, which is right for a whole text
+    and wrong for an answer. So tokens are decoded behind an *anchor*, a token of one letter, which
+    is then removed.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    special: Mapping[int, str]  # left out of texts, each with how it is written
-    bytes: frozenset[int]  # of byte fallback
-    anchor: tuple[int, ...]  # none if the decoder puts spaces between tokens by itself
+    special: Mapping[int, str]  # special tokens, which texts leave out, and how they are written
+    bytes: frozenset[int]  # tokens of byte fallback
+    anchor: tuple[int, ...]  # empty if the decoder puts spaces between tokens by itself
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, begins: bool = False) -> str:
-        """Return the text of tokens, with which a text ``begins`` or which continue one."""
+        """Return the text of tokens that continue a text, or with which a text ``begins``."""
         anchor = () if begins else self.anchor
-        # Cleaning up spaces looks back across tokens, which no incremental decoder can honour.
+        # Cleaning up spaces changes earlier tokens' text, which was sent already.
         text = self.tokenizer.decode(
             [*anchor, *ids],
             skip_special_tokens=skip_special,
@@ -61,9 +61,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
 class Detokenizer:
     """Decodes one growing token sequence at a constant cost per token.
 
-    The pieces returned by `push` and `flush`, joined, are what the tokens add to a text that they
-    continue: ``decode(prompt + ids)`` less ``decode(prompt)``. If a text ``begins`` with them, they
-    are ``decode(ids)``.
+    The pieces from `push` and `flush` together are ``decode(prompt + ids)`` without
+    ``decode(prompt)``, or ``decode(ids)`` if a text ``begins`` with the tokens.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class Detokenizer:
     ) -> None:
         self._skip_special, self._begins = skip_special, begins
         self._texts = token_texts(tokenizer)
-        self._ids: list[int] = []  # the tail of the sequence; what came before is settled
-        self._text = ""  # its text, but for a run of byte tokens at its end
-        self._sent = 0  # characters of it already returned
+        self._ids: list[int] = []  # the last tokens; the text of earlier ones has been returned
+        self._text = ""  # of ``_ids``, without a run of byte tokens at the end
+        self._sent = 0  # characters of ``_text`` already returned
         self.length = 0  # characters returned since the beginning
 
     def push(self, token: int) -> str:
@@ -86,8 +85,8 @@ class Detokenizer:
             return self._end_of_bytes()
         self._ids.append(token)
         if token in self._texts.bytes:
-            # Nothing of a run of byte tokens is certain until it has ended: it is decoded as a
-            # whole, and one byte that does not fit makes replacement characters of all of them.
+            # A run of byte tokens is decoded as a whole: until it has ended, no character is
+            # certain, since one invalid byte makes replacement characters of all.
             return ""
         self._text = self._decode(self._ids)
         certain = len(self._text)
@@ -97,12 +96,12 @@ class Detokenizer:
         piece = self._text[self._sent : certain]
         self._sent = max(self._sent, certain)
         self.length += len(piece)
-        if len(self._ids) >= _TRIM_AT:
+        if len(self._ids) >= _TRIM_TOKENS:
             self._trim()
         return piece
 
     def _end_of_bytes(self) -> str:
-        """Return the characters of a run of byte tokens that ends here, if they are whole."""
+        """Return the text of a run of byte tokens that ends here; empty if it is invalid."""
         if not self._ids or self._ids[-1] not in self._texts.bytes:
             return ""
         text = self._decode(self._ids)
@@ -114,7 +113,7 @@ class Detokenizer:
         return piece
 
     def skips(self, token: int) -> bool:
-        """True for a special token that the text leaves out."""
+        """True for a special token if the text leaves these out."""
         return self._skip_special and token in self._texts.special
 
     def flush(self) -> str:
@@ -128,12 +127,12 @@ class Detokenizer:
         return self._texts.decode(ids, skip_special=self._skip_special, begins=self._begins)
 
     def _trim(self) -> None:
-        """Forget the oldest tokens, if the rest decodes to the same text without them."""
-        ids = self._ids[-_KEEP:]
+        """Drop the oldest tokens, if the others decode to the same text without them."""
+        ids = self._ids[-_LAST_TOKENS:]
         text = self._texts.decode(ids, skip_special=self._skip_special)
         unsent = len(self._text) - self._sent
-        # More characters than a partial one has bytes must stand between the cut and what is
-        # unsent, so that later tokens cannot change how the cut falls.
+        # More characters than an incomplete one has bytes must lie between the cut and the unsent
+        # text, so that later tokens cannot change the text at the cut.
         if self._text.endswith(text) and len(text) > unsent + _MAX_PENDING:
             self._ids, self._text, self._sent = ids, text, len(text) - unsent
             self._begins = False
@@ -142,7 +141,7 @@ class Detokenizer:
 class StopMatcher:
     """Ends a text at the first stop string, however the text is cut into pieces.
 
-    The match that is complete first wins; of two that end together, the longer one.
+    The match that ends first wins; of two that end together, the longer one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -151,22 +150,22 @@ class StopMatcher:
         self.rest = ""  # what followed the stop string in its piece
 
     def push(self, piece: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """Add a piece; return the text that is safe to show and the stop string, if one came.
+        """Add a piece; return the text that is safe to show, and the stop string if one was found.
 
-        A stop string that ends in a piece without ``may_end`` is text; one that only begins there
-        is matched with what follows, so its beginning is held back all the same.
+        Without ``may_end`` a stop string that ends in the piece is text; the beginning of a stop
+        string is held back all the same, since it may end in a later piece.
         """
         if not self._stops:
             return piece, None
         text, old = self._held + piece, len(self._held)
-        # A stop string that ends in what was held came without ``may_end``.
+        # A stop string that ends in the held text is text: it ended without ``may_end``.
         found = ((text.find(s, max(0, old + 1 - len(s))), s) for s in self._stops)
         matches = [(begin + len(s), -len(s), s) for begin, s in found if begin >= 0]
         if matches and may_end:
             end, _, stop = min(matches)
             self._held, self.rest = "", text[end:]
             return text[: end - len(stop)], stop
-        # The longest end of the text that may begin a stop string.
+        # Hold back the longest end of the text that may begin a stop string.
         longest = min(max(map(len, self._stops)) - 1, len(text))
         ends = (text[-length:] for length in range(longest, 0, -1))
         self._held = next((end for end in ends if any(s.startswith(end) for s in self._stops)), "")

@@ -1,7 +1,7 @@
 """Structured outputs are compiled in a process of its own, which may die of them.
 
-llguidance is native code that a few bytes can make crash, or take minutes and gigabytes. So it
-never runs in the frontend, and rank 0 compiles only what this process has compiled before.
+A few bytes can make llguidance, native code, crash or take minutes and gigabytes. So it never runs
+in the frontend, and rank 0 compiles only constraints that this process has compiled before.
 
 ``python -m razor_dist.frontend.grammar_process BYTES`` reads frames
 (`razor_dist.protocol.messages`) from its standard input: first the model's vocabulary, then
@@ -47,7 +47,7 @@ from razor_dist.protocol.vocabulary import (
     vocabulary_of,
 )
 
-if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
+if TYPE_CHECKING:  # these imports take seconds and megabytes, and the process needs none
     from llguidance import LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
@@ -56,14 +56,16 @@ if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
 
 # Seconds for the process to start and load the vocabulary.
 _START_SECONDS = 120.0
-# Bytes with which the process is replaced.
+# The process is replaced once its resident memory is larger.
 _LARGEST_BYTES = 1 << 29
-# Bytes of the stack on which it compiles: an eighth of that of rank 0's thread.
+# The stack on which it compiles: an eighth of rank 0's, which can compile all that fits here.
 _STACK_BYTES = 8 << 20
-# Constraints whose results are kept, and those of one key that may wait to be compiled.
-_KEPT, MOST_WAITING = 32, 16
-# Seconds for which a time-out is kept: the machine may have been busy.
-_TIME_OUT_KEPT_SECONDS = 60.0
+# Constraints whose results are remembered.
+_RESULTS = 32
+# Constraints of one key that may wait to be compiled.
+MOST_WAITING = 16
+# Time for which a time-out is remembered: the machine may have been busy.
+_TIME_OUT_SECONDS = 60.0
 # The answer to a constraint: llguidance's text.
 Compiled = str | Failed
 _decode_vocabulary: Callable[[bytes], Vocabulary] = decoder(Vocabulary)
@@ -76,7 +78,7 @@ _SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and 
 class GrammarProcess(ChildProcess):
     """The frontend's handle of the process, which is started by the first constraint.
 
-    A constraint may take ``seconds``, and ``memory`` bytes beyond the process's own.
+    Compiling may take ``seconds``, and ``memory`` bytes beyond what the process has at its start.
     """
 
     def __init__(
@@ -91,29 +93,27 @@ class GrammarProcess(ChildProcess):
         super().__init__("razor_dist.frontend.grammar_process", str(memory), largest=_LARGEST_BYTES)
         self.seconds, self._clock = seconds, clock
         self._tokenizer, self._info = tokenizer, info
-        # What `load` made of the tokenizer; the refusal if structured outputs cannot be had.
+        # Set by `load`; the refusal if the model cannot have structured outputs.
         self._serialized: SerializedTokenizer | None = None
         self._refusal: RequestError | None = None
-        # By the digest of the constraint: llguidance's text, or the refusal; and when it expires.
+        # By digest of the constraint: llguidance's text or the refusal, and when it expires.
         self._results: OrderedDict[bytes, tuple[Compiled, float]] = OrderedDict()
-        # Digests of each key's constraints that wait, or are being compiled.
+        # By key: digests of the constraints that wait or are being compiled.
         self._waiting: dict[Hashable, Counter[bytes]] = {}
 
     def load(self) -> None:
-        """Serialise the tokenizer: now, since it would hold up the loop later (`serialized`)."""
+        """Serialise the tokenizer, in a thread or before the event loop serves: it takes long."""
         try:
             self._serialized = serialized(self._tokenizer)
         except RequestError as error:
             self._refusal = error
 
     async def compiled(self, prompts: Sequence[Checked], key: Hashable = None) -> list[Checked]:
-        """Return prompts whose constraints, if there are any, are `GrammarText` and good.
+        """Return the prompts with each constraint compiled to a `GrammarText`.
 
-        Requests of each ``key`` take turns with those of others.
-
-        Raises `RequestError` if a constraint cannot be compiled within bounds of time and memory,
-        with code ``rate_limit_exceeded`` if `MOST_WAITING` others of the key wait, and
-        `ProcessKilledError` if the process was killed from outside, twice.
+        Keys take turns. Raises `RequestError` if a constraint cannot be compiled within the bounds
+        of time and memory, or, with the code ``rate_limit_exceeded``, if `MOST_WAITING` others of
+        the key wait; `ProcessKilledError` if the process was killed from outside, twice.
         """
         # A request's prompts share their parameters.
         texts: dict[int, GrammarText] = {}
@@ -130,7 +130,7 @@ class GrammarProcess(ChildProcess):
     async def compile(
         self, structured: StructuredOutputsParams, key: Hashable = None
     ) -> GrammarText:
-        """Return a constraint as llguidance's text, once it has been compiled; else as above."""
+        """Compile a constraint and return llguidance's text of it; raises as `compiled`."""
         question = await asyncio.to_thread(_question, structured)
         digest = hashlib.sha256(question).digest()
         result = self._known(digest)
@@ -149,7 +149,7 @@ class GrammarProcess(ChildProcess):
         return result
 
     async def _compile(self, digest: bytes, question: bytes) -> Compiled:
-        if (known := self._known(digest)) is not None:  # since it waited
+        if (known := self._known(digest)) is not None:  # compiled while this one waited
             return known
         end = math.inf
         if self._serialized is None and self._refusal is None:
@@ -161,7 +161,7 @@ class GrammarProcess(ChildProcess):
         except TimeoutError:
             problem = f"compiling it took longer than {self.seconds:g} s; {_SIMPLER}"
             result = _failure(problem, "structured_outputs_timeout")
-            end = self._clock() + _TIME_OUT_KEPT_SECONDS
+            end = self._clock() + _TIME_OUT_SECONDS
         except ProcessDiedError as death:
             if self._ended:
                 raise ProcessKilledError(CLOSED) from None
@@ -172,15 +172,15 @@ class GrammarProcess(ChildProcess):
                 ) from None
             result = _failure(f"the process that compiled it crashed; {_SIMPLER}")
         except RequestError as error:
-            self._refusal = error  # of the vocabulary: the next process would refuse it as well
+            self._refusal = error  # the vocabulary's: the next process would refuse it as well
             return Failed.of("", error)
         self._results[digest] = result, end
-        if len(self._results) > _KEPT:
+        if len(self._results) > _RESULTS:
             self._results.popitem(last=False)
         return result
 
     async def _ask_twice(self, question: bytes) -> Compiled:
-        """As `ask`, again if the process was killed from outside: perhaps while it was idle."""
+        """As `ask`, twice if the process was killed from outside, perhaps while it was idle."""
         try:
             return _decode_compiled(await self.ask(self.seconds, question))
         except ProcessDiedError as death:
@@ -210,12 +210,12 @@ class GrammarProcess(ChildProcess):
 
     @contextlib.contextmanager
     def _place(self, digest: bytes, key: Hashable) -> Iterator[None]:
-        """Count a constraint of a key that waits; `RequestError` if too many others of it do."""
+        """Count a constraint that waits; `RequestError` if too many others of its key wait."""
         digests = self._waiting.setdefault(key, Counter())
         if key is not None and digest not in digests and len(digests) >= MOST_WAITING:
             raise RequestError(
-                f"{FIELD}: {len(digests)} other constraints of yours wait to be compiled, as many "
-                "as may; try again later",
+                f"{FIELD}: {len(digests)} other constraints of yours wait to be compiled, and no "
+                "more may; try again later",
                 param=FIELD,
                 code="rate_limit_exceeded",
             )
@@ -269,7 +269,7 @@ def _compiled(question: bytes, tokenizer: LLTokenizer, memory: int) -> Compiled:
 
 
 def _limit_memory(memory: int) -> None:
-    """Bound the bytes that are taken from now on; what is mapped already depends on the machine."""
+    """Bound the address space to ``memory`` bytes beyond its present size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -277,7 +277,7 @@ def _limit_memory(memory: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the other signals that end a process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, but exit code -2
     pipes, memory = Pipes(), int(sys.argv[1])
     with stack_size(_STACK_BYTES):
         thread = threading.Thread(target=_serve, args=(pipes, memory))

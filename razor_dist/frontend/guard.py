@@ -1,13 +1,12 @@
-"""Runs a module as ``python -m`` would, but with nothing of the working directory.
+"""Runs a module as ``python -m`` would, but without the working directory on the path.
 
 ``python -P razor_dist/frontend/guard.py PARENT_PID MODULE [ARGUMENTS...]``
 
-Python's ``-m`` puts the working directory first on the path, where any file that is called
-``numpy.py`` would be run. With ``-P`` it does not, so this file finds its own package by itself.
+Python's ``-m`` puts the working directory first on the path, where a file called ``numpy.py`` would
+be imported instead of numpy. ``-P`` prevents that, so this file must find its own package.
 
-The process dies with the one that started it, unless PARENT_PID is 0. Setting the parent-death
-signal here, and not between fork and exec, spares the parent a ``preexec_fn``, which is unsafe in a
-process with threads.
+The process dies with its parent, unless PARENT_PID is 0. The parent-death signal is set here and
+not between fork and exec, since that takes a ``preexec_fn``, which is unsafe with threads.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:  # each rank and reader runs this module
     from asyncio.subprocess import Process
 
 _PR_SET_PDEATHSIG = 1
-# What torchrun sets for its children and would mislead ours, and what only the frontend may know:
-# code that a model brings runs in the other processes.
+# Variables that torchrun sets for its own children, which would mislead ours; and the API key,
+# since the other processes run code that a model brings.
 _WITHHELD = re.compile(
     r"TORCHELASTIC_.*|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|OMP_NUM_THREADS|TORCH_NCCL_ASYNC_ERROR_HANDLING|RAZOR_API_KEY"
@@ -36,12 +35,12 @@ _WITHHELD = re.compile(
 
 
 def guarded(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs a module in a process that dies with this one."""
+    """Return the command that runs a module in a process that dies with this one."""
     return [sys.executable, "-P", __file__, str(os.getpid()), module, *arguments]
 
 
 def independent(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs a module in a process that outlives this one."""
+    """Return the command that runs a module in a process that may outlive this one."""
     return [sys.executable, "-P", __file__, "0", module, *arguments]
 
 
@@ -53,8 +52,8 @@ def child_environment() -> dict[str, str]:
 def send_signal(process: Process, number: signal.Signals) -> None:
     """Send a signal to a process that asyncio has started, unless it has ended.
 
-    The process's own method would wait for one that has just ended, and asyncio then finds none to
-    wait for: it logs that, and takes 255 for the exit code.
+    `Process.send_signal` polls, which reaps a process that has just ended; asyncio then cannot wait
+    for it, logs that, and takes 255 for the exit code.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -62,17 +61,17 @@ def send_signal(process: Process, number: signal.Signals) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process once its parent is gone (Linux; elsewhere do nothing)."""
+    """Have the kernel kill this process when its parent ends (on Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     # SIGKILL: a rank that is stuck in a collective must not be able to miss it.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os._exit(1)
 
 
 def import_own_package() -> None:
-    """Import the package that this file belongs to, which need not be on the path."""
+    """Import this file's package, which need not be on the path."""
     folder = Path(__file__).parents[1]
     spec = spec_from_file_location(
         folder.name, folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -21,7 +21,7 @@ from razor_dist.protocol.messages import EXIT_USER_ERROR
 
 log = logging.getLogger(__name__)
 
-# Seconds that processes which fail together are given to end, or to say why.
+# Time after a rank's failure for rank 0 to end or to say why: ranks fail one after the other.
 _GRACE_SECONDS = 3.0
 # Starts in a row that may fail before the engine has served for the first time.
 _MAX_FAILED_STARTS = 3
@@ -32,7 +32,7 @@ _BACKOFF_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 # Least time for rank 0 to import its libraries and connect: cold disks take minutes.
 _LEAST_PATIENCE_SECONDS = 120.0
-# Seconds after which an unlocked folder belongs to a process that was killed.
+# An unlocked folder of this age was left by a killed process; a younger one may yet be locked.
 _ABANDONED_SECONDS = 60.0
 
 
@@ -73,9 +73,9 @@ class ManagedEngine:
         self._task = asyncio.create_task(self._supervise(), name="razor-engine")
 
     async def close(self, patience: float = 2.0, reason: str = "the engine was closed") -> None:
-        """End the ranks and remove every trace; unfinished requests fail with ``reason``.
+        """End the ranks and remove the folder; unfinished requests fail with ``reason``.
 
-        Ranks that do not obey within ``patience`` seconds are terminated, and then killed.
+        Ranks that do not end within ``patience`` seconds are terminated, and after as many killed.
         """
         self.client.shutdown(reason)
         if self._task is not None:
@@ -101,7 +101,7 @@ class ManagedEngine:
             self.client.failed(f"the ranks cannot be started: {error}")
 
     async def _keep_running(self) -> None:
-        """Start, watch and start again, until starts fail or the engine is closed."""
+        """Start the ranks and watch them, again and again, until they fail or are closed."""
         failed_starts = 0
         while True:
             self.client.loading()
@@ -116,9 +116,9 @@ class ManagedEngine:
             await asyncio.sleep(min(_LONGEST_PAUSE_SECONDS, _BACKOFF_SECONDS * 2**failed_starts))
 
     async def _serve_once(self) -> str:
-        """Start the ranks and return, in words, why they ended; none runs any more.
+        """Start the ranks, wait for their end and return its reason; no rank is left running.
 
-        Raises why the first ranks cannot be started, and `ClusterError` if later ones have no room.
+        Raises if the engine's first ranks cannot be started, later only for `ClusterError`.
         """
         try:
             # A rendezvous file is good for one start only.
@@ -140,17 +140,17 @@ class ManagedEngine:
         return reason
 
     async def _watch(self, ranks: Ranks) -> str:
-        """Wait until a rank ends, hangs up or falls silent; returns what happened, in words."""
+        """Wait until a rank ends, or rank 0 hangs up or falls silent; return it in words."""
         death = asyncio.create_task(ranks.first_exit())
         hangup = asyncio.create_task(self._hangup())
         stuck = asyncio.create_task(silence(self.client, self._config.heartbeat_timeout))
         try:
             await asyncio.wait({death, hangup, stuck}, return_when=asyncio.FIRST_COMPLETED)
             if stuck.done() and not death.done():
-                ranks.kill()  # a stopped process would not obey anything milder
+                ranks.kill()  # a stopped process obeys no other signal
                 return stuck.result()
             if not death.done():
-                # A rank 0 that hangs up is about to end, and its exit code tells more.
+                # A rank 0 that hangs up is about to end, and its exit code says more.
                 await asyncio.wait({death}, timeout=_GRACE_SECONDS)
             if not death.done():
                 return self.client.status.reason
@@ -166,9 +166,9 @@ class ManagedEngine:
             await self.client.wait_change()
 
     async def _user_error(self, exit: RankExit) -> str:
-        """Return rank 0's message, for which another rank's exit may be too early.
+        """Return rank 0's message after a user's error; another rank may have ended before it came.
 
-        At the first start that is the end: a mistake in the settings does not pass.
+        At the first start the engine fails for good: a mistake in the settings does not pass.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_SECONDS):
@@ -184,10 +184,10 @@ class ManagedEngine:
 
 
 async def silence(client: EngineClient, timeout: float) -> str:
-    """Wait until rank 0 is silent for too long, or does not connect in time; return it in words.
+    """Wait until rank 0 is silent for ``timeout`` seconds or connects too late; return it in words.
 
-    Only time in which this process runs is counted: a frontend that was stopped itself finds, when
-    it goes on, old signs of life that it has not read yet. ``timeout`` is ``heartbeat_timeout``.
+    Counts only time in which this process runs: if it was stopped itself, it has heartbeats to
+    read when it goes on.
     """
     step, silent, before = interval(timeout), 0.0, (client.rank0.is_open, client.rank0.received)
     while silent < (timeout if client.rank0.is_open else patience(timeout)):
@@ -200,13 +200,13 @@ async def silence(client: EngineClient, timeout: float) -> str:
 
 
 def patience(timeout: float) -> float:
-    """Return the seconds until rank 0, which connects before it loads anything, must connect."""
+    """Return the seconds until rank 0 must connect, which it does before it loads the model."""
     return max(_LEAST_PATIENCE_SECONDS, 10 * timeout)
 
 
 def lock_folder(folder: Path) -> int:
     """Lock a folder until the returned descriptor is closed; `BlockingIOError` if it is locked."""
-    # Not a file in it, which what clears /tmp may remove; systemd passes over locked folders.
+    # Not a file in the folder, which a cleaner of /tmp may remove; systemd spares locked folders.
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,7 +217,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove this user's folders whose frontends were killed: their locks are free."""
+    """Remove this user's folders whose frontends were killed, so that their locks are free."""
     for socket in Path(tempfile.gettempdir()).glob("razor-*/engine"):
         with contextlib.suppress(OSError):
             found = socket.lstat()

@@ -9,22 +9,22 @@ from razor_dist.protocol.sampling_params import SamplingParams
 
 
 class Observer:
-    """Hears of every answer; this one takes no notice."""
+    """Methods that an `EngineClient` calls about its answers; in this class they do nothing."""
 
     def submitted(self, ids: Sequence[str], prompt_tokens: int, params: SamplingParams) -> None:
-        """Note a prompt, with the tokens of its pinned prefix, and the ids of its answers."""
+        """Note a prompt, its tokens with its pinned prefix's, and the ids of its answers."""
 
     def asked_again(self, before: Sequence[str], ids: Sequence[str]) -> None:
-        """Note that answers have new ids: they were refused, and are asked for in another way."""
+        """Note that answers have new ids: they were refused, and are asked for again."""
 
     def pinned(self, request_id: str) -> None:
-        """Note a prefix that is to be pinned: its `Progress` is no answer's."""
+        """Note a prefix to be pinned: `Progress` of this id is about no answer."""
 
     def reading(self, request_id: str) -> None:
-        """Note that a context is read that an answer's prompt continues."""
+        """Note that a context is being read that an answer's prompt continues."""
 
     def cached(self, request_id: str, tokens: int) -> None:
-        """Note how many of a prompt's tokens were in the caches before its request."""
+        """Note how many tokens of a prompt were in the caches before its request."""
 
     def received(self, message: AboutRequest) -> None:
         """Note a message about an answer."""

@@ -20,10 +20,10 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class RequestMetrics:
-    """Times of one request: prefill without its waiting, the others since submission.
+    """Seconds of one request, from its submission on.
 
-    Prefill lasts from the beginning of the first chunk to the end of the last, including steps of
-    other requests in between.
+    Only prefill is counted from the beginning of the first chunk to the end of the last; it
+    includes other requests' steps in between.
     """
 
     prefill_seconds: float | None = None
@@ -35,22 +35,22 @@ class RequestMetrics:
 class Source:
     """A passage of a prompt that an answer came from.
 
-    ``start`` and ``end`` count characters of the message ``message``, or of a prompt that is text;
-    tokens, of one that is token ids.
+    ``start`` and ``end`` count characters of a message or of a text, or tokens if the prompt was
+    token ids.
     """
 
     start: int
     end: int
-    weight: float  # in [0, 1]: the share of what the answer's tokens looked up that is here
+    weight: float  # in [0, 1]: share of the attention to text that may be a source
     text: str | None = None  # None for a model without a tokenizer
-    message: int | None = None  # its index in a conversation
+    message: int | None = None  # the message's index in a conversation
 
 
 @dataclass(frozen=True)
 class AnswerSentence:
     """A sentence of an answer, in characters of its text, and where it came from.
 
-    ``sources`` and ``grounded`` are those of `CompletionOutput`, of the sentence's tokens alone.
+    ``sources`` and ``grounded`` are as in `CompletionOutput`, for the sentence's tokens alone.
     """
 
     start: int
@@ -67,21 +67,21 @@ class CompletionOutput:
     # Without the stop string, end-of-sequence or stop token that ended it; empty for a model
     # without a tokenizer.
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # with the one that ended the answer
+    token_ids: list[int] = field(default_factory=list)  # with the token that ended the answer
     cumulative_logprob: float | None = None  # sum over token_ids
     logprobs: list[TokenLogprobs] | None = None  # one entry per token of token_ids
     finish_reason: str | None = None  # "stop", "length" or "repetition"; None before the end
     # The stop string or stop token that ended the answer; None at an end-of-sequence token.
     stop_reason: str | int | None = None
-    # With ``return_sources``, once the answer has ended: passages, the heaviest first, none if
-    # little was found; and the share of what was looked up, in [0, 1], that each token found in one
-    # of them. None for an answer of one token.
+    # With ``return_sources``, at the answer's end: passages, the heaviest first, empty if
+    # ``grounded`` is low; and, in [0, 1], the share of the attention to text that may be a source
+    # which each token gave to a single passage. None for an answer of one token.
     sources: list[Source] | None = None
     grounded: float | None = None
-    # How well the heaviest source has the question's words, of 1 for the passage that has them
-    # best; None without sources, or if no passage has any.
+    # In [0, 1]: how well the heaviest source has the question's words, beside the passage that has
+    # them best. None without sources, or if no passage has any of the words.
     question_match: float | None = None
-    sentences: list[AnswerSentence] | None = None  # those that have ended
+    sentences: list[AnswerSentence] | None = None  # the sentences that have ended
 
 
 @dataclass
@@ -90,11 +90,10 @@ class RequestOutput:
 
     request_id: str  # unique in the process
     prompt: str | None  # the text, if the prompt was text
-    prompt_token_ids: list[int]  # as the engine got them, without those of a prefix
+    prompt_token_ids: list[int]  # as the engine got them, without a prefix's
     # One entry per token of the prompt, the first None; None unless asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)  # `SamplingParams.n` answers
     finished: bool = False  # False while `LLM.stream` yields it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    # Not read for it, for they were in the caches; those of a prefix included.
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # found in the caches, a prefix's included

@@ -1,8 +1,8 @@
 """From positions of a prompt's tokens to passages of its text: where an answer came from.
 
-The engine tells, for each token of an answer, which positions its strongest retrieval heads attend
-to. Here these are added up, the template's, the question's and the answer's own are left out, and
-those in one sentence become a passage, in characters of the text as it was sent.
+For each token of an answer the engine reports the positions to which its strongest retrieval heads
+attend. Positions of the template, the question and the answer are no sources. The attention to the
+others is added up by sentence: a passage, in characters of the text as it was sent.
 """
 
 from __future__ import annotations
@@ -24,56 +24,60 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.protocol.messages import Tokens
 
-# A sequence's first tokens, to which heads attend when they have nothing to look for.
+# A sequence's first tokens are no sources: heads attend to them when they look for nothing.
 SINKS = 4
 _END, _CLOSING = ".!?\u3002\uff01\uff1f", "\"')\\]\u2019\u201d\u00bb"
-# Where a sentence ends, in a group, and the space after it. A point before a small letter may be
-# an abbreviation's, unless it follows a longer word or a space. A line that goes on with a small
-# letter is a wrapped one. No break begins within white space, so that a run of it is tried once.
+# The end of a sentence, in a group, and the space after it. A point before a small letter may be
+# an abbreviation's, unless it follows a longer word or a space. A line break before a small letter
+# is a wrapped line's. No match begins within white space, so that a run of it is tried once.
 _BREAK = re.compile(
     rf"((?<=[^\W\d_]{{4}})[.!?][{_CLOSING}]*|(?<=\s)[.!?]"
     rf"|[.!?][{_CLOSING}]*(?=\s+[^\sa-z]))\s+"
     rf"|([\u3002\uff01\uff1f][{_CLOSING}]*)\s*|(?<!\s)\s*\n(?:\s*\n|(?!\s*[a-z]))\s*"
 )
-_LONGEST = 1000  # characters of a sentence on each side of a token
+# A sentence ends at most this far on each side of a token: bounds the search in text without ends.
+_SIDE_CHARACTERS = 1000
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _LINE = re.compile(r"\n(?!\s*[a-z])")
-_QUESTION = 500  # characters of a paragraph that is taken for a question as a whole
-_CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # begins the answer
+# A last paragraph up to this length is the question as a whole; of a longer one its end is.
+_QUESTION_CHARACTERS = 500
+_CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # such as "Answer:" behind the question
 # An answer that is less grounded has no sources: measured, docs/sources.md.
 FOUND = 0.3
-# A passage that weighs less in its sentence is not cited; so at most as many are. Nor is any of a
-# sentence that is less grounded than `SURE`: a sentence has fewer tokens than an answer, and what a
-# model makes up is grounded by up to 0.37 in one (docs/sources.md).
-CITED, MOST_CITED, SURE = 0.1, 10, 0.4
-# Tokens of a prompt without a text that are one passage: no further apart than this.
-_NEAR = 16
+# A sentence's passages of at least this weight are cited, so at most `MOST_CITED`.
+CITED, MOST_CITED = 0.1, 10
+# A sentence that is less grounded cites nothing: it has fewer tokens than an answer, and invented
+# sentences are grounded by up to 0.37 (docs/sources.md).
+SURE = 0.4
+# In a prompt of token ids, positions no further apart than this are one passage.
+_NEAR_TOKENS = 16
 _WORD = re.compile(r"\w+")
-# A word that stands in the prompt more often names nothing, and finding all of it takes long.
+# A word that is in the prompt more often names nothing, and finding all its places takes long.
 _COMMON = 100
-_SENTENCE = 100  # characters of one on average, to estimate how many there are
+# Average length of a sentence, to estimate the number of sentences.
+_SENTENCE_CHARACTERS = 100
 
 
-# A passage: its part (-1 for token ids), begin and end; and what is none.
+# A passage: its part (-1 for token ids), begin and end. `_NOWHERE` is for positions of no source.
 PassagePlace = tuple[int, int, int]
 _NOWHERE: PassagePlace = (-1, -1, -1)
 
 
 class Part(NamedTuple):
-    """A text that was sent, within the text that was tokenised."""
+    """A text that was sent, such as a message's content, within the text that was tokenised."""
 
     text: str
-    begin: int  # of the text in the whole, in characters
-    searched: int  # its characters before the question, which may be a source
-    message: int | None = None  # in a conversation, its index
+    begin: int  # character of the tokenised text
+    searched: int  # characters of ``text`` before the question: they may be a source
+    message: int | None = None  # the message's index in a conversation
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """A prompt's text and where its tokens end in it, for a request that asks for sources."""
+    """A prompt's text and where its tokens end, for a request that asks for sources."""
 
     parts: Sequence[Part]
-    ends: npt.NDArray[np.int32]  # [n], characters of the whole; 0 for a token without text
+    ends: npt.NDArray[np.int32]  # [n], characters of the tokenised text; 0: a token without text
 
     def passage(self, position: int) -> PassagePlace:
         """Return the sentence in which a token ends; `_NOWHERE` outside all parts."""
@@ -87,18 +91,18 @@ class PromptText:
     @cached_property
     def _part_of(self) -> npt.NDArray[np.int32]:
         """[n], the first part in which each token ends; -1 outside all parts."""
-        # By character; the last is of none, and stands for tokens without text, whose end is 0.
+        # By character. Tokens without text end at 0 and so look up the last entry: it stays -1.
         found = np.full(self.ends.max(initial=0) + 1, -1, np.int32)
-        # Where a template has stripped the space between parts, they overlap.
+        # If a template has stripped the space between parts, they overlap.
         for index, part in reversed([*enumerate(self.parts)]):
             found[max(0, part.begin) : max(0, part.begin + part.searched)] = index
         found[-1] = -1
         return found[self.ends - 1]
 
     def question_match(self, source: Source) -> float | None:
-        """Return how well a passage has the question's words, of 1 for that which has them best.
+        """Return how well a passage has the question's words, in [0, 1]: 1 for the best passage.
 
-        None if no passage has a word of the question that is not common.
+        None if no passage has a rare word of the question.
         """
         weights, best = self._asked
         if not weights:
@@ -108,19 +112,19 @@ class PromptText:
 
     @cached_property
     def _asked(self) -> tuple[Mapping[str, float], float]:
-        """The question's words with their weights, and the largest sum of them in one passage.
+        """The question's words with their weights, and the largest sum of weights in one passage.
 
-        A word's weight is its inverse document frequency, as BM25 has it:
-        ``log(1 + (N - n + 0.5) / (n + 0.5))``, n of N passages have the word.
+        A word that n of N passages have weighs ``log(1 + (N - n + 0.5) / (n + 0.5))``, BM25's
+        inverse document frequency.
         """
         words = {word for part in self.parts for word in _words(part.text[part.searched :])}
-        count = sum(part.searched for part in self.parts) / _SENTENCE
+        count = sum(part.searched for part in self.parts) / _SENTENCE_CHARACTERS
         texts = [part.text[: part.searched] for part in self.parts]
         small = [(text, text.lower()) for text in texts]
         weights: dict[str, float] = {}
         sums: defaultdict[tuple[int, int, int], float] = defaultdict(float)
         for word in sorted(words):
-            # Where small letters would move characters, the text is taken as it is.
+            # A text whose length changes in small letters is searched as it is.
             found = [_places(word, low if len(low) == len(text) else text) for text, low in small]
             if not 0 < sum(map(len, found)) < _COMMON:
                 continue
@@ -138,22 +142,22 @@ class PromptText:
 
 @dataclass
 class Trace:
-    """Positions that an answer's tokens attended to; without ``text`` for a prompt of token ids."""
+    """Positions to which an answer's tokens attended."""
 
     prompt: Tokens
-    text: PromptText | None
+    text: PromptText | None  # None for a prompt of token ids
     tokenizer: PreTrainedTokenizerBase | None
     most: int  # sources to return
-    least: float = FOUND  # grounded less than this, there are none
-    # Of each token: positions, and the strongest heads' mean attention to them; none of the first.
+    least: float = FOUND  # an answer that is less grounded has no sources
+    # For each token: positions, and the strongest heads' mean attention to each; empty for the
+    # first token.
     tokens: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     answer: str = ""  # so far
-    # In characters of the answer: where tokens begin, and the end of the last reported sentence.
-    _begins: list[int] = field(default_factory=list, init=False)
-    _reported: int = field(default=0, init=False)
+    _begins: list[int] = field(default_factory=list, init=False)  # characters where tokens begin
+    _reported: int = field(default=0, init=False)  # character where the last sentence ended
 
     def add(self, pairs: Sequence[tuple[int, float]], begin: int = 0, text: str = "") -> None:
-        """Add what a token's message tells, where it begins, and the text that it made certain."""
+        """Add a token: its attention, the character where it begins, and its certain ``text``."""
         self.tokens.append(pairs)
         self._begins.append(begin)
         self.answer += text
@@ -161,12 +165,12 @@ class Trace:
     def sources(self) -> tuple[list[Source], float | None]:
         """Return the sources, heaviest first, and how well they ground the answer.
 
-        Both are shares of what was looked up: attention to anything but what is no source.
+        Weights and groundedness are shares of the attention outside positions of no source.
         """
         return self._sum(self.tokens)
 
     def whole(self) -> tuple[list[Source], float | None, float | None]:
-        """Return `sources`, and `PromptText.question_match` of the heaviest."""
+        """Return `sources`, and the heaviest source's `PromptText.question_match`."""
         sources, grounded = self.sources()
         match = None
         if self.text is not None and sources:
@@ -174,7 +178,7 @@ class Trace:
         return sources, grounded, match
 
     def ended(self, *, last: bool = False) -> list[tuple[int, int]]:
-        """Return the sentences of the answer that have ended since: all, if nothing follows."""
+        """Return the sentences that have ended since the last call; with ``last`` all the rest."""
         rest = self.answer[self._reported :]
         spans = [(self._reported + begin, self._reported + end) for begin, end in sentences(rest)]
         spans = spans if last else spans[:-1]
@@ -182,13 +186,13 @@ class Trace:
         return spans
 
     def sentences(self, spans: Sequence[tuple[int, int]]) -> list[AnswerSentence]:
-        """Return sentences of the answer, each with the sources of its own tokens.
+        """Return sentences of the answer, each with the sources of the tokens in it.
 
-        Those are its tokens that have characters of it; one without text belongs to none.
+        A token is in a sentence if one of its characters is.
         """
         found = []
         for begin, end in spans:
-            # Only these can have any: an answer has thousands of tokens, and many sentences.
+            # Only tokens from ``first`` to ``last`` can be in it: an answer has thousands.
             first = max(0, bisect_right(self._begins, begin) - 1)
             last = bisect_left(self._begins, end)
             bounds = pairwise([*self._begins[first : last + 1], len(self.answer)])
@@ -223,13 +227,13 @@ class Trace:
         return sources, grounded / looked_up
 
     def _places(self, tokens: Sequence[Sequence[tuple[int, float]]]) -> dict[int, PassagePlace]:
-        """Return each position's passage, `_NOWHERE` for what is no source."""
+        """Return each position's passage, or `_NOWHERE`."""
         every = {position for pairs in tokens for position, _ in pairs}
         places = dict.fromkeys(every, _NOWHERE)
         mine = sorted(at for at in places if SINKS <= at < len(self.prompt))
         if self.text is not None:
             return places | {at: self.text.passage(at) for at in mine}
-        cuts = [n for n, at in enumerate(mine) if not n or at - mine[n - 1] > _NEAR]
+        cuts = [n for n, at in enumerate(mine) if not n or at - mine[n - 1] > _NEAR_TOKENS]
         for first, following in pairwise([*cuts, len(mine)]):
             run = mine[first:following]
             places |= dict.fromkeys(run, (-1, run[0], run[-1] + 1))
@@ -246,7 +250,7 @@ class Trace:
 
 
 def cited(sentence: AnswerSentence) -> list[Source]:
-    """Return the sources of an answer's sentence that are worth a citation, heaviest first."""
+    """Return the sources that an answer's sentence cites, heaviest first."""
     if (sentence.grounded or 0.0) < SURE:
         return []
     return [source for source in sentence.sources if source.weight >= CITED]
@@ -255,12 +259,12 @@ def cited(sentence: AnswerSentence) -> list[Source]:
 def conversation_parts(
     text: str, marked: str, marks: Mapping[int, str], contents: Mapping[int, str], asking: int
 ) -> list[Part]:
-    """Find the messages' contents in a conversation's text.
+    """Return the messages' contents in a conversation's ``text``, in which a template put them.
 
-    ``marked`` is that text with a mark for each content, by the message's index. A template may
-    strip a content, or leave it out. The message ``asking`` ends with the question.
+    ``marked`` is the same conversation with a mark from ``marks`` for each content. Templates may
+    strip contents or leave them out. The message ``asking`` ends with the question.
     """
-    parts, at, before = [], 0, 0  # up to where both texts are read
+    parts, at, before = [], 0, 0  # characters of ``text`` and ``marked`` that are read
     for index, content in contents.items():
         where = marked.find(marks[index], before)
         if where < 0:
@@ -281,14 +285,13 @@ def conversation_parts(
 
 
 def question_begin(text: str) -> int:
-    """Return where a prompt's own question begins.
+    """Return the character at which the question in a prompt begins.
 
-    It is the last paragraph; of a long one the last line; of a long line the last sentence.
-
-    What is before a cue such as "Answer:" belongs to it.
+    The question is the last paragraph, or a long paragraph's last line, or a long line's last
+    sentence. A cue such as "Answer:" behind it belongs to it.
     """
     end = len(text.rstrip())
-    first = max(0, end - _QUESTION)
+    first = max(0, end - _QUESTION_CHARACTERS)
     for pattern in (_PARAGRAPH, _LINE, _BREAK):
         begins = [first + m.end() for m in pattern.finditer(text[first:end])]
         begins = [0, *begins] if first == 0 else begins
@@ -301,12 +304,12 @@ def question_begin(text: str) -> int:
 
 
 def sentence_around(text: str, at: int, end: int) -> tuple[int, int]:
-    """Return the sentence around a character; ``end`` is that of what may be a source."""
-    first = max(0, at - _LONGEST)
-    window = text[first : min(end, at + _LONGEST)]
+    """Return begin and end of the sentence around the character ``at``, up to ``end``."""
+    first = max(0, at - _SIDE_CHARACTERS)
+    window = text[first : min(end, at + _SIDE_CHARACTERS)]
     begin, stop = first, first + len(window)
     for found in _BREAK.finditer(window):
-        # White space that a token begins or ends with is that of the sentence before.
+        # White space behind a sentence belongs to it.
         if first + found.end() <= at:
             begin = first + found.end()
         else:
@@ -320,7 +323,7 @@ def _words(text: str) -> set[str]:
 
 
 def _places(word: str, text: str) -> list[int]:
-    """Return where a text has a word by itself: the first `_COMMON` places."""
+    """Return the first `_COMMON` places where a text has a whole word."""
     found: list[int] = []
     at = text.find(word)
     while at >= 0 and len(found) < _COMMON:
@@ -332,7 +335,7 @@ def _places(word: str, text: str) -> list[int]:
 
 
 def sentences(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where the sentences of a text begin and end, without the space between them."""
+    """Yield begin and end of each sentence of a text, without the space between them."""
     at, end = len(text) - len(text.lstrip()), len(text.rstrip())
     while at < end:
         _, stop = sentence_around(text, at, end)

@@ -1,4 +1,4 @@
-"""Prefixes that an engine keeps for a client until they are closed."""
+"""Prefixes that an engine keeps for a client until they are released."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 class Pin:
     """A pinned prefix, from its submission on; requests may continue it at once.
 
-    ``tokens`` are all of it; those that ``behind`` has are neither sent nor prefilled again. Raises
-    as `EngineClient.submit`; what the engine refuses is in ``error``. Requests do without a
-    ``hint`` that it refuses.
+    ``tokens`` include the tokens of ``behind``, which are neither sent nor prefilled again. Raises
+    as `EngineClient.submit`; the engine's refusal is in ``error``. If the engine refuses a
+    ``hint``, requests go on without it.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Pin:
             prefix=before,
             scope=CacheScope(cache_salt),
         )
-        self.cached: int | None = None  # tokens that were in the caches at its admission
-        self.is_whole = False
+        self.cached: int | None = None  # tokens found in the caches at its admission
+        self.is_whole = False  # all tokens are prefilled
         self.error: Exception | None = None
         self.listeners: set[Callable[[Progress], None]] = set()
         self._reading = asyncio.create_task(self._read())
 
     @property
     def is_kept(self) -> bool:
-        """False once the engine has refused it, has died, or `close` was called."""
+        """False once the engine has refused it or has died, or `close` was called."""
         return not self.stream.ended
 
     def close(self) -> None:
@@ -84,18 +84,13 @@ class Pin:
             if self.hint and getattr(error, "code", None) is not None:
                 log.info("a context is not kept: %s", error)
 
-    @property
-    def is_left_out(self) -> bool:
-        """True if the engine has refused it and requests do without."""
-        return self.hint and isinstance(self.error, RequestError)
-
 
 class Pinned:
-    """The prefix that a request's prompts continue: the last of ``pins``, by ascending length.
+    """The prefix that a request's prompts continue: the last, and longest, of ``pins``.
 
-    Those in ``new`` are pinned for it, each behind the pin before or a longer one. The prompts do
-    not wait for a new pin in front of one that was there already. ``end`` is called once, when the
-    request has ended, with whether it was answered.
+    Pins in ``new`` were made for this request. The prompts wait for the new pins behind the last
+    old pin; new pins in front of an old one are read beside the answer. ``end`` is called once,
+    when the request has ended, with True if it was answered.
     """
 
     def __init__(
@@ -110,33 +105,38 @@ class Pinned:
 
     @property
     def error(self) -> Exception | None:
-        """The first error for which a prefix is not pinned; None if requests can do without."""
-        failed = (pin for pin in self._pins if pin.error is not None and not pin.is_left_out)
-        return next((pin.error for pin in failed), None)
+        """The first error of a pin without which the request cannot go on; else None."""
+        for pin in self._pins:
+            if pin.error and not (pin.hint and isinstance(pin.error, RequestError)):
+                return pin.error
+        return None
 
     def leave_out(self, why: Exception) -> bool:
-        """Leave out the last pin, if it is a hint; the prompts then continue the one before it."""
+        """Leave out the last pin if it is a hint: the prompts then continue the pin before it.
+
+        False if it is no hint. ``why`` is logged.
+        """
         last = self.last
         if last is None or not last.hint:
             return False
         lower = [pin for pin in (last.behind, *self._pins) if pin is not None and pin.is_kept]
         shorter = (pin for pin in lower if pin.tokens < last.tokens)
         self.last = max(shorter, key=lambda pin: pin.tokens, default=None)
-        if last.error is None:  # else that was logged
+        if last.error is None:  # the pin's own error was logged already
             log.info("a context is given up for its own request: %s", why)
         last.close()
         self._awaited = [pin for pin in self._awaited if pin.is_kept]
         return True
 
     def counts(self, cached: int) -> tuple[int, int]:
-        """Split ``cached`` tokens of a prompt: those from before, and those of its new contexts."""
+        """Split a prompt's ``cached`` tokens: cached before the request, and by its new pins."""
         new = sum(pin.tokens - pin.cached for pin in self._awaited if pin.cached is not None)
         return cached - new, new
 
     def listen(self, listener: Callable[[bool, Progress], None]) -> None:
-        """Have a function hear of what is prefilled before the request's own prompts.
+        """Call ``listener`` with the progress of pins that are read before the request's prompts.
 
-        Its first argument tells if it is prefilled for this request.
+        Its first argument is True for a pin that was made for this request.
         """
         for pin in self._pins:
             if not (pin.is_whole or pin in self._beside):

@@ -21,41 +21,37 @@ from razor_dist.frontend.tool_template import ToolTemplate, tool_template
 from razor_dist.protocol.messages import EngineInfo, Tokens, as_tokens, check_text
 from razor_dist.protocol.sampling_params import SamplingParams
 
-# Tokens before a border that must come out again when their text is tokenised.
-_SAME = 4
+# A continuation's tokens are right if the last tokens before it come out again.
+_SAME_TOKENS = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
 # Most tokens of a text that is tokenised at once, as a multiple of the maximum context length.
 MOST_CONTEXTS = 4
-# A prompt may have these tokens in any case: ``truncate_prompt_tokens`` may leave few of them.
-_ALWAYS = 1 << 20
-# Characters that are tokenised at a time to find out whether a long text has too many tokens: the
-# tokenizer takes some hundred bytes for each token of what it gets at once.
-_PIECE = 1 << 16
-# What a message's content must be.
+# Up to this many tokens any prompt is tokenised: ``truncate_prompt_tokens`` may shorten it.
+_ALWAYS_TOKENS = 1 << 20
+# A long text's tokens are counted in pieces: the tokenizer takes some hundred bytes per token.
+_PIECE_CHARACTERS = 1 << 16
+# The rule for a message's content, in errors.
 CONTENT = (
     'must be a string or a list of {"type": "text", "text": ...} parts; '
     "other kinds of content are not supported"
 )
 
 
-# Arguments of chat templates in jobs and evaluations. Qwen3 and others answer without thoughts,
-# which would be taken for the answer, or fill its tokens. Llama 3.2 and 3.3 write this date and not
-# today's, so that a run that goes on tomorrow has the same prompts.
+# Arguments of chat templates in jobs and evaluations. Without thinking, Qwen3 and others do not
+# spend the answer's tokens on thoughts. With a fixed date instead of today's, Llama 3.2 and 3.3 get
+# the same prompts in a run that goes on tomorrow.
 JOB_TEMPLATE: Mapping[str, Any] = {"enable_thinking": False, "date_string": "26 Jul 2024"}
 
 
 class PromptEncoder:
-    """Makes token ids of whatever a request brings.
-
-    Without a tokenizer, everything but token ids is refused by a `RequestError`.
-    """
+    """Makes token ids of texts and conversations; `RequestError` without a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
 
     @cached_property
     def tools(self) -> ToolTemplate:
-        """The form in which the chat template takes tools; found at the first use, then kept."""
+        """The form in which the chat template takes tools."""
         if not getattr(self.tokenizer, "chat_template", None):
             return ToolTemplate()
         return tool_template(partial(self._render, tokenize=False))
@@ -63,14 +59,14 @@ class PromptEncoder:
     def text_with_ends(
         self, text: str, *, special_tokens: bool = True
     ) -> tuple[list[int], PromptText]:
-        """Return a text's tokens as `text` does, and where they are in it."""
+        """Return a text's tokens as `text` does, and where each ends."""
         ids, ends = self._encode(text, "prompt", special_tokens=special_tokens)
         return ids, PromptText([Part(text, 0, question_begin(text))], ends)
 
     def chat_with_ends(
         self, messages: Sequence[Mapping[str, Any]], /, **template: Any
     ) -> tuple[list[int], PromptText]:
-        """Return a conversation's tokens as `chat` does, and where they are in its messages."""
+        """Return a conversation's tokens as `chat` does, and where each ends in its messages."""
         text = self.chat_text(messages, **template)
         ids, ends = self._encode(text, "messages", special_tokens=False)
         return ids, PromptText(self.chat_parts(text, messages, **template), ends)
@@ -101,13 +97,13 @@ class PromptEncoder:
         encoded = tokenizer(text, add_special_tokens=special_tokens)
         if not encoded.encodings:
             raise RequestError(
-                "return_sources, and a context that is continued, need a tokenizer that "
-                "knows where tokens are in a text; a model without a tokenizer.json has none",
+                "return_sources and contexts need a tokenizer that knows where tokens are in a "
+                "text; a model without a tokenizer.json has none",
                 param=param if param == "messages" else "return_sources",
             )
         encoding = encoded.encodings[0]
         count = len(encoding)
-        # One after the other: a million pairs at once would take 120 MB.
+        # One after the other: a list of a million pairs would take 120 MB.
         spans = map(encoding.token_to_chars, range(count))
         ends = np.fromiter((0 if span is None else span[1] for span in spans), np.int32, count)
         return encoded["input_ids"], ends
@@ -118,12 +114,12 @@ class PromptEncoder:
         return self.tokenizer is not None and bool(self.tokenizer("").encodings)
 
     def with_ends(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return the tokens of a text that a chat template has written, and where each ends."""
+        """Return the tokens of a chat template's text, and where each ends: int32 ``[n]``."""
         ids, ends = self._encode(text, "messages", special_tokens=False)
         return np.array(ids, np.int32), ends
 
     def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Return a text's tokens, without ``special_tokens`` if it continues another."""
+        """Return a text's tokens; without ``special_tokens`` for a text that continues another."""
         tokenizer = self._need("text prompts", "prompt")
         check_text(text, "prompt")
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
@@ -131,7 +127,7 @@ class PromptEncoder:
 
     def check_length(self, text: str, max_model_len: int, param: str) -> None:
         """Raise `RequestError` for a prompt that is too long to be tokenised at once."""
-        most = max(_ALWAYS, MOST_CONTEXTS * max_model_len)
+        most = max(_ALWAYS_TOKENS, MOST_CONTEXTS * max_model_len)
         if found := self.too_long(text, most):
             raise RequestError(
                 f"this model's maximum context length is {max_model_len} tokens, and {param} is "
@@ -141,19 +137,18 @@ class PromptEncoder:
             )
 
     def too_long(self, text: str, most: int) -> str | None:
-        """Describe the beginning of a text that has more than ``most`` tokens.
+        """Describe the beginning of a text that has more than ``most`` tokens; else return None.
 
-        None if the text has at most as many. Pieces are tokenised, not the whole, and only until
-        what follows cannot have too many: no token is less than a byte of UTF-8. Tokens across the
-        border of two pieces may be counted twice, which is nothing beside the bound.
+        Tokenises pieces until the rest cannot have too many tokens, since a token has at least one
+        byte of UTF-8. A token across two pieces may count twice, which is nothing beside ``most``.
         """
         if len(text) <= most // 4:  # a character has at most four bytes
             return None
         count, rest = 0, len(text.encode())
-        for begin in range(0, len(text), _PIECE):
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
             if count + rest <= most:
                 return None
-            piece = text[begin : begin + _PIECE]
+            piece = text[begin : begin + _PIECE_CHARACTERS]
             count += len(self.text(piece, special_tokens=False))
             rest -= len(piece.encode())
             if count > most:
@@ -163,9 +158,8 @@ class PromptEncoder:
     def continuation(self, before: Sequence[int], text: str) -> list[int]:
         """Return the tokens of a text that continues another, which ends in the tokens ``before``.
 
-        A text by itself may begin with a space of the tokenizer's making, as SentencePiece's do.
-        So it is tokenised behind the end of what it continues; and where a token would reach over
-        the border, behind a line feed.
+        Some tokenizers, such as SentencePiece's, put a space before a text. So the text is
+        tokenised behind the end of the other, or behind a line feed if a token would span both.
         """
         tokenizer = self._need("text prompts", "prompt")
         end = token_texts(tokenizer).decode(before, skip_special=False)
@@ -173,15 +167,15 @@ class PromptEncoder:
             alone = self.text(context, special_tokens=False)
             both = self.text(context + text, special_tokens=False)
             same = len(alone) and both[: len(alone)] == alone
-            # How the end is cut off may change its first tokens, and not its last.
-            if same and (context is not end or alone[-_SAME:] == list(before[-_SAME:])):
+            # The end's first tokens may differ, since it is cut off there; its last must be equal.
+            last = alone[-_SAME_TOKENS:]
+            if same and (context is not end or last == list(before[-_SAME_TOKENS:])):
                 return both[len(alone) :]
         return self.text(text, special_tokens=False)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
-        """Return a conversation's tokens; `RequestError` without a template, or if it refuses."""
-        # In one call: tokenising the template's text would put a second beginning of sequence
-        # before the one that the template writes.
+        """Return a conversation's tokens; `RequestError` if the template refuses it."""
+        # In one call: `text` of the template's text would add a second beginning-of-sequence token.
         encoded = self._apply_template(messages, tokenize=True, return_dict=True, **template)
         ids: list[int] = encoded["input_ids"]
         return ids
@@ -227,7 +221,7 @@ class PromptEncoder:
 
 
 def _refused(error: Exception) -> RequestError:
-    # Not all of it: transformers may put the whole conversation into its message.
+    # Cut off: transformers may put the whole conversation into the error's message.
     why = f"the model's chat template refuses these messages: {error!s:.500}"
     return RequestError(why, param="messages")
 
@@ -237,7 +231,7 @@ def _is_of_tools(message: Mapping[str, Any]) -> bool:
 
 
 def for_template(message: Mapping[str, Any], where: str = "messages") -> dict[str, Any]:
-    """Return a message as templates take it: its content is a text, and arguments are objects.
+    """Return a message as templates take it: content as a text, calls' arguments as objects.
 
     Raises `RequestError`, which says ``where`` the message is, if its content is no text.
     """
@@ -252,7 +246,7 @@ def for_template(message: Mapping[str, Any], where: str = "messages") -> dict[st
 
 
 def _content(content: object, where: str) -> str:
-    """Return a content's text: a template would write a list of parts as Python does."""
+    """Return a content's text: a template would write a list of parts as Python's repr."""
     if isinstance(content, str | None):
         return content or ""
     parts: Sequence[Any] = content if isinstance(content, list | tuple) else [content]
@@ -264,9 +258,9 @@ def _content(content: object, where: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a call with its arguments as an object, or as they are if they are no JSON.
+    """Return a call with its arguments as an object; as they are if they are not valid JSON.
 
-    Clients write none, for a tool without parameters, as an empty string or null.
+    For a tool without parameters clients send an empty string or null.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -285,12 +279,13 @@ class Checked(NamedTuple):
 
 
 class PromptLimits(NamedTuple):
-    """The bounds of a prompt and its answer: the engine's sizes, and the settings' default."""
+    """Bounds of a prompt and its answer: the engine's sizes and the settings' default."""
 
     max_model_len: int
     vocab_size: int
-    default_max_tokens: int | None = None  # of requests that name none
-    fit_max_tokens: bool = False  # of those: as in `SamplingParams`
+    # For requests without ``max_tokens``: the default, and `SamplingParams.fit_max_tokens`.
+    default_max_tokens: int | None = None
+    fit_max_tokens: bool = False
 
     @classmethod
     def of(cls, info: EngineInfo, config: EngineConfig, *, fit_max_tokens: bool) -> PromptLimits:
@@ -309,12 +304,10 @@ class PromptLimits(NamedTuple):
     ) -> Checked:
         """Check that a request can be served, and settle ``max_tokens``.
 
-        None becomes what fits the context, at most ``default_max_tokens``, and at least 1 and
-        ``min_tokens``.
-
-        The prompt came from the request's field ``param``, and continues a pinned prefix of
-        ``before`` tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too
-        long.
+        If it is None, the answer may fill the context up to ``default_max_tokens``, or up to
+        ``min_tokens`` if that is more. The prompt came from the field ``param`` and continues a
+        pinned prefix of ``before`` tokens. Raises `RequestError`, with the code
+        ``context_length_exceeded`` if the prompt is too long.
         """
         if not len(prompt):
             raise RequestError("the prompt is empty; it must hold at least one token", param=param)

@@ -16,7 +16,7 @@ from razor_dist.frontend.guard import child_environment, guarded, send_signal
 
 
 class RankExit(NamedTuple):
-    """A rank that ended, and how: by the exit code of its process, or in words."""
+    """A rank that ended: the exit code of its process, and a reason if one is known."""
 
     rank: int
     code: int
@@ -35,7 +35,10 @@ class RankExit(NamedTuple):
 
 
 class Ranks(ABC):
-    """One generation of ranks, however they were started; ``ends`` waits for the end of each."""
+    """One generation of ranks, however they were started.
+
+    ``ends`` has a coroutine for each rank that waits for its end.
+    """
 
     def __init__(self, ends: Iterable[Coroutine[Any, Any, RankExit]]) -> None:
         self._ends = [asyncio.create_task(end) for end in ends]
@@ -47,24 +50,24 @@ class Ranks(ABC):
 
     @abstractmethod
     async def stop(self, patience: float = 2.0) -> None:
-        """End the ranks that still run: gently, and after ``patience`` seconds by `kill`."""
+        """Terminate the ranks that still run, and after ``patience`` seconds `kill` them."""
 
     @abstractmethod
     def kill(self) -> None:
         """Kill the ranks that still run, without waiting."""
 
     async def first_exit(self) -> RankExit:
-        """Wait until a rank ends; of several, the one of the lowest rank."""
+        """Wait until a rank ends; if several have, return the lowest rank's exit."""
         await asyncio.wait(self._ends, return_when=asyncio.FIRST_COMPLETED)
         return next(end.result() for end in self._ends if end.done())
 
     async def wait(self, timeout: float) -> list[RankExit]:
-        """Wait until all ranks have ended, at most ``timeout`` seconds; return those that did."""
+        """Wait up to ``timeout`` seconds for all ranks to end; return the exits so far."""
         await asyncio.wait(self._ends, timeout=timeout)
         return [end.result() for end in self._ends if end.done()]
 
 
-# From the settings, a private empty folder and the frontend's socket, to ranks that are starting.
+# (settings, private empty folder, path of the frontend's socket) -> ranks that are starting.
 StartRanks = Callable[[EngineConfig, Path, Path], Awaitable[Ranks]]
 
 
@@ -89,10 +92,10 @@ class RankGroup(Ranks):
     ) -> RankGroup:
         """Start ``config.world_size`` ranks.
 
-        The ranks meet at a file in ``folder``, which is private and empty, so that no port is
-        raced for; rank 0 finds the frontend at ``socket_path``. In tests another ``module``
-        stands in for the worker. ``env`` is what the ranks' environment has besides: where other
-        engines share the host, ``LOCAL_WORLD_SIZE`` counts their ranks as well.
+        The ranks meet at a file in ``folder``, which is private and empty: a port could be taken
+        by another process. Rank 0 connects to ``socket_path``. Tests replace the worker's
+        ``module``. ``env`` has additional variables: if other engines share the host,
+        ``LOCAL_WORLD_SIZE`` counts their ranks as well.
         """
         config_file = folder / "config.json"
         config_file.write_text(config.engine_json())

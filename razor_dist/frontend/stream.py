@@ -13,12 +13,11 @@ from razor_dist.protocol.messages import AboutRequest
 class RequestStream(AsyncIterator[AboutRequest]):
     """The messages of one request, up to the token that finishes it.
 
-    Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
-    pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
-
-    Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
-    ``lasting`` marks a pinned prefix; ``prompt_tokens`` are the prompt's, with its prefix's.
-    ``observer`` hears of messages as they are read: those behind a stop string never are.
+    `close` aborts an unfinished request, and it alone ends a pinned prefix (``lasting``), whose
+    messages cease once `Progress` says that it is prefilled. Iteration raises `RequestError` if the
+    engine refuses the request, `EngineError` if the engine dies. ``prompt_tokens`` include the
+    prefix's. ``observer`` hears of a message when it is read; messages behind a stop string are
+    never read.
     """
 
     def __init__(
@@ -33,9 +32,9 @@ class RequestStream(AsyncIterator[AboutRequest]):
         self.request_id, self.lasting, self.prompt_tokens = request_id, lasting, prompt_tokens
         self._abort, self._observer = abort, observer
         self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
-        self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
+        self.ended = False  # the request has finished, failed or was aborted
         self._failed = False
-        self.closed = False  # it was `close` that ended it, not its last token or a failure
+        self.closed = False  # `close` has ended it, not its last token or a failure
 
     async def __anext__(self) -> AboutRequest:
         if self.ended and self._queue.empty():
@@ -53,12 +52,12 @@ class RequestStream(AsyncIterator[AboutRequest]):
     def close(self, reason: str = "abort") -> None:
         """Abort the request, unless it has ended. Never waits.
 
-        ``reason`` is for the metrics: "stop" if all that was wanted of the answer is there.
+        ``reason`` is for the metrics: "stop" if the answer was complete before its last token.
         """
         if not self.ended:
             self.ended = self.closed = True
             self._abort(self.request_id)
-        # Its last message may be unread.
+        # The observer may not have heard of the last message, if that is unread.
         self._observer.ended(self.request_id, "error" if self._failed else reason)
 
     def require_pinned(self) -> None:
@@ -69,7 +68,7 @@ class RequestStream(AsyncIterator[AboutRequest]):
             raise EngineError("the pinned prefix was lost with its engine; prefill it again")
 
     def put(self, item: AboutRequest | Exception, *, last: bool) -> None:
-        """Hand on a message or an error (the client does); ``last`` if it ends the request."""
+        """Add a message or an error for the reader; ``last`` if it ends the request."""
         self._queue.put_nowait(item)
         self.ended = self.ended or last
         self._failed = self._failed or isinstance(item, Exception)

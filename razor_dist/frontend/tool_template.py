@@ -1,7 +1,7 @@
 """The form in which a chat template takes tools, calls and results, found by rendering some.
 
-A template raises no error for what it leaves out: GLM-4's knows tools only as a field of a message,
-and results of tools only in a role of its own.
+A template leaves out what it does not know without an error. GLM-4's, for example, takes tools only
+as a field of a message, and results of tools only in the role observation.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from razor_dist.config.errors import RequestError
 
 Messages = Sequence[Mapping[str, Any]]
-# A template's text of messages, with tools if there are any; `RequestError` if it refuses them.
+# (messages, tools=...) -> the template's text; `RequestError` if it refuses them.
 Render = Callable[..., str]
 
-# In no template.
+# Words that no template has by itself.
 _TOOL_NAME, _NAME, _ARGUMENT, _RESULT = "zqtoolzq", "zqcalledzq", "zqargumentzq", "zqresultzq"
 _TOOL = {
     "type": "function",
@@ -35,10 +35,10 @@ class ToolTemplate(NamedTuple):
     shows_tools: bool = False
     shows_calls: bool = True
     shows_results: bool = True
-    takes_several: bool = True  # calls in one message
-    # Tools are a field of the first message, no argument of the template.
+    takes_several: bool = True  # several calls in one message
+    # Tools are a field of the first message instead of an argument of the template.
     tools_in_message: bool = False
-    # A call is a message whose `metadata` is the tool's name; results have the role observation.
+    # A call is a message whose ``metadata`` is the tool's name; results have the role observation.
     calls_in_content: bool = False
 
     def adapted(
@@ -46,7 +46,7 @@ class ToolTemplate(NamedTuple):
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return messages and arguments as the template takes them.
 
-        `RequestError` if they have calls or results of tools and it leaves these out.
+        `RequestError` if they have calls or results of tools which the template leaves out.
         """
         arguments, found = dict(arguments), [dict(message) for message in messages]
         if not self.shows_calls and any(message.get("tool_calls") for message in found):
@@ -82,7 +82,7 @@ def _in_content(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tool_template(render: Render) -> ToolTemplate:
-    """Return what the template behind ``render`` makes of tools."""
+    """Return the form in which the template behind ``render`` takes tools."""
 
     def text_of(form: ToolTemplate, messages: Messages) -> str | None:
         adapted, arguments = form.adapted(messages, {"tools": [_TOOL]} if form.shows_tools else {})
@@ -99,7 +99,7 @@ def tool_template(render: Render) -> ToolTemplate:
             break
     form = shown[0] if shown else ToolTemplate()
     plain = text_of(form, _history(1))
-    if plain is None:  # so will be a request with such messages, in the template's own words
+    if plain is None:  # refused, as a request with calls will be, in the template's own words
         return form
     has_call, has_result = _NAME in plain or _ARGUMENT in plain, _RESULT in plain
     if not (has_call and has_result):
@@ -114,7 +114,7 @@ def tool_template(render: Render) -> ToolTemplate:
 
 
 def _history(calls: int) -> Messages:
-    """Return a question, and with ``calls`` of the tool their results."""
+    """Return a question, and ``calls`` calls of the tool with their results."""
     function = {"name": _NAME, "arguments": {"city": _ARGUMENT}}
     called = [{"id": id_, "type": "function", "function": function} for id_ in _IDS[:calls]]
     results = [{"role": "tool", "tool_call_id": i, "content": _RESULT} for i in _IDS[:calls]]

@@ -46,7 +46,7 @@ def test_another_beginning_is_refused_and_no_place_is_no_cut() -> None:
     kept = keep(text, len(text), *encoder.with_ends(text))
     assert kept is not None and text[kept.cut :] == " house"
     for other in ("the door", "the Door of the house is"):
-        with pytest.raises(RequestError, match="does not begin as its context does") as error:
+        with pytest.raises(RequestError, match="does not begin with its context") as error:
             continued(encoder, kept, other)
         assert error.value.param == "context"
     assert keep("世界" * 9, 18, *encoder.with_ends("世界" * 9)) is None

@@ -212,7 +212,7 @@ def test_a_mark_on_tools_keeps_all_before_the_first_message() -> None:
     del ask["system"]
     again = read(kept, **ask, **marked, messages=[user("What is red?")], context="c")
     assert again.prompts[0].tokens.tolist() == first.prompts[0].tokens.tolist()
-    with pytest.raises(RequestError, match="does not begin as its context does: tools,"):
+    with pytest.raises(RequestError, match="does not begin with its context: tools,"):
         read(kept, **ask, tools=[look], messages=[user("What?")], context="c")
 
 
