@@ -43,8 +43,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the output of one prompt with every token, as `LLM.stream` does.
 
-        Requests of many tasks are answered together. One whose iteration is cancelled or closed is
-        aborted.
+        Requests of many tasks are answered together. Cancelling or closing the iteration aborts
+        the request.
         """
         return self._each(encode, prompt, sampling_params, prefix)
 
@@ -65,7 +65,7 @@ class AsyncLLM:
         return self._each(partial(encode_chat, **template), conversation, sampling_params, prefix)
 
     async def _each(self, *arguments: Any) -> AsyncGenerator[RequestOutput]:
-        # In a thread: texts are tokenised, and `LLM` may wait for its ranks to be restarted.
+        # In a thread, since this tokenises texts and may wait for ranks that are restarted.
         outputs = await asyncio.to_thread(self.llm.outputs, *arguments)
         try:
             while (output := await self._run(anext(outputs, None))) is not None:

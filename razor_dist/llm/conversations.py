@@ -15,7 +15,7 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
     """Return one conversation or several as a list, with their messages as the server reads them.
 
     Text parts of a content are joined, and the arguments of called tools are objects. Raises
-    `RequestError` if it is neither, or a content is no text.
+    `RequestError` if ``messages`` is something else, or a content is no text.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise _no_conversation(messages)

@@ -1,4 +1,4 @@
-"""An engine of this process: its ranks, its background loop, its tokenizer."""
+"""An engine that this process has started: ranks, event loop and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 class EngineHandle:
     """The engine under `LLM`: ready when the constructor returns, ended by `close`.
 
-    A context manager. Parameters and errors are those of `LLM`.
+    A context manager. Settings and errors are those of `LLM`.
     """
 
     start_ranks: StartRanks = RankGroup.start
@@ -37,14 +37,14 @@ class EngineHandle:
         trust = self.config.trust_remote_code
         prepare_device(self.config)
         folder = resolve_model(self.config.model, trust_remote_code=trust)
-        # By name, where the model recommends others than `SamplingParams` has.
+        # By name: the model's recommendations that differ from the defaults of `SamplingParams`.
         self.sampling_defaults = request_defaults(folder, self.config)
         self.loop = LoopThread()
         self._engine = ManagedEngine(self.config, start_ranks=self.start_ranks)
         self._close = weakref.finalize(self, _close, self.loop, self._engine)
         try:
             self.loop.run(self._engine.start())
-            # The ranks load the model meanwhile.
+            # While the ranks load the model:
             tokenizer = load_tokenizer(folder, trust_remote_code=trust)
             self._encoder = PromptEncoder(tokenizer)
             client = self._engine.client
@@ -58,7 +58,7 @@ class EngineHandle:
         self.loop.run(self._engine.client.ready())
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that brings none: those that the model recommends."""
+        """Return the parameters of a request without any: the model's recommended ones."""
         return SamplingParams(**self.sampling_defaults)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -72,7 +72,7 @@ class EngineHandle:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's ``max_model_len`` and ``vocab_size``, and all that it says of itself.
+        """The engine's description, such as ``max_model_len``; waits until it is ready.
 
         `EngineError` if it cannot be started again after a failure.
         """
@@ -100,7 +100,7 @@ class EngineHandle:
 
     @property
     def client(self) -> EngineClient:
-        """The engine's client, for calls from outside; refused once `close` was called."""
+        """The engine's client; `EngineError` once `close` was called."""
         if not self._close.alive:
             raise EngineError(CLOSED)
         return self._engine.client

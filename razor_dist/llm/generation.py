@@ -1,4 +1,4 @@
-"""Prompts to answers: the offline API's arguments, and its use of an engine's messages."""
+"""The offline API's calls: their arguments, and the outputs made of an engine's messages."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ A = TypeVar("A")
 
 
 class Encoded(NamedTuple):
-    text: str | None
+    text: str | None  # None for token ids and conversations
     ids: list[int]
     cache_salt: str | None = None
-    where: PromptText | None = None  # of its tokens, for ``return_sources``
+    where: PromptText | None = None  # where the tokens end, for ``return_sources``
 
 
-# One that is encoded is taken as it is.
+# An `Encoded` prompt is used unchanged.
 Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]] | Encoded
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list; a list of integers is one prompt.
 
-    Raises `RequestError` for what is neither a prompt nor a sequence.
+    Raises `RequestError` if ``prompts`` is neither a prompt nor a sequence.
     """
     if isinstance(prompts, str | Mapping | Encoded):
         return [prompts]
@@ -62,7 +62,10 @@ def params_for(
     default: SamplingParams,
     prefix: Prefix | None,
 ) -> list[SamplingParams]:
-    """Return the parameters of each of ``count`` prompts; `RequestError` unless one or as many."""
+    """Return the parameters of each of ``count`` prompts, given one for all or one for each.
+
+    Raises `RequestError` otherwise.
+    """
     if params is None or isinstance(params, SamplingParams):
         params = [params or default] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
@@ -72,8 +75,8 @@ def params_for(
         )
     if prefix is not None and any(own.return_sources for own in params):
         raise RequestError(
-            "return_sources needs the whole prompt, not one that continues a pinned prefix: the "
-            "prefix cache keeps what was read without one",
+            "return_sources needs the whole prompt, not one that continues a pinned prefix: send "
+            "all of it, whose beginning the prefix cache has as well",
             param="return_sources",
         )
     if len(params) != count:
@@ -84,18 +87,15 @@ def params_for(
     return list(params)
 
 
-# From an encoder, a prompt or conversation, the prefix that it continues, and whether to tell where
-# the tokens are in its text.
+# (encoder, prompt or conversation, prefix that it continues, whether to set ``where``)
 Encode = Callable[[PromptEncoder, Any, Prefix | None, bool], Encoded]
 
 
 def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: bool) -> Encoded:
-    """Return a prompt as token ids; what continues a prefix gets no special tokens.
+    """Return a prompt as token ids, without special tokens if it continues a prefix.
 
-    With ``ends``, which no prefix goes with, tell where the tokens are in a text.
-
-    Raises `RequestError` if it is not a prompt, or a text for a model without a tokenizer, or has
-    another salt than the prefix.
+    With ``ends``, which excludes a prefix, the result has ``where``. Raises `RequestError` if it is
+    not a prompt, or a text for a model without a tokenizer, or has another salt than the prefix.
     """
     salt: Any = None
     if isinstance(prompt, Encoded):
@@ -144,9 +144,10 @@ def encode_chat(
     /,
     **template: Any,
 ) -> Encoded:
-    """Return a conversation as token ids; with a prefix, of what is beyond it.
+    """Return a conversation as token ids; with a prefix, the ids of the text behind it.
 
-    Raises `RequestError` if the chat template refuses it, or it does not begin as the prefix does.
+    Raises `RequestError` if the chat template refuses the conversation, or if that does not begin
+    with the prefix.
     """
     if ends:
         tokens, where = encoder.chat_with_ends(messages, **template)
@@ -163,13 +164,13 @@ CheckedPrompt = tuple[Encoded, Checked]
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """One call of `LLM.generate`, `LLM.chat`, `LLM.stream`, or for a line of a batch file."""
+    """One call of `LLM.generate`, `LLM.chat` or `LLM.stream`, or a line of a batch file."""
 
     client: EngineClient
     tokenizer: PreTrainedTokenizerBase | None
     ids: Iterator[int]  # names for the requests
     prefix: Prefix | None  # continued by every prompt
-    together: int  # requests given to the engine at a time: it keeps waiting prompts in memory
+    together: int  # most requests in the engine at a time: it has waiting prompts in memory
 
     async def run(self, prompts: Sequence[CheckedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Return the answers in the order of the prompts; the first failure aborts the others."""
@@ -188,7 +189,7 @@ class GenerationCall:
         scope: CacheScope,
         use_tqdm: UseTqdm,
     ) -> list[Choice]:
-        """Return all prompts' answers as the server's formats take them; otherwise as `run`."""
+        """Return all prompts' answers in the form for the server's formats; otherwise as `run`."""
 
         async def answered(prompt: Checked, on_progress: OnProgress) -> list[Choice]:
             live = await self._submitted(prompt, scope)
@@ -230,7 +231,7 @@ class GenerationCall:
     async def _submitted(self, prompt: Checked, scope: CacheScope) -> LiveChoices:
         """Submit a prompt once its constraint is compiled."""
         prompts = await self.client.compiled([prompt])
-        # Another thread may have released the prefix meanwhile.
+        # Checked again: another thread may have released the prefix.
         pinned = None if self.prefix is None else self.prefix.stream_for(self.client)
         return LiveChoices(
             self.client,
@@ -244,10 +245,7 @@ class GenerationCall:
     async def stream(
         self, prompt: CheckedPrompt, on_progress: OnProgress | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the output, which grows, with each token; its last state is ``finished``.
-
-        ``on_progress`` is called when the request is admitted and after each chunk.
-        """
+        """Yield the growing output with each token; arguments as in `LLM.stream`."""
         (text, ids, salt, _), checked = prompt
         params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)

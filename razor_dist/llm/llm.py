@@ -33,7 +33,7 @@ class LLM(EngineHandle):
     """A model on ``world_size`` ranks of this host, ready when the constructor returns.
 
     ``model`` is "smollm2" (embedded), a local folder or a hub id, ``config`` any other field of
-    `EngineConfig`. The attribute ``use_tqdm`` is for calls that are given none: False at first.
+    `EngineConfig`. The attribute ``use_tqdm``, False at first, is the default of calls.
 
     Raises `ConfigError` if a setting is unknown or wrong, `ModelError` if there is no such model,
     and `EngineError` if the ranks cannot be started, with their message.
@@ -72,27 +72,26 @@ class LLM(EngineHandle):
         ----------
         prompts : str, list of int, vLLM's mappings, or a list of these
             ``{"prompt": "..."}`` is a text, ``{"prompt_token_ids": [...]}`` token ids, which are
-            taken as they are.
+            used unchanged.
         sampling_params : SamplingParams or a list with one for each prompt, optional
-            Those that the model recommends if not given.
+            The model's recommended parameters by default.
         use_tqdm : bool or callable
             Show a progress bar of prompt tokens, which moves with every chunk that is read. A
             callable is called in tqdm's place, as vLLM does: see `PromptBar`.
         prefix : Prefix, optional
-            What `prefill` returned: every prompt continues it, as if its tokens stood before the
-            prompt's. Texts are tokenised by themselves and get no special tokens, such as a
-            beginning of sequence, before them. In the outputs ``prompt_token_ids`` and
-            ``prompt_logprobs`` are those of the prompt alone, and ``num_cached_tokens`` is the
-            prefix's length.
+            The result of `prefill`, which every prompt continues, as if its tokens were before the
+            prompt's. Texts are tokenised by themselves, without special tokens such as a
+            beginning of sequence. In the outputs, ``prompt_token_ids`` and ``prompt_logprobs`` are
+            the prompt's alone, and ``num_cached_tokens`` is the prefix's length.
 
         Raises
         ------
         RequestError
-            If a prompt or its parameters cannot be served, or the prefix was released or is another
-            engine's. No answer is returned then.
+            If a prompt or its parameters cannot be served, or the prefix was released or belongs to
+            another engine. No answer is returned then.
         EngineError
-            If the engine dies meanwhile or died with the prefix (it is restarted for the next
-            call), or the `LLM` was closed.
+            If the engine dies, or has died with the prefix (it is restarted for the next call), or
+            the `LLM` was closed.
         """
         return self._answers(encode, prompts_of(prompts), sampling_params, use_tqdm, prefix)
 
@@ -104,12 +103,12 @@ class LLM(EngineHandle):
         *,
         on_progress: OnProgress | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Yield the output of one prompt with every token; it grows until it is ``finished``.
+        """Yield the output of one prompt with every token, until it is ``finished``.
 
-        ``on_progress`` is called with a `razor_dist.protocol.messages.Progress` when the request is
-        admitted and after each chunk of the prompt, in the engine's thread: it must not wait.
-        Other arguments and errors are as in `generate`. Leaving the iteration aborts the request.
-        It is the same object each time: what must not change is to be copied.
+        It is the same object each time, which grows: copy what must not change. ``on_progress`` is
+        called with a `razor_dist.protocol.messages.Progress` when the request is admitted and
+        after each chunk of the prompt, in the engine's thread: it must not wait. Other arguments
+        and errors are as in `generate`. Leaving the iteration aborts the request.
 
         Examples
         --------
@@ -131,9 +130,9 @@ class LLM(EngineHandle):
         prefix: Prefix | None = None,
         on_progress: OnProgress | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`.
+        """Return the outputs of `stream`, to be iterated over in the engine's event loop, `loop`.
 
-        ``encode`` makes token ids of the prompt: `encode`, or `encode_chat` of a conversation.
+        ``encode`` makes token ids of the prompt: `encode`, or `encode_chat` for a conversation.
         """
         [ready] = self._ready(encode, [prompt], sampling_params, prefix)
         return self.call(prefix).stream(ready, on_progress)
@@ -142,10 +141,10 @@ class LLM(EngineHandle):
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
 
         A prefix takes its tokens' share of ``kv_tokens`` until it is released, and one of the
-        ``max_num_seqs`` sequences while it is read; twice as many may be pinned at once, and four
-        at least. Without the prefix cache it keeps that sequence. What continues it is always read
-        with local prefill, whatever ``prefill`` was set to. A ``cache_salt`` beside the prompt is
-        that of all that continues it.
+        ``max_num_seqs`` sequences while it is read, or, without the prefix cache, until it is
+        released. Twice ``max_num_seqs`` prefixes, and at least four, may be kept at once. Prompts
+        that continue one are read with local prefill, whatever ``prefill`` is, and under the
+        ``cache_salt`` given beside the prefix's prompt.
 
         Takes one prompt, and ``use_tqdm``, as `generate` does. Raises `RequestError` if the prompt
         cannot be served, or leaves no room to continue it, and `EngineError` if the engine dies.
@@ -160,9 +159,8 @@ class LLM(EngineHandle):
     ) -> Prefix:
         """Read the beginning of a conversation once, for `chat` to continue it many times.
 
-        It ends where the last message's content does, not where that message does: a question may
-        follow in the same message. What follows is tokenised by itself, so let it begin as a new
-        paragraph does.
+        The prefix ends with the last message's content, not with the message: a question may follow
+        in the same message. The text behind it is tokenised by itself, so begin a new paragraph.
 
         Arguments are as in `chat`, errors as in `prefill` and `chat`; see `prefill` for releasing.
 
@@ -187,9 +185,7 @@ class LLM(EngineHandle):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
-        """Generate the next message of each conversation.
-
-        Results, errors and all else are as in `generate`.
+        """Generate the next message of each conversation; otherwise as `generate`.
 
         Parameters
         ----------
@@ -201,8 +197,8 @@ class LLM(EngineHandle):
         chat_template_kwargs : mapping, optional
             Passed to the model's chat template.
         prefix : Prefix, optional
-            What `prefill_chat` returned. Every conversation begins with its messages, as texts
-            (`RequestError` otherwise); what is beyond them is read.
+            The result of `prefill_chat`. Every conversation must begin with its messages
+            (`RequestError` otherwise); only the text behind them is read.
         """
         template = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         encode = partial(encode_chat, **template)
@@ -214,8 +210,8 @@ class LLM(EngineHandle):
     ) -> Prefix:
         if self.config.max_num_seqs < 2 and not self.config.caches_prefixes:
             raise RequestError(
-                "a prefix and what continues it are two sequences: start the engine with "
-                "max_num_seqs of at least 2, or with prefix_cache",
+                "a prefix and the prompt that continues it are two sequences: start the engine "
+                "with max_num_seqs of at least 2, or with prefix_cache",
                 param="max_num_seqs",
             )
         [(given, checked)] = self._ready(encode, [prompt], SamplingParams(max_tokens=1), None)
@@ -242,9 +238,9 @@ class LLM(EngineHandle):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         prefix: Prefix | None,
     ) -> list[CheckedPrompt]:
-        """Return prompts as the engine takes them; raises as `generate` does."""
+        """Return encoded prompts with checked parameters; raises as `generate` does."""
         if prefix is not None:
-            prefix.stream_for(self.client)  # refused before anything is tokenised
+            prefix.stream_for(self.client)  # raises before anything is tokenised
         default = self.get_default_sampling_params()
         params = params_for(sampling_params, len(prompts), default, prefix)
         encoded = [
@@ -260,13 +256,13 @@ class LLM(EngineHandle):
         ]
 
     def call(self, prefix: Prefix | None = None) -> GenerationCall:
-        """Return the engine's use for one call, to be run in its event loop, `loop`."""
+        """Return a call of the engine, to be run in its event loop, `loop`."""
         return GenerationCall(
             self._engine.client,
             self._encoder.tokenizer,
             self._ids,
             prefix,
-            together=2 * self.config.max_num_seqs,  # as many as keep it busy, and no more
+            together=2 * self.config.max_num_seqs,  # enough to keep the engine busy
         )
 
     def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:
@@ -274,7 +270,7 @@ class LLM(EngineHandle):
 
 
 async def closed(outputs: AsyncGenerator[RequestOutput]) -> None:
-    """Close what `LLM.outputs` returned, also while a cancelled step of it is still ending."""
+    """Close the result of `LLM.outputs`, also while a cancelled step of it is still ending."""
     while True:
         try:
             return await outputs.aclose()

@@ -21,26 +21,26 @@ FORKED = (
 
 
 class LoopThread:
-    """Runs coroutines, for any thread, until it is finished; `EngineError` from then on.
+    """Runs coroutines for any thread, until it is finished.
 
-    In a forked child it raises `EngineError` too: fork copies no threads, so that a call would wait
-    for ever.
+    Calls then raise `EngineError`. So do calls in a forked child, which has no copy of the thread
+    and would wait for ever.
     """
 
     def __init__(self) -> None:
         self.finished = False
         self._pid = os.getpid()
-        # Reentrant: garbage collection may finish it in a thread that submits.
+        # Reentrant: garbage collection may call `finish` in a thread that submits.
         self._submitting = threading.RLock()
         self._loop = asyncio.new_event_loop()
-        # A daemon: else the interpreter would wait for it before it runs the exit handlers.
+        # A daemon: else the interpreter would wait for the thread before the exit handlers end it.
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="razor-engine", daemon=True
         )
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._is_forked:  # another thread may have held the lock meanwhile
+        if self._is_forked:  # before the lock, which another thread may have held at the fork
             coroutine.close()
             raise EngineError(FORKED)
         with self._submitting:
@@ -66,10 +66,10 @@ class LoopThread:
             raise
 
     def tidy(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run what ends a piece of work, as `run` does; nothing once the loop is finished.
+        """Run the clean-up of a piece of work, as `run` does; nothing once the loop is finished.
 
-        In the loop's own thread, which cannot wait for itself, it is done after this returns:
-        garbage collection may end the work there.
+        In the loop's own thread, where garbage collection may call this, the clean-up runs after
+        this returns: the thread cannot wait for itself.
         """
         if self.finished or self._is_forked:
             coroutine.close()
@@ -79,9 +79,9 @@ class LoopThread:
             self.run(coroutine)
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run what ends everything, cancel what is left, and end the thread.
+        """Run the last clean-up, cancel all other tasks, and end the thread.
 
-        Nothing in a forked child: all of that is its parent's.
+        Does nothing in a forked child, since the thread and its work are its parent's.
         """
         if self._is_forked:
             coroutine.close()
@@ -91,17 +91,17 @@ class LoopThread:
             try:
                 await coroutine
             finally:
-                # They would never go on, and their callers wait for them for ever.
+                # Tasks left over would never go on, and their callers would wait for ever.
                 left = asyncio.all_tasks() - {asyncio.current_task()}
                 for task in left:
                     task.cancel()
                 await asyncio.gather(*left, return_exceptions=True)
                 self._loop.call_soon(self._loop.stop)
 
-        with self._submitting:  # what was submitted before is a task by then
+        with self._submitting:  # work submitted before has its task before ``last`` runs
             self.finished = True
             future = asyncio.run_coroutine_threadsafe(last(), self._loop)
-        # Garbage collection may end an LLM in this very thread, which cannot wait for itself.
+        # Garbage collection may call this in the loop's own thread, which cannot wait for itself.
         if threading.current_thread() is not self._thread:
             future.result()
             self._thread.join()

@@ -1,4 +1,4 @@
-"""A prompt that is read once and continued many times: the offline API's handle of it."""
+"""The offline API's handle of a prompt that is read once and continued many times."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from razor_dist.frontend.stream import RequestStream
 from razor_dist.llm.progress import PromptBar, UseTqdm
 from razor_dist.protocol.messages import CacheScope, Progress, Tokens
 
-# Tokens at a prefix's end that decide how the text after them is tokenised.
-_BORDER = 64
+# Tokens at a prefix's end behind which a continuation is tokenised.
+_BORDER_TOKENS = 64
 
 
 class Prefix:
@@ -24,9 +24,9 @@ class Prefix:
     Release it, or use it as a context manager: until then it keeps the prompt's part of
     ``kv_tokens`` (`LLM.prefill`). Closing the `LLM` and garbage collection release it as well.
 
-    ``stream`` is the pinned request's, ``client`` that of the engine that holds it, ``loop`` the
-    client's, where the stream may be closed, ``chat_text`` the beginning of a conversation as the
-    model reads it, up to the end of the last content, and ``cache_salt`` the prompt's.
+    ``stream`` is the pinned request's, ``client`` its engine's, ``loop`` the event loop in which
+    the stream must be closed. ``chat_text`` is the beginning of a conversation as the template
+    wrote it, up to the end of the last content.
 
     Examples
     --------
@@ -40,19 +40,19 @@ class Prefix:
         client: EngineClient,
         tokens: Tokens,
         loop: asyncio.AbstractEventLoop,
-        chat_text: str | None = None,
-        cache_salt: str | None = None,
+        chat_text: str | None,
+        cache_salt: str | None,
     ) -> None:
         self._stream, self._client = stream, client
         self._cache_salt = cache_salt
         self.num_tokens = len(tokens)
-        self.border = tokens[-_BORDER:].tolist()  # what a continuation is tokenised behind
+        self.border = tokens[-_BORDER_TOKENS:].tolist()
         self._chat_text = chat_text
         self._release = weakref.finalize(self, _close, stream, loop)
 
     @property
     def request_id(self) -> str:
-        """The engine's name for the prefix, which its errors mention."""
+        """The engine's id of the prefix, which errors mention."""
         return self._stream.request_id
 
     @property
@@ -60,11 +60,11 @@ class Prefix:
         return not self._release.alive
 
     def release(self) -> None:
-        """Give its caches back, once the requests that continue it have ended. Never waits."""
+        """Free its caches, once the requests that continue it have ended. Never waits."""
         self._release()
 
     def stream_for(self, client: EngineClient) -> RequestStream:
-        """The pinned request's stream; `RequestError` if it is released or another engine's."""
+        """The pinned request's stream; `RequestError` if released or of another engine."""
         if client is not self._client:
             raise RequestError("the prefix belongs to another LLM", param="prefix")
         if self.released:
@@ -72,16 +72,16 @@ class Prefix:
         return self._stream
 
     def check_salt(self, cache_salt: str | None) -> None:
-        """Raise `RequestError` if a prompt brings another salt than the prefix has."""
+        """Raise `RequestError` if a prompt's salt is not the prefix's."""
         if cache_salt not in (None, self._cache_salt):
             raise RequestError(
-                "cache_salt differs from that of the prefix, under which all that continues it is "
-                "kept: leave it out, or prefill the prefix with it",
+                "cache_salt differs from the prefix's, under which prompts that continue it are "
+                "cached: leave it out, or prefill the prefix with it",
                 param="cache_salt",
             )
 
     def rest_of(self, chat_text: str) -> str:
-        """Return a conversation beyond this prefix; `RequestError` if it begins otherwise."""
+        """Return a conversation's text behind this prefix; `RequestError` if it has another."""
         if self._chat_text is None:
             raise RequestError(
                 "the prefix was made by prefill, which generate continues; make one with "
@@ -111,11 +111,11 @@ async def read_prefix(
     client: EngineClient,
     request_id: str,
     prompt: Checked,
-    use_tqdm: UseTqdm = False,
-    chat_text: str | None = None,
-    cache_salt: str | None = None,
+    use_tqdm: UseTqdm,
+    chat_text: str | None,
+    cache_salt: str | None,
 ) -> Prefix:
-    """Prefill a prompt that the engine then keeps; arguments as in `PromptBar` and `Prefix`."""
+    """Prefill and pin a prompt; arguments are as in `PromptBar` and `Prefix`."""
     tokens = len(prompt.tokens)
     [stream] = client.submit(
         request_id, prompt.tokens, prompt.params, pin=True, scope=CacheScope(cache_salt)
@@ -136,6 +136,6 @@ async def read_prefix(
 
 
 def _close(stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
-    # A loop that is closed means that the LLM was, and its ranks have ended.
+    # A closed loop means that the LLM was closed and its ranks have ended.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(stream.close)

@@ -20,11 +20,11 @@ OnProgress = Callable[[Progress], None]
 
 
 class PromptBar:
-    """Counts the tokens of prompts that have been read, chunk by chunk, and the answers.
+    """Counts the prompt tokens that have been read, chunk by chunk, and the answers.
 
-    A context manager. A callable ``use_tqdm`` gets ``total``, ``desc`` and ``unit``, and what it
-    returns is given ``update``, ``set_description`` and ``close``, as tqdm's bars have them.
-    ``prompt_tokens`` are the prompts' lengths, without what a prefix holds of them.
+    A context manager. A callable ``use_tqdm`` is called with ``total``, ``desc`` and ``unit``; its
+    result needs tqdm's ``update``, ``set_description`` and ``close``. ``prompt_tokens`` are the
+    prompts' lengths without their prefix.
     """
 
     def __init__(self, use_tqdm: UseTqdm, prompt_tokens: Sequence[int]) -> None:
@@ -55,10 +55,10 @@ class PromptBar:
 
 
 class ReadingLog:
-    """In place of a bar for `PromptBar`: a line in the log every ``every`` seconds at most.
+    """Replaces the bar of `PromptBar`: a line in the log every ``every`` seconds at most.
 
-    The lines, which begin with ``what``, come as chunks end; a prompt that is read before the first
-    is due gets none.
+    Lines begin with ``what`` and are written when a chunk ends, so a prompt that is read within
+    ``every`` seconds gets none.
     """
 
     def __init__(

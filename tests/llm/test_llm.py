@@ -287,7 +287,7 @@ def test_a_prefix_has_the_salt_of_its_prompt(llm: LLM, monkeypatch: pytest.Monke
     monkeypatch.setattr(EngineClient, "submit", submit)
     llm.prefill([5]).release()
     with llm.prefill({"prompt_token_ids": [5], "cache_salt": "mine"}) as prefix:
-        with pytest.raises(RequestError, match="cache_salt differs from that of the prefix"):
+        with pytest.raises(RequestError, match="cache_salt differs from the prefix's"):
             llm.generate({"prompt_token_ids": [6], "cache_salt": "another"}, prefix=prefix)
         for same in ("mine", None):
             prefix.check_salt(same)
