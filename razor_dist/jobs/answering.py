@@ -1,4 +1,4 @@
-"""Prompts of summaries while they are answered, and what is stored of their answers."""
+"""Prompts of summaries while they are answered, and their answers' stored beginnings."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _MAX_PROMPTS = 1024
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of a batch file; ``problem`` tells why it cannot be a request."""
+    """A line of a batch file; ``problem`` is the reason if it is no valid request."""
 
     line: Line
     custom_id: str | None

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 # Results and items are small; Ray's default of 30 % of memory would be taken from the caches. The
 # least that Ray accepts is 75 MiB.
 _OBJECT_STORE_BYTES = 80 * 2**20
-# A pending placement group is polled, and logged.
+# Time between two polls of a pending placement group, and between two log lines about it.
 _POLL_SECONDS = 1.0
 _LOG_SECONDS = 30.0
-# A cluster that is joined must answer within this.
+# Time for a cluster that is joined to answer.
 _JOIN_SECONDS = 20.0
 
 
@@ -116,11 +116,11 @@ class Reservation(NamedTuple):
 def reserve(
     demand: Demand, what: str, timeout: float, over: threading.Event, *, grows: bool = True
 ) -> PlacementGroup:
-    """Reserve room for an engine; waits ``timeout`` seconds while the cluster is full, and says so.
+    """Reserve room for an engine; if the cluster is full, wait up to ``timeout`` seconds.
 
     ``over`` is set when the engine is no longer wanted. In a cluster that never ``grows``, a
-    demand that its nodes cannot hold is refused at once. The message of the `ClusterError` tells
-    the demand and what the cluster has.
+    demand that its nodes cannot hold is refused at once. The `ClusterError` names the demand and
+    the cluster's resources.
     """
     if not grows and not demand.engines_held():
         raise ClusterError(

@@ -29,9 +29,9 @@ from razor_dist.llm.progress import ReadingLog
 
 log = logging.getLogger(__name__)
 
-# How often it is looked whether the job is over, while an engine is loading or at work.
+# Time between two checks whether the job is over, while an engine is loading or at work.
 _POLL_SECONDS = 0.5
-# An idle process gets this long to end what it has started, such as a server.
+# Time for an idle process to end its own children, such as a server, before it is killed.
 _CLOSE_SECONDS = 10.0
 
 
@@ -56,7 +56,7 @@ class HostEngine:
 
 
 class OpenedEngine:
-    """A `JobEngine` on what an `ExternalEngineConfig` opens, in this process."""
+    """A `JobEngine` on the model that an `ExternalEngineConfig` opens in this process."""
 
     def __init__(self, task: Task, config: ExternalEngineConfig) -> None:
         self._task, self._model = task, config.open()

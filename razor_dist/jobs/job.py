@@ -1,4 +1,4 @@
-"""Runs a task to its end: what is missing is computed, each result stored at once."""
+"""Runs a task to its end: computes the missing results and stores each at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class JobSummary(NamedTuple):
-    """The end of a run: the counts of its task's items; the folder may hold others."""
+    """Counts of a task's items at the end of a run; its folder may have more records."""
 
     folder: Path
     done: int
@@ -39,10 +39,10 @@ def run_job(
     on_open: Callable[[Path], None] | None = None,
     on_done: Callable[[Path], None] | None = None,
 ) -> JobSummary:
-    """Compute what ``folder`` lacks of a task's results, on Ray or on processes of this host.
+    """Compute a task's results that ``folder`` lacks, on Ray or on processes of this host.
 
-    The engines' settings are the task's own; of ``config`` only the job's are used. The rest is as
-    in `run_task`; a cluster that cannot be reached, or has no room in time, is a `ClusterError`.
+    The engines' settings are the task's; only the job's settings are used of ``config``. Otherwise
+    as `run_task`. Raises `ClusterError` if the cluster cannot be reached or has no room in time.
     """
     pool: AbstractContextManager[EnginePool]
     if config.ray:
@@ -72,14 +72,14 @@ def run_task(
     on_open: Callable[[Path], None] | None = None,
     on_done: Callable[[Path], None] | None = None,
 ) -> JobSummary:
-    """Compute the results of a task that its folder does not hold yet, on any engines.
+    """Compute a task's results that its folder lacks, on any engines.
 
-    When nothing is missing any more, the results are put into the order of the task's items.
-    ``pool`` is entered only if anything is missing. ``on_open`` is called before any work with the
-    folder, which may be another than the one asked for; what it writes there stays however the run
-    ends. ``on_done`` is called at the end, while no other process may write to the folder. Raises
-    `ConfigError` if the folder or the items do not fit (`ResultStore.open`), and another
-    `RazorError` if no engine can be opened any more; the results so far are kept.
+    At the end the results are put into the order of the task's items. ``pool`` is entered only if
+    results are missing. ``on_open`` is called before any work with the folder, which may be a new
+    one (`JobConfig.new_folder`); its files stay however the run ends. ``on_done`` is called at the
+    end, while no other process may write to the folder. Raises `ConfigError` if the folder or the
+    items do not fit (`ResultStore.open`), and another `RazorError` if no engine can be opened any
+    more; the results so far are kept.
     """
     config = config or JobConfig()
     items = _checked(task)
@@ -121,7 +121,7 @@ def run_task(
 def _take(
     events: Iterable[Outcome | ItemUpdate], store: ResultStore, progress: JobProgress
 ) -> None:
-    """Keep and show what comes of the items."""
+    """Store and log the items' outcomes, parts and progress."""
     for event in events:
         if isinstance(event, Outcome):
             store.append(_record(event))

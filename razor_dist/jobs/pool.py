@@ -29,19 +29,17 @@ class JobEngine(Protocol):
     def run(self, item: Item) -> Mapping[str, Any] | Updates:
         """Work on an item: return its result, or a stream of updates that returns it.
 
-        Threads call it at once, if it is given several items.
-
-        Raises `EngineLostError` if another engine is to be opened and the item tried again,
-        `EngineError` if it is to be tried again with this one, and anything else if the item is at
-        fault.
+        Several threads may call it at the same time. Raises `EngineLostError` if another engine
+        must be opened, `EngineError` if the item may be tried again on this one, and anything else
+        if the item is at fault.
         """
 
     def close(self) -> None:
-        """Give back what it holds; also from another thread, while `run` runs, and again."""
+        """Free the engine's resources; may be called during `run`, and more than once."""
 
 
-# From one of the task's engine names, the number of the thread that asks and how many there are, to
-# an engine that is ready. It may take long; the event is set when the engine is no longer wanted.
+# (name of the task's engine, its number, number of engines, event) -> an engine that is ready. It
+# may take long; the event is set when the engine is no longer wanted.
 OpenEngine = Callable[[str, int, int, threading.Event], JobEngine]
 
 
@@ -79,22 +77,20 @@ def run_items(
     attempts: int = 3,
     at_once: int = 1,
 ) -> Generator[Outcome | ItemUpdate, None, None]:
-    """Run items on at most ``engines`` engines at once.
+    """Run items on at most ``engines`` engines; yield their updates and outcomes as they come.
 
-    An engine gets ``at_once`` items at a time, or fewer, so that there are some for every engine.
+    An engine gets up to ``at_once`` items at a time, fewer if another engine would get none.
 
-    Items of one engine name run before those of the next, in the order in which the names first
-    occur. Within a name one engine takes the smallest `Item.size` first, since nothing is gained by
-    having short items wait for long ones. Several engines take the largest first, so that none is
-    left for the end, when the other engines have nothing to do.
+    Items run by engine name, in the order in which the names first occur. Within a name a single
+    engine takes the smallest `Item.size` first, since short items gain nothing by waiting for long
+    ones; several engines take the largest first, so that none works alone at the end.
 
-    An item is tried ``attempts`` times while engines fail under it, and so is the opening of an
-    engine that is lost meanwhile. From the second attempt on it has an engine for itself, so that
-    one that makes engines fail does not take the others with it.
+    If its engine fails, an item is tried up to ``attempts`` times, from the second time on while it
+    has the engine to itself: an item that makes engines fail then costs no others. Opening a lost
+    engine is tried as often.
 
-    Yields an item's updates, and its outcome as soon as it is known. Raises the `RazorError` of the
-    last engine tried if there are items left and none can be opened for them; a mistake of the
-    user's (`ConfigError`, ...) ends the others at once.
+    Raises the `RazorError` of the last engine tried if items are left and no engine can be opened;
+    a mistake of the user's (`ConfigError`, ...) ends all work at once.
     """
     items = list(items)
     left = len(items)
@@ -133,7 +129,7 @@ def _thread(engine: int, target: Callable[..., None], *arguments: object) -> thr
 
 
 def _read_by(engine: int) -> str:
-    """Return the name of the part which marks that an engine, by number, began to read an item."""
+    """Return the key of the part that marks an item which an engine has begun to read."""
     return f"engine {engine}"
 
 
@@ -170,8 +166,7 @@ class _Pool:
     def work(self, number: int) -> None:
         """Open the engine that the next item needs and run items on it, until none is left.
 
-        No item is held while an engine is being opened, which may take long: another that is free
-        gets it.
+        The item is taken only once the engine is open, so that a free engine may take it before.
         """
         try:
             while (name := self._wanted()) is not None:
@@ -193,7 +188,7 @@ class _Pool:
             self._close(number)
 
     def _serve(self, name: str, number: int, engine: JobEngine) -> None:
-        """Run items on an engine, one by one, until it is lost or the next is for another."""
+        """Run items on an engine, one by one, until it is lost or the next needs another engine."""
         while (item := self._take(name, number, engine)) is not None:
             self._run(item, number, engine)
 
@@ -267,9 +262,9 @@ class _Pool:
             engine.close()
 
     def _wanted(self) -> str | None:
-        """Return the next item's engine, None if nothing is left to do.
+        """Return the next item's engine name, None if no item is left.
 
-        Waits while others are at work, whose items may come back.
+        Waits while items are in work, since they may be tried again.
         """
         with self._changed:
             while not self.waiting and self._running and not self._over.is_set():
@@ -277,9 +272,10 @@ class _Pool:
             return None if self._over.is_set() or not self.waiting else self.waiting[0].engine
 
     def _take(self, name: str, number: int, engine: JobEngine) -> Item | None:
-        """Take the next item once its engine has room; None if it is for none of this name.
+        """Take the next item once its engine has room.
 
-        Waits as `_wanted` does; None also when the engine is lost, or nothing is left to do.
+        Waits as `_wanted` does. None if the next item is for another engine name, the engine is
+        lost, or no item is left.
         """
         with self._changed:
             while (

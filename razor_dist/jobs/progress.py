@@ -23,11 +23,11 @@ _LEAST_CACHED_TOKENS = 512
 
 
 class JobProgress(ExitStack):
-    """Tells of finished items and parts of items; a context manager.
+    """Logs finished items and parts of items, with a bar on a terminal; a context manager.
 
     Work is counted in prefilled tokens since the first item was begun: by `TokensDone`, or by
-    `ItemSize` or `Item.size` when an item or a part ends. An item that failed counts for nothing.
-    ``before`` counts the items of earlier runs; a bar is drawn where standard error is a terminal.
+    `ItemSize` or `Item.size` when an item or a part ends. Failed items do not count. ``before`` is
+    the number of items that earlier runs have finished.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class JobProgress(ExitStack):
         return f"{self._finished}/{self._total}{failed} | {outcome.item.id} {end} | {self.rate()}"
 
     def rate(self) -> str:
-        """Tell tokens per second and the time left, unknown as long as nothing was read."""
+        """Return tokens per second and the time left, in words."""
         if not self._done or self._begin is None:
             return "nothing read so far, time left unknown"
         seconds = max(self._clock() - self._begin, 1e-9)

@@ -39,9 +39,9 @@ from razor_dist.llm.llm import LLM
 
 log = logging.getLogger(__name__)
 
-# An idle engine gets this long to end its ranks and remove its files.
+# Time for an idle engine to end its ranks and remove its files.
 _CLOSE_SECONDS = 10.0
-# Between two looks at whether the job is over, while an engine is loading or at work.
+# Time between two checks whether the job is over, while an engine is loading or at work.
 _POLL_SECONDS = 1.0
 
 
@@ -55,9 +55,9 @@ class RayLLM(LLM):
 
 class EngineActor:
     def open(self, task: Task, config: EngineConfig, reservation: Reservation) -> list[int]:
-        """Start the ranks, or what is in their place; return their process ids once ready.
+        """Start the ranks, or open an external model; return the process ids once it is ready.
 
-        `EngineLostError` if a node is lost meanwhile.
+        `EngineLostError` if a node is lost while they start.
         """
         inherit_logging()
         if isinstance(config, ExternalEngineConfig):

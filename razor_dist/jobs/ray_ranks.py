@@ -24,10 +24,11 @@ from razor_dist.frontend.ranks import RankExit, Ranks
 from razor_dist.jobs.cluster import Reservation, ranks_held
 from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableError
 
-# Killed actors are waited for this long. Their successors wait for their room in any case.
+# Time for killed actors to end. More is of no use: their successors wait for the room anyway.
 _KILL_SECONDS = 10.0
-# Between two looks at whether bundles are placed, and what Ray gets to place them on another node.
+# Time between two checks whether all bundles are placed.
 _POLL_SECONDS = 1.0
+# Time for Ray to place a lost node's bundles on another node.
 MOVE_SECONDS = 10.0
 
 
@@ -167,7 +168,7 @@ async def _end(rank: int, ref: Any) -> RankExit:
 
 
 def brief(error: RayError) -> str:
-    """Tell a Ray error in a sentence or two, without the ids it befell and general advice."""
+    """Return a Ray error's message without ids and general advice."""
     lines = (line.strip() for line in str(error).splitlines())
     reasons = [line for line in lines if line and not re.match(r"[a-z_]+:", line)]
     return " ".join(reasons).partition(" Some common causes include")[0] or repr(error)
@@ -176,13 +177,13 @@ def brief(error: RayError) -> str:
 def rendezvous(
     places: list[RankPlace], folder: Path, engines: int, held: Mapping[str, int]
 ) -> tuple[list[dict[str, str]], Any]:
-    """Return every rank's environment, and the store at which ranks of several nodes meet.
+    """Return each rank's environment, and the store at which ranks of several nodes meet.
 
-    Ranks take their part of a node's memory beside those of all ``engines``, of which each may have
-    all its ranks there, up to what the node has ``held`` room for.
+    ``LOCAL_WORLD_SIZE``, by which ranks divide a node's memory and cores, counts the ranks that all
+    ``engines`` may have on the node, up to the ``held`` number that fits there.
 
-    On one node they meet at a file and talk over loopback, as `RankGroup` has them. Otherwise at
-    a store that is already listening, as torchrun's agent does it, so that no port is raced for.
+    On one node ranks meet at a file and talk over loopback, as in `RankGroup`. Otherwise they meet
+    at a store that already listens, as torchrun's agent does, so that no port is raced for.
     """
     nodes = [place.node for place in places]
     shared, store = {"WORLD_SIZE": str(len(places))}, None

@@ -2,14 +2,14 @@
 
 A folder holds
 
-- ``job.json``: the settings that decide the results, with their hash, written once, or again with
-  those of more results of the same kind (``extends`` of `ResultStore.open`); the hashes of before
-  are ``earlier``;
+- ``job.json``: the settings that decide the results, with their hash, written once, or again if a
+  job extends them (``extends`` of `ResultStore.open`); the earlier settings' hashes are
+  ``earlier``;
 - ``results.jsonl``: one line for each finished item, synced before the next is written. A last
-  line that was torn by a crash is dropped when the file is opened again, and its item is missing
-  like any other;
-- ``parts.jsonl``: while items are in work, the parts of them that are done, in lines of ``id`` (the
-  item's), ``part``, ``result`` and ``settings``, written like those;
+  line that was torn by a crash is dropped when the file is opened again, so that its item is
+  computed again;
+- ``parts.jsonl``: finished parts of unfinished items, in lines of ``id`` (the item's), ``part``,
+  ``result`` and ``settings``, written likewise;
 - ``lock``: held by the one process that may write.
 
 A line of the results is a JSON object with
@@ -183,7 +183,7 @@ class ResultStore(contextlib.ExitStack):
         return self._results.records
 
     def append(self, record: Record) -> None:
-        """Add a record; it is on the disk when this returns, or none of it after an error."""
+        """Add a record and sync it; after an error no part of it is in the file."""
         assert record["id"] not in self.records, f"{record['id']} is there already"
         self._results.append(record)
 
@@ -210,7 +210,7 @@ class ResultStore(contextlib.ExitStack):
         return before - len(self.records)
 
     def finish(self, ids: Sequence[str]) -> None:
-        """Order the results by ``ids``, those of other items last; drop parts of finished items.
+        """Order the results by ``ids``, other items' last; drop parts of finished items.
 
         Ids are ``name#digest``. Parts of a changed file, whose name is among ``ids`` with another
         digest, are dropped too. Other items' parts stay, for a later run to continue.
@@ -230,7 +230,7 @@ class ResultStore(contextlib.ExitStack):
 
 
 def _name(id: str) -> str:
-    """Return an item's id without the digest behind it, if it has one."""
+    """Return an item's id without its digest."""
     return id.rpartition("#")[0] or id
 
 
@@ -311,7 +311,7 @@ def _read_records(path: Path, hashes: Sequence[str]) -> tuple[dict[Any, Record],
 
 
 def differences(of_folder: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return in which ways settings differ from those in a folder."""
+    """Describe each setting that differs from the folder's."""
     there, here = dict(_flat(of_folder)), dict(_flat(settings))
     return [
         f"{name} is {_shown(there.get(name))} there and {_shown(here.get(name))} here"
@@ -321,7 +321,7 @@ def differences(of_folder: Mapping[str, Any], settings: Mapping[str, Any]) -> li
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted names and values as JSON, which is what is hashed."""
+    """Yield dotted names, and values as JSON, which the hash covers."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else str(key))

@@ -53,15 +53,15 @@ from razor_dist.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
 
-# Of readers, splitting and prompts: raised when the same document and style would give others.
+# Raised when readers, splitting or prompts change the results for the same document and style.
 _VERSION = 9
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
-# How much less is tried when a part turns out longer than the sum of its units.
+# Factor of the next limit when a part turns out longer than the sum of its units.
 _LESS = 15 / 16
 # Documents that an engine works on at once, so that short ones need not wait for a long one, and
-# parts of a document. More of them share steps, and more are lost or stored in work at a kill.
+# parts of each. With more, more answers share steps, but more work is lost when a run is killed.
 _DOCUMENTS_AT_ONCE = 4
 _PARTS_AT_ONCE = 8
 # Seconds that counting all documents' tokens may take before the first is summarised.
@@ -70,7 +70,7 @@ _COUNTING_SECONDS = 20.0
 _COUNTING_THREADS = 8
 # Most long texts are known to be too long by their first 2**20 characters, and 8 for each token
 # that fits.
-_BEGINNING, _LONG_TOKEN = 2**20, 8
+_BEGINNING_CHARACTERS, _TOKEN_CHARACTERS = 2**20, 8
 
 
 class Summarizer:
@@ -126,9 +126,10 @@ class Summarizer:
     def _ask_all(
         self, prompts: Sequence[Asked], stored: Mapping[str, Any], counts: Sequence[int] = ()
     ) -> Generator[Update, None, list[Json]]:
-        """Ask for what is not stored, several at once; with ``counts`` the answers are stored.
+        """Return the prompts' answers, several asked at once; with ``counts`` they are stored.
 
-        After an error, which is raised at the end, prompts in work are answered, and no others.
+        ``stored`` answers are not asked again. After an error, prompts in work are still answered,
+        others not, and the error is raised at the end.
         """
         keys = [hashlib.sha256(str(prompt.ids).encode()).hexdigest()[:16] for prompt in prompts]
         found = {key: stored[key] for key in keys if key in stored}
@@ -203,7 +204,7 @@ class Summarizer:
 
     def _beginning(self, now: Material) -> Material:
         """Return a text, or its beginning if it is very long."""
-        return now._replace(text=now.text[: _BEGINNING + _LONG_TOKEN * self._room])
+        return now._replace(text=now.text[: _BEGINNING_CHARACTERS + _TOKEN_CHARACTERS * self._room])
 
     def _prompt(self, now: Material, kind: str) -> Asked:
         """Return a text's prompt, or its beginning's prompt if that already exceeds the context."""
@@ -270,7 +271,7 @@ def loops(result: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class SummaryTask:
-    """One item for each document; one that cannot be read fails with a `DocumentError`."""
+    """One item for each document; unreadable documents fail with a `DocumentError`."""
 
     engines: Mapping[str, EngineConfig]
     style: Style
@@ -288,12 +289,11 @@ class SummaryTask:
     def measured(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return the items with their sizes, and log how many tokens and parts there are.
 
-        A size is the tokens to read, and those to write, each counted as `ANSWER_TOKEN`.
-
-        Their tokens are counted for `_COUNTING_SECONDS`; of documents that are not reached they are
-        estimated by the bytes of those that were. All are read and tokenised once more when they
-        are summarised, perhaps on another host: 5 s of one thread for 24 files of 417,000 tokens,
-        a hundredth of what the model takes for them, and no text is held until its turn.
+        A size is the number of tokens to read, plus `ANSWER_TOKEN` for each token to write. Tokens
+        are counted for `_COUNTING_SECONDS`; the other documents' are estimated by their bytes.
+        Documents are read and tokenised again when they are summarised, perhaps on another host, so
+        that no text is held until its turn: 5 s of one thread for 24 files of 417,000 tokens, a
+        hundredth of the model's time for them.
         """
         [config] = self.engines.values()
         log.info("documents: %d; counting their tokens", len(items))
@@ -321,7 +321,7 @@ class SummaryTask:
         return [replace(item, size=max(1, n)) for item, n in zip(items, sizes, strict=True)]
 
     def items(self) -> Sequence[Item]:
-        """Return the documents; a file that is changed, or read otherwise, is another item."""
+        """Return the documents; a changed file, or one read in another encoding, is a new item."""
         items = []
         for source in self.sources:
             encoding = f"-{source.encoding}" if source.encoding else ""
@@ -341,8 +341,8 @@ def _counted(
 ) -> tuple[list[int], bool]:
     """Return each document's token count, 0 if unreadable, and True if no count is an estimate.
 
-    Why documents cannot be read is logged, one document for each reason: a missing package is said
-    before the model is loaded. Each error is reported when its document is summarised.
+    Each reason why documents cannot be read is logged with one document, before the model is
+    loaded; every error is reported when its document is summarised.
     """
     end = time.monotonic() + _COUNTING_SECONDS
     reasons: dict[str, str] = {}

@@ -11,7 +11,7 @@ from razor_dist.files import digest_of, make_folder, replacing
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.summary_sources import Json
 
-_QUOTE = 240  # characters of a passage on a page
+_QUOTE_CHARACTERS = 240  # characters of a passage on a page
 
 
 def write_pages(records: Iterable[Record], folder: Path) -> set[Path]:
@@ -26,7 +26,7 @@ def write_pages(records: Iterable[Record], folder: Path) -> set[Path]:
         # File systems take 255 bytes, and letters may have four.
         name = name.encode()[-200:].decode(errors="ignore")
         path = folder / f"{name}-{digest}.md"
-        if path in written:  # the same text, under an id that differs in what the name leaves out
+        if path in written:  # the same text under another id, which the name cannot show
             path = path.with_stem(f"{path.stem}-{digest_of(id.encode(errors='backslashreplace'))}")
         with replacing(path) as draft:
             # The name of a document need not be UTF-8.
@@ -57,7 +57,7 @@ def _page(record: Record) -> str:
 def _sources_of(answer: Json, parts: Sequence[Json], heading: str) -> list[str]:
     """Return a heading and the list of a summary's sentences with their places, if there are any.
 
-    A sentence of a summary of summaries has those of the parts that it was made of before them.
+    In a summary of summaries, the sentences of the parts' summaries come before the places.
     """
     if "sentences" not in answer:
         return []
@@ -81,4 +81,4 @@ def _sources_of(answer: Json, parts: Sequence[Json], heading: str) -> list[str]:
 
 def _quoted(text: str) -> str:
     """Return a text on one line, cut off if it is long."""
-    return f'"{shorten(text, _QUOTE, placeholder=" ...")}"'
+    return f'"{shorten(text, _QUOTE_CHARACTERS, placeholder=" ...")}"'

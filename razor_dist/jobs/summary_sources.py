@@ -5,11 +5,11 @@ A sentence has ``start`` and ``end``, in characters of its summary; ``grounded``
 ``end`` in characters of its text, ``weight``, ``text``, and ``page`` or ``headings`` where they are
 known.
 
-A summary of summaries was not written from the document. Its sentences have ``parts`` besides:
-what the model looked at, sentences of the parts' summaries, with the number of the ``part``, from
-1, that of the ``sentence`` in it, from 0, and a ``weight``; ``grounded`` is about these. Their
-``sources`` are those of these sentences, of the product of both weights: where to look, and no
-proof, since what is wrong in a part's summary is wrong in the summary.
+A summary of summaries was not written from the document. Its sentences have ``parts`` as well: the
+sentences of the parts' summaries that the model looked at, each with the number of its ``part``,
+from 1, its own number there (``sentence``), from 0, and a ``weight``; ``grounded`` is about these.
+Their ``sources`` are the sources of those sentences, weighted by the product of both weights. They
+show where to look and prove nothing: an error in a part's summary is one in the summary.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Json = dict[str, Any]
 
 
 class Material(NamedTuple):
-    """A text that is summarised: the whole of a document, or the summaries of its parts.
+    """A text that is summarised: a document, the summaries of its parts, or a piece of either.
 
-    ``spans`` are the beginnings and ends of what may be a source in it. Of a piece that is cut
-    out of a text, ``begin`` is where, in characters of that text, and so are the spans.
+    ``begin`` is the character at which a piece begins in the whole text. ``spans`` are begin and
+    end, in characters of the whole text, of what may be a source.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Material(NamedTuple):
         return Material(self.text.strip(), self.spans, self.begin + lead)
 
     def cut(self, texts: Iterable[str]) -> list[Material]:
-        """Return the pieces that the text was cut into."""
+        """Return a piece for each of ``texts``, which follow each other in this text."""
         pieces, begin = [], self.begin
         for text in texts:
             pieces.append(Material(text, self.spans, begin))
@@ -51,7 +51,7 @@ class Material(NamedTuple):
         return pieces
 
     def parts_at(self, place: int) -> list[Part]:
-        """Return what may be a source, of a text in which this one begins at ``place``.
+        """Return the spans as parts of a prompt in which this text begins at ``place``.
 
         `Part.message` is the number of the span.
         """
@@ -74,10 +74,9 @@ def merged(summaries: Sequence[str]) -> Material:
 
 
 def as_told(sentences: Iterable[AnswerSentence], material: Material, lead: int) -> list[Json]:
-    """Return what is known when a prompt is answered; `traced` finishes it.
+    """Return an answer's sentences, with sources as places in the spans; see `traced`.
 
-    Sources are places in a span, ``of`` its number. ``lead`` characters of the answer are no part
-    of the summary.
+    ``of`` is a span's number. The answer's first ``lead`` characters are no part of the summary.
     """
 
     def place(source: Source) -> Json:
@@ -148,5 +147,5 @@ def _through(looked_up: Sequence[Json], summaries: Sequence[Json]) -> Json:
 
 
 def _common(sentence: Json, place: Json) -> int:
-    """Return the number of characters that are in both."""
+    """Return how many characters of a sentence are in a place."""
     return min(sentence["end"], place["end"]) - max(sentence["start"], place["start"])

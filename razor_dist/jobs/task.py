@@ -29,8 +29,8 @@ _INDIFFERENT = """
     cuda_graphs shared_memory threads collective_timeout heartbeat_timeout decode
     prefix_cache prefix_tail_tokens prefix_host_gb prefix_store prefix_store_gb speculative_config
 """
-# Error codes of refusals that follow from these settings, which the next run may change, and of
-# one that depends on how busy the machine is.
+# Error codes of refusals that depend on these settings, which the next run may change, or on how
+# busy the machine is.
 RETRYABLE = frozenset({"kv_capacity_exceeded", "max_num_seqs_exceeded", "priority_not_heard"})
 RETRYABLE |= {"structured_outputs_timeout"}
 _CONTENT = "model_content"  # among an engine's settings: what its model's folder holds
@@ -46,10 +46,10 @@ class ExternalEngineConfig(EngineConfig):
     opens: str = Field(exclude=True)
 
     def open(self) -> Any:
-        """Return what items get as their ``llm``, ready for use; called in a process of its own.
+        """Return the model that items get as their ``llm``; called in a process of its own.
 
-        It has the methods of `razor_dist.LLM` that the task calls, and may have ``close()``. The
-        process imports the task and `opens` from modules, so neither is a script's own.
+        It must have the methods of `razor_dist.LLM` that the task calls, and may have ``close()``.
+        Task and `opens` are imported from modules, so neither may be defined in a script.
         """
         return pkgutil.resolve_name(self.opens)(self)
 
@@ -58,9 +58,9 @@ class ExternalEngineConfig(EngineConfig):
 class Item:
     """One piece of work, with one result.
 
-    Its ``id`` is unique in the job, and the same in every run of it: what is in the results under
-    this name is not computed again. Where two runs could mean different things by one name (a file
-    whose text changes), make what differs a part of it, such as a hash.
+    Its ``id`` is unique in the job and the same in every run: an id that is in the results is not
+    computed again. If an item may change between runs, such as a file's text, put a hash of it
+    into the id.
     """
 
     id: str
@@ -129,7 +129,7 @@ Updates = Generator[Update, None, Mapping[str, Any]]
 
 
 def work_of(result: Mapping[str, Any] | Updates) -> Updates:
-    """Turn what a task or an engine returned into a stream; a plain result has no updates."""
+    """Return a task's or an engine's result as a stream; a plain result has no updates."""
     if isinstance(result, Generator):
         result = yield from result
     return result

@@ -265,7 +265,7 @@ def test_a_very_long_text_is_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch
 
     tokenizer.__class__ = Counting
     monkeypatch.setattr("razor_dist.models.tokenizer._CHARACTERS_AT_ONCE", longest)
-    monkeypatch.setattr("razor_dist.jobs.summarize._BEGINNING", 0)
+    monkeypatch.setattr("razor_dist.jobs.summarize._BEGINNING_CHARACTERS", 0)
     assert summarize(Quoter(300, tokenizer), text, max_tokens=60) == expected
     assert max(len("".join(call)) for call in calls) < 2 * longest + 300
     assert sum(len("".join(call)) for call in calls) < 12 * len(text)
@@ -275,8 +275,8 @@ def test_a_long_text_of_few_tokens_is_one_prompt(monkeypatch: pytest.MonkeyPatch
     texts = ["\n" * 500 + document(chapters) for chapters in (2, 6)]
     expected = [summarize(Quoter(512), text, max_tokens=40) for text in texts]
     assert expected[0]["parts"] == 1 < expected[1]["parts"]
-    monkeypatch.setattr("razor_dist.jobs.summarize._BEGINNING", 0)
-    monkeypatch.setattr("razor_dist.jobs.summarize._LONG_TOKEN", 1)
+    monkeypatch.setattr("razor_dist.jobs.summarize._BEGINNING_CHARACTERS", 0)
+    monkeypatch.setattr("razor_dist.jobs.summarize._TOKEN_CHARACTERS", 1)
     assert [summarize(Quoter(512), text, max_tokens=40) for text in texts] == expected
 
 
