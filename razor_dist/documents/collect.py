@@ -87,7 +87,7 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     try:
         encoding = encoding and codecs.lookup(encoding).name
         b"\xff".decode(encoding or "utf-8", "replace")
-    except (LookupError, UnicodeError):  # "undefined", and what replaces nothing, such as "idna"
+    except (LookupError, UnicodeError):  # also for "undefined", and "idna", which replaces nothing
         raise ConfigError(f"unknown encoding {encoding!r}; try latin-1 or cp1252") from None
     found: dict[str, Path] = {}
     left_out: dict[str, tuple[Path, str]] = {}
@@ -161,10 +161,10 @@ def _matches(pattern: Path, encoding: str | None) -> Iterator[tuple[Path, str | 
 
 
 def _walk(folder: Path) -> dict[Path, str | None]:
-    """Return the files in a folder and in all folders in it, and the folders that deny access.
+    """Return the files in a folder and all folders in it, and, with the reason, denied folders.
 
-    The latter have the reason. Links to folders are followed unless they are hidden, after all
-    other folders: a folder that is reached twice is listed once, by its own name if it has one.
+    Links to folders are followed unless hidden, after all other folders: a folder that is reached
+    twice is listed once, by its real name if that is inside ``folder``.
     """
     found: dict[Path, str | None] = {}
 
@@ -193,10 +193,10 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _not_of_jobs(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """Return the files among paths in a folder that no job wrote, in order.
+    """Return the paths in a folder, sorted, without files of jobs.
 
-    Folders of jobs in it are passed over, with all that they hold; if it is one itself, what its
-    job wrote there.
+    Left out are all files in a job's folder inside ``folder``, and, if ``folder`` is a job's, the
+    files that the job wrote there.
     """
 
     @cache
@@ -224,7 +224,7 @@ def _problem(file: Path, encoding: str | None) -> str | None:
 
 
 def _is_document(file: Path, encoding: str | None) -> bool:
-    """Return whether a file can be read by its name and, if it has no suffix, its beginning."""
+    """True if a file is a document by its name or, without a suffix, by its first bytes."""
     kind = kind_of(file)
     if kind != "text" or file.suffix[1:2].isalpha():
         return kind is not None
@@ -264,7 +264,7 @@ def _sources(path: Path, encoding: str | None) -> Iterator[DocumentSource]:
 
 
 def _needs_encoding(path: Path) -> bool:
-    """Return whether a text, which may be gzipped, is not read by its first encoding alone."""
+    """True if a text file, perhaps gzipped, is neither UTF-8 nor UTF-16 with a BOM."""
     is_packed = path.suffix.lower() == ".gz"
     with gzip.open(path) if is_packed else path.open("rb") as file:
         first = "utf-16" if file.peek(2).startswith(BOMS_OF_UTF16) else "utf-8"

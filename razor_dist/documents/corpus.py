@@ -50,7 +50,7 @@ def reference_paragraphs() -> list[str]:
 
 
 def reference_prose(least: int, size: Callable[[str], int]) -> list[str]:
-    """Return paragraphs of the reference, over and over, of a ``size`` of ``least`` in all."""
+    """Return paragraphs of the reference, repeated until their ``size`` is ``least`` in all."""
     found: list[str] = []
     for paragraph in itertools.cycle(reference_paragraphs()):
         if least <= 0:

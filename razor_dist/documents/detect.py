@@ -11,8 +11,8 @@ from razor_dist.config.errors import DocumentError
 
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 PDF, PDF_WITHIN = b"%PDF-", 1024  # a PDF's header, and the first bytes that hold it
-# How many first bytes are looked at.
-_HEAD = 8192
+# The first bytes of a file, by which its kind is detected.
+_HEAD_BYTES = 8192
 # The beginning of a .docx file with a password, and of every .doc file.
 COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
 _PARTS_OF_ZIP = {"word/document.xml": "docx", "META-INF/container.xml": "epub"}
@@ -27,10 +27,10 @@ _HTML = re.compile(
 def detect_kind(data: bytes, named: str | None) -> str:
     """Return "text", "html", "pdf", "epub" or "docx".
 
-    ``named`` is the kind that the file's name tells: it decides between text and a piece of HTML.
+    ``named`` is the kind by the file's name: it decides between text and a piece of HTML.
     Raises `DocumentError` if the content is of no known kind, or text under another kind's name.
     """
-    head = data[:_HEAD]
+    head = data[:_HEAD_BYTES]
     # PDF readers accept 1,024 bytes before the header. By name alone: a text may mention it.
     if head.lstrip().startswith(PDF) or (named == "pdf" and PDF in data[:PDF_WITHIN]):
         return "pdf"

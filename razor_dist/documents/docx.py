@@ -33,7 +33,7 @@ _UNREAD = {
 _SYMBOL = qn("w:sym")
 _REFERENCES = {qn("w:footnoteReference"): "footnote", qn("w:endnoteReference"): "endnote"}
 _RAISED = f"{qn('w:rPr')}/{qn('w:vertAlign')}[@{qn('w:val')}='superscript']"
-# Elements of equations, and what stands before some of their parts.
+# Elements of equations: the text before some of their parts.
 _M = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 _BEFORE = {"num": "", "den": "/", "sup": "^", "sub": "_"}
 _CODE = re.compile("[0-9A-Fa-f]{4}")
@@ -69,7 +69,7 @@ def _children(parent: Any, *tags: str) -> Iterator[Any]:
 
 
 class _Body:
-    """Tells what elements say, in the document's order: it counts lists and notes."""
+    """Returns elements' text, in the document's order, since it numbers lists and notes."""
 
     def __init__(self, document: DocxDocument) -> None:
         self._numbering = Numbering(_part(document, "numbering"), document.styles.element)
@@ -101,7 +101,7 @@ class _Body:
         return "\n".join(map(self.text_of, _children(parent, _P, _TABLE))).strip("\n")
 
     def _inline(self, element: Any) -> str:
-        """Return what the elements in a paragraph say; powers may be of several runs."""
+        """Return the text of a paragraph's elements; a power may consist of several runs."""
         parts = []
         for is_raised, children in groupby(element, _is_raised):
             text = "".join(map(self._said, children))

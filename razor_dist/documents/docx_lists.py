@@ -82,7 +82,7 @@ class Numbering:
         return f"{mark} " if mark else ""
 
     def _place(self, paragraph: Any) -> tuple[str | None, int]:
-        """Return the list and the level that a paragraph, or else its style, is of."""
+        """Return the list and the level of a paragraph, or else of its style."""
         style = paragraph.style
         if style not in self._of_styles:
             self._of_styles[style] = self._of_style(style)
@@ -90,7 +90,7 @@ class Numbering:
         return found.get("numId"), _integer(found.get("ilvl"))
 
     def _of_style(self, style: str | None) -> dict[str, str]:
-        """Return what a style, or the one that it is based on, says."""
+        """Return the list and level of a style, or else of the style that it is based on."""
         found: dict[str, str] = {}
         seen = set[str | None]()
         while style in self._styles and style not in seen:

@@ -23,7 +23,7 @@ from razor_dist.documents.html import decoded, text_of
 from razor_dist.documents.read import ReadLimits
 
 # Unpacked bytes of one file at most: an archive of kilobytes can hold gigabytes of zeros.
-_LARGEST = 256 * 2**20
+_LARGEST_BYTES = 256 * 2**20
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 # Fonts may be obfuscated; the text of such a book is open.
 _FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
@@ -94,6 +94,8 @@ class _Book:
         info = self._archive.getinfo(name)
         if info.flag_bits & 1:
             raise DocumentError("is encrypted")
-        if info.file_size > _LARGEST:
-            raise DocumentError(f"holds {name} of {info.file_size} bytes, more than {_LARGEST}")
+        if info.file_size > _LARGEST_BYTES:
+            raise DocumentError(
+                f"holds {name} of {info.file_size} bytes, more than {_LARGEST_BYTES}"
+            )
         return self._archive.read(name)

@@ -19,8 +19,8 @@ _INLINE = re.compile(
     "a|abbr|acronym|b|bdi|bdo|big|cite|code|data|del|dfn|em|font|i|img|ins|kbd|label"
     "|mark|q|ruby|rb|rp|rt|s|samp|small|span|strike|strong|sub|sup|time|tt|u|var|wbr"
 )
-# Roles, classes (Sphinx's, DocBook's, Publican's) and ids (Publican's) of what surrounds a page's
-# text.
+# Roles, classes (Sphinx's, DocBook's, Publican's) and ids (Publican's) of elements around a page's
+# text, such as menus.
 _ROLES = {"navigation", "banner", "contentinfo", "search"}
 _CLASSES = {"headerlink", "related", "sphinxsidebar", "navheader", "navfooter", "docnav"}
 _IDS = {"banner"}
@@ -31,7 +31,7 @@ _HASH = re.compile("^#", re.MULTILINE)
 # has one in 40 bytes or fewer.
 _MOST_TAGS = 1_500_000
 _INTEGER = re.compile(r"-?\d{1,9}")
-# Elements of MathML, with what stands before each of their parts.
+# Elements of MathML: the text before each of their parts.
 _MARKS = {
     **{"mfrac": ("", "/"), "msup": ("", "^"), "msub": ("", "_"), "msubsup": ("", "_", "^")},
     **{"mover": ("", "^"), "munder": ("", "_"), "munderover": ("", "_", "^")},
@@ -157,7 +157,6 @@ def _surrounds(tag: Tag) -> bool:
 
 
 def _integer(value: object, default: int) -> int:
-    """Return an attribute's number."""
     return int(value) if isinstance(value, str) and _INTEGER.fullmatch(value) else default
 
 

@@ -1,4 +1,4 @@
-"""Plain text for what a page shows by form: powers, formulas, symbols, numbers of lists."""
+"""Plain text for powers, formulas, symbols and numbers of lists, which a page shows by form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WINGDINGS = {
 
 def symbol(font: str, code: int) -> str:
     """Return the character of a symbol in a font; empty for a picture that has none here."""
-    if not 0xF000 <= code <= 0xF0FF:  # where Word puts what a font has no characters for
+    if not 0xF000 <= code <= 0xF0FF:  # Word's codes for symbols without a Unicode character
         return chr(code)
     code -= 0xF000
     if font == "Symbol":
@@ -35,7 +35,7 @@ def symbol(font: str, code: int) -> str:
 
 
 def raised(text: str) -> str:
-    """Return what stands above the line, as ``^6`` if it may be a power: 10⁶ is not 106."""
+    """Return raised text as ``^6`` if it may be a power, since 10⁶ is not 106."""
     said = text.strip()
     return text.replace(said, f"^{grouped(said)}", 1) if _POWER.match(said) else text
 

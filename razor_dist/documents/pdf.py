@@ -12,9 +12,10 @@ import pypdfium2.raw as raw  # type: ignore[import-untyped]
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.read import ReadLimits
 
-# A line with this part of a page's longest, or more, was broken because it was full. Pages of
-# shorter lines than this are lists.
-_FULL, _LEAST = 0.8, 40
+# A line of at least this share of a page's longest line was broken because it was full.
+_FULL = 0.8
+# A page whose longest line is shorter is a list.
+_LEAST_CHARACTERS = 40
 _GOES_ON = re.compile(r"(?:[^\W\d_]|[,;])$")
 # PDFium's mark of a word that is hyphenated at the end of a line.
 _HYPHENATED = re.compile("[\x02\ufffe](\r?\n)?")
@@ -59,6 +60,6 @@ def _unwrapped(page: str) -> str:
     parts = [lines[0]]
     for line, following in itertools.pairwise(lines):
         first = following.split(" ", 1)[0]
-        full = longest >= _LEAST and len(line) + 1 + len(first) > _FULL * longest
+        full = longest >= _LEAST_CHARACTERS and len(line) + 1 + len(first) > _FULL * longest
         parts += [" " if first and full and _GOES_ON.search(line) else "\n", following]
     return "".join(parts)

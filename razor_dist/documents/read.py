@@ -53,7 +53,7 @@ _KEPT = re.compile("PATH|HOME|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|PYTH
 OTHER_ENCODING = re.compile("[\0\x1b]")
 # Recursion limit of a reader: unclosed elements of a page nest in each other.
 _DEEPEST = 10_000_000
-# A reader's exit code when standard output is what is wrong with the document.
+# Exit code of a reader that has written the document's problem to standard output.
 _REFUSED = 3
 
 
@@ -164,7 +164,7 @@ def reader_arguments(
 
 
 def reader_environment() -> dict[str, str]:
-    """Return the environment of a reader's process, in which there are no settings and no keys."""
+    """Return the environment of a reader's process, without settings and keys."""
     kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -233,7 +233,7 @@ def read_here(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) 
     begins, characters = [], 0
     for page in pages:
         text = _whole_characters(page)
-        begins.append(characters + 2 * len(texts))  # what joins them
+        begins.append(characters + 2 * len(texts))  # the texts are joined by two line feeds
         if text:
             texts.append(text)
             characters += len(text)

@@ -16,7 +16,7 @@ Count = Callable[[Sequence[str]], list[int]]
 _PLAIN_CHAPTER = (
     r"(?<=\n\n)(?=[ \t]*(?:BOOK|PART|Part|CHAPTER|Chapter) +[\dIVXLC]+\b[^\n]{0,80}\n\s*\n)"
 )
-# Where a text may be cut, the best places first. Each matches nothing, before what begins a unit.
+# Where a text may be cut, the best places first: empty matches before a unit's beginning.
 _BOUNDARIES = [
     re.compile(pattern, re.MULTILINE)
     for pattern in (
@@ -30,7 +30,7 @@ _BOUNDARIES = [
         r"(?=\s)",
     )
 ]
-# What is between fences is code, where # begins a comment.
+# Text between fences is code, where # begins a comment.
 _HEADING = re.compile(
     rf"^```.*?^```|^(?P<marks>#{{1,6}}) +(?P<title>[^\n]+)|{_PLAIN_CHAPTER}(?P<plain>[^\n]+)",
     re.MULTILINE | re.DOTALL,
@@ -38,16 +38,15 @@ _HEADING = re.compile(
 
 
 def split(text: str, limit: int, count: Count) -> list[str]:
-    """Cut a text into parts of at most ``limit`` tokens; joined they are the text.
+    """Cut a text into as few, and as even, parts as hold it, each of at most ``limit`` tokens.
 
-    Units (chapters; where one is too long its sections, then its paragraphs, lines, sentences,
-    words, characters) are put together, in order, into as few parts as hold them, and these are as
-    even as the units allow. A part's tokens are the sum of its units', from which those of the
-    whole may differ a little where units meet.
+    Parts consist of whole units: chapters, or a long chapter's sections, or in turn paragraphs,
+    lines, sentences, words, characters. A part's length is the sum of its units' tokens, which may
+    differ a little from its own tokens.
     """
     units = _units(text, limit, count, 0)
     fewest = len(_packed(units, limit))
-    # The longest part of as many parts is as short as can be.
+    # The smallest limit that needs no more parts makes them even.
     least, enough = 1, limit
     while least < enough:
         middle = (least + enough) // 2
@@ -59,7 +58,7 @@ def split(text: str, limit: int, count: Count) -> list[str]:
 
 
 def _packed(units: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Put units into parts, in order, as long as they fit; one that is too long is a part alone."""
+    """Put units into parts, in order, as long as they fit; a unit too long is a part alone."""
     parts: list[list[str]] = []
     size = 0
     for unit, tokens in units:
@@ -96,7 +95,7 @@ def _characters(text: str, limit: int, count: Count) -> list[tuple[str, int]]:
 
 
 class Places:
-    """Pages of a PDF file; of other documents the headings, which are lines that begin with #."""
+    """The pages of a PDF file, or other documents' headings: lines that begin with #."""
 
     def __init__(self, document: Document) -> None:
         self._pages = document.pages
@@ -115,10 +114,7 @@ class Places:
             self._headings.append([title for _, title in path])
 
     def at(self, character: int) -> dict[str, Any]:
-        """Return ``page``, from 1, or ``headings``, the chapter's first; nothing if none is known.
-
-        Of a passage that goes on over a page it is the page on which it begins.
-        """
+        """Return the ``page`` of a character, from 1, or its ``headings``, the chapter's first."""
         if self._pages:
             return {"page": bisect.bisect_right(self._pages, character)}
         index = bisect.bisect_right(self._begins, character) - 1
