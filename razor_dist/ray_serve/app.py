@@ -15,7 +15,7 @@ from razor_dist.jobs.cluster import Demand
 from razor_dist.ray_serve.engine import Engine
 from razor_dist.ray_serve.ingress import Ingress
 
-# Settings of what listens, which here are Serve's proxies.
+# Settings of the listening sockets, which here are Serve's proxies'.
 _OF_PROXIES = (
     *("port", "url_file", "ssl_certfile", "ssl_keyfile", "header_timeout", "max_connections"),
 )

@@ -31,16 +31,16 @@ from razor_dist.server.service import Service
 
 # Messages of a response that wait for the ingress; beyond them the response is held back.
 _WAITING = 64
-# Seconds that a request whose client has gone gets to end by itself.
-_GOODBYE = 5.0
+# Time for a request to end by itself once its client has gone.
+_GOODBYE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Forwarded:
     """A request as the ingress sends it to an engine.
 
-    ``scope`` is ASGI's without what only means something in the ingress. With ``is_last`` the
-    engine answers it whatever happens; otherwise another may still be asked.
+    ``scope`` is ASGI's scope without the ingress's own objects. With ``is_last`` the engine must
+    answer; otherwise it may decline (`Unanswered`), and another engine is asked.
     """
 
     scope: Mapping[str, Any]
@@ -83,10 +83,10 @@ Part = Head | BodyPart | Unanswered
 
 
 class Engine:
-    """A replica of Ray Serve's: the whole server but for its sockets.
+    """A replica of Ray Serve's: the whole server without its sockets.
 
-    Serve starts it in the first bundle of a placement group that has one for each rank, asks for
-    its health, and replaces it if the ranks cannot be started again.
+    Serve starts it in the first bundle of a placement group that has a bundle for each rank, asks
+    for its health, and replaces it if the ranks cannot be started again.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def _number(self) -> int:
-        """The engine's number, from 0 on; Serve gives it another one to fill a gap."""
+        """The engine's number, from 0 on; Serve may change it to fill a gap."""
         number: int = serve.get_replica_context().rank.rank
         return number
 
@@ -144,7 +144,7 @@ class Engine:
         return head, b"".join(parts)
 
     async def answer(self, request: Forwarded) -> AsyncGenerator[list[Part]]:
-        """Stream a response, whatever is there of it at a time."""
+        """Stream a response, in batches of the parts that are ready."""
         parts: asyncio.Queue[Part | None] = asyncio.Queue(_WAITING)
         gone, body, ended = asyncio.Event(), iter([request.body]), False
         head: Message | None = None
@@ -186,7 +186,7 @@ class Engine:
             gone.set()
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task}, timeout=_GOODBYE)
+                await asyncio.wait({task}, timeout=_GOODBYE_SECONDS)
 
     def _parts(
         self, head: Message | None, message: Message, begun: bool, request: Forwarded

@@ -40,15 +40,15 @@ from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
-# Engines that a request is sent to at most.
+# Most engines to which a request is sent.
 _ATTEMPTS = 3
-# Seconds that engines get to answer a scrape or the like.
-_MERGED_PATIENCE = 10.0
-# Seconds that engines get to tell their health: probes wait a few seconds at most.
-_HEALTH_PATIENCE = 2.0
-# Seconds to collect the answers that have come, once others are late.
-_COLLECTING = 0.5
-# Of a scope, what an engine's application looks at; the rest is this process's.
+# Time for all engines to answer a scrape or the like.
+_MERGED_SECONDS = 10.0
+# Time for all engines to report their health: probes wait a few seconds at most.
+_HEALTH_SECONDS = 2.0
+# Time to collect the answers received so far, once an engine is late.
+_COLLECTING_SECONDS = 0.5
+# Entries of a scope that an engine's application reads; the others belong to this process.
 _FORWARDED = (
     *("method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme"),
     "app_root_path",
@@ -110,14 +110,14 @@ class Ingress:
         return await _Answer(self._engines, _forwarded(request.scope), body).response(route)
 
     async def _merged(self, request: Request) -> Response:
-        """Ask all engines; the answer is made of those that answer in time."""
+        """Ask all engines and merge the answers that come in time."""
         path, got = request.url.path, []
         forwarded = Forwarded(_forwarded(request.scope), b"", Route(), is_last=True)
         asked = self._engines.broadcast("answer_whole", forwarded)
-        seconds = _HEALTH_PATIENCE if path in HEALTH else _MERGED_PATIENCE
+        seconds = _HEALTH_SECONDS if path in HEALTH else _MERGED_SECONDS
         try:
             got = await asked.results_async(timeout_s=seconds, return_exceptions=True)
-        except TimeoutError:  # raised if any engine is late, whatever the others have said
+        except TimeoutError:  # raised if any engine is late
             got = await asyncio.to_thread(_come, asked)
         except RayServeException as error:
             log.warning("no engine can be asked: %s", error)
@@ -130,16 +130,16 @@ def _come(asked: DeploymentBroadcastResponse) -> list[Any]:
     ``results`` waits for each engine by itself, which ``results_async`` does not; it blocks.
     """
     try:
-        return asked.results(timeout_s=_COLLECTING, return_exceptions=True)
+        return asked.results(timeout_s=_COLLECTING_SECONDS, return_exceptions=True)
     except (RayServeException, TimeoutError, CancelledError):  # no engine has been asked yet
         return []
 
 
 class _Answer:
-    """The answer of the first engine that has one, to a request with a body.
+    """An answer, from the first engine that does not decline the request.
 
-    An engine that is lost before an answer has begun is replaced by another; a stream that has
-    begun ends with the API's event of an error.
+    If an engine is lost before its answer has begun, another engine is asked; a stream that has
+    begun ends with the API's error event.
     """
 
     def __init__(self, engines: DeploymentHandle, scope: Mapping[str, Any], body: Body) -> None:
@@ -211,7 +211,7 @@ class _Answer:
             log.warning("another engine is asked, since one does not answer: %s", lost)
 
     def _news(self, part: Head | BodyPart) -> bytes | None:
-        """Return what the client gets of a part; None if that is to wait."""
+        """Return the bytes of a part for the client; None if they must wait."""
         if isinstance(part, Head):
             if self._is_sent and not part.is_stream:
                 raise EngineError("the engine that answered was lost, and no other has answered")
@@ -233,7 +233,7 @@ class _Answer:
 
 
 def _forwarded(scope: Scope) -> dict[str, Any]:
-    """Return what an engine needs of a scope, with the id by which both log the request."""
+    """Return a scope's entries for an engine, with the id by which both log the request."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
     headers.append((b"x-request-id", current_record().request_id.encode()))
     return {**{name: scope[name] for name in _FORWARDED if name in scope}, "headers": headers}

@@ -20,9 +20,9 @@ Answers = Sequence[tuple[Head, bytes]]
 
 
 def merged(path: str, answers: Answers) -> Response:
-    """Return one answer for a path of `MERGED`; `NotReadyError` if no engine has one.
+    """Return one answer for a path of `MERGED`: engines' answers merged, or else a refusal.
 
-    If engines refuse, and none answers, the refusal of one stands for all.
+    Raises `NotReadyError` if no engine answers, except for health.
     """
     good = [(head, body) for head, body in answers if head.status == 200 or path in HEALTH]
     if good:
@@ -51,7 +51,7 @@ def _stats(answers: Answers) -> Response:
 
 
 def _contexts(answers: Answers) -> Response:
-    """All engines' contexts and room; one in a store that they share is its holder's."""
+    """All engines' contexts and room; a context in a shared store is listed as its holder's."""
     found: dict[str, Any] = {}
     lists = [json.loads(body) for _, body in answers]
     for context in (context for one in lists for context in one["data"]):

@@ -60,6 +60,6 @@ class PrefixRouter(RequestRouter):
 
 
 def _route(pending: PendingRequest) -> Route:
-    """Return the route of the request that is forwarded, as `Engine.answer` takes it."""
+    """Return the route of a pending call of `Engine.answer`."""
     route: Route = pending.args[0].route
     return route

@@ -1,4 +1,4 @@
-"""The choice of an engine for a request: the one that has the least left to read.
+"""The choice of an engine for a request: the engine that has the least left to read.
 
 Prompts are compared by a chain of hashes. Reading, waiting and answering are counted in one unit,
 bytes of JSON. Why this is not Ray's ``PrefixCacheAffinityRouter`` is in docs/LOG.md.
@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 # Bytes of a block: prompts are compared in whole blocks.
-BLOCK = 512
-# Bytes of prompt that slow a request down as much as an answer beside it: answers share steps.
-ANSWER = 256
+BLOCK_BYTES = 512
+# An answer slows other requests down as much as this much of a prompt: answers share steps.
+ANSWER_BYTES = 256
 # Blocks that are remembered of each engine: 256 MiB of text in about 80 MB.
 _REMEMBERED = 1 << 19
 _HASH_BYTES = 8
@@ -36,7 +36,7 @@ class Route:
     length : int
         Bytes of the prompt as JSON.
     blocks : tuple of bytes
-        Of each whole block of `BLOCK` bytes: the hash of the prompt up to its end.
+        Of each whole block of `BLOCK_BYTES` bytes: the hash of the prompt up to its end.
     holder : str
         `engine_tag` of the engine whose context is asked for; empty if none is.
     avoid : mapping of str to bool
@@ -53,13 +53,13 @@ class Route:
 
 
 class _Fields(msgspec.Struct):
-    """The fields that decide a route, those of the prompt as the bytes that were sent.
+    """A body's fields that decide a route; the prompt's fields as the bytes that were sent.
 
-    All else is passed over, since other threads wait meanwhile: of 64 MiB some 16 ms (one text) to
-    130 ms (the smallest values), where `json.loads` takes 0.1 to 5 s.
+    Other fields are not decoded, since other threads wait meanwhile: 64 MiB take 16 ms (one text)
+    to 130 ms (the smallest values), where `json.loads` takes 0.1 to 5 s.
     """
 
-    # Of all endpoints, in the order in which they become the prompt.
+    # All endpoints' fields of the prompt, in the order in which they become the prompt.
     tools: msgspec.Raw = _NONE
     system: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
@@ -74,7 +74,7 @@ _decoder = msgspec.json.Decoder(_Fields)
 
 
 def route_of(body: bytes | bytearray, owner: str) -> Route:
-    """Return the route of a body; one that is no JSON object is any engine's to refuse.
+    """Return the route of a body; of an invalid body, an empty route: any engine may refuse it.
 
     Prompts of different ``owner`` or ``cache_salt`` share nothing, as in the prefix cache.
     """
@@ -85,16 +85,16 @@ def route_of(body: bytes | bytearray, owner: str) -> Route:
     before = b"%s\n%s\n" % (owner.encode(), bytes(salt))
     blocks = []
     data = memoryview(b"".join(prompt))
-    for end in range(BLOCK, len(data) + 1, BLOCK):
+    for end in range(BLOCK_BYTES, len(data) + 1, BLOCK_BYTES):
         link = hashlib.blake2b(before, digest_size=_HASH_BYTES)
-        link.update(data[end - BLOCK : end])
+        link.update(data[end - BLOCK_BYTES : end])
         before = link.digest()
         blocks.append(before)
     return Route(len(data), tuple(blocks), tag_of(context or ""))
 
 
 def engine_tag(replica: str) -> str:
-    """Return what the ids of an engine's contexts begin with: 8 hexadecimal digits."""
+    """Return the 8 hexadecimal digits with which the ids of an engine's contexts begin."""
     return hashlib.blake2b(replica.encode(), digest_size=4).hexdigest()
 
 
@@ -104,7 +104,7 @@ def tag_of(context: str) -> str:
 
 
 class EngineTable(Generic[Engine]):
-    """The prompts that each engine has read, and its requests in flight, of those routed here."""
+    """The prompts that each engine has read, and its requests in flight, as routed here."""
 
     def __init__(self) -> None:
         self._read: dict[Engine, OrderedDict[bytes, None]] = {}
@@ -117,7 +117,7 @@ class EngineTable(Generic[Engine]):
             self.forget(engine)
 
     def forget(self, engine: Engine) -> None:
-        """Forget what an engine has read: it was lost, or started again."""
+        """Forget an engine's prompts: it was lost or started again."""
         self._read.pop(engine, None)
 
     def unread(self, engine: Engine, route: Route) -> int:
@@ -128,19 +128,19 @@ class EngineTable(Generic[Engine]):
             if block not in read:
                 break
             count += 1
-        return route.length - count * BLOCK
+        return route.length - count * BLOCK_BYTES
 
     def order(self, engines: Mapping[Engine, str], route: Route) -> list[Engine]:
         """Return engines by the bytes to be read before an answer could begin, fewest first.
 
         The prompt's own unread bytes count twice, since they delay later requests as well: counted
         once, a text would be read and cached on a second engine for a slightly earlier answer.
-        ``engines`` maps to replica ids. Of equal engines the one with the least cached is first.
+        ``engines`` maps to replica ids. Equal engines are ordered by their cached blocks.
         """
         left = dict.fromkeys(engines, 0)
         for engine, unread, placed in self._placed.values():
             if engine in left:
-                left[engine] += ANSWER + (0 if placed.is_read else unread)
+                left[engine] += ANSWER_BYTES + (0 if placed.is_read else unread)
 
         def cost(engine: Engine) -> tuple[bool, bool, int, int]:
             replica = engines[engine]
@@ -167,5 +167,5 @@ class EngineTable(Generic[Engine]):
             read.popitem(last=False)
 
     def end(self, request: str) -> None:
-        """Note that a request has ended, however it did."""
+        """Note that a request has ended."""
         self._placed.pop(request, None)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.ray_serve.routing import (
-    ANSWER,
-    BLOCK,
+    ANSWER_BYTES,
+    BLOCK_BYTES,
     EngineTable,
     Route,
     engine_tag,
@@ -31,8 +31,8 @@ def route(text: str = "", **fields: Any) -> Route:
 def test_questions_about_a_text_share_all_blocks_before_them() -> None:
     one, two = route(TEXT + "Who wrote it?"), route(TEXT + "When?", max_tokens=5, stream=True)
     shared = sum(a == b for a, b in zip(one.blocks, two.blocks, strict=False))
-    assert shared >= len(TEXT) // BLOCK
-    assert one.length - BLOCK < len(one.blocks) * BLOCK <= one.length
+    assert shared >= len(TEXT) // BLOCK_BYTES
+    assert one.length - BLOCK_BYTES < len(one.blocks) * BLOCK_BYTES <= one.length
 
 
 @pytest.mark.parametrize("salt", ["x", 7])
@@ -80,11 +80,11 @@ def test_what_is_unread_is_what_no_prompt_of_the_engine_has_begun_with(
     texts = [[f"{which} {block}".encode() for block in range(12)] for which in range(3)]
     longest = dict.fromkeys([(engine, which) for engine in "ab" for which in range(3)], 0)
     for number, (engine, which, blocks) in enumerate(placed):
-        table.place(engine, str(number), Route(blocks * BLOCK, tuple(texts[which][:blocks])))
+        table.place(engine, str(number), Route(blocks * BLOCK_BYTES, tuple(texts[which][:blocks])))
         longest[engine, which] = max(longest[engine, which], blocks)
     for (engine, which), read in longest.items():
-        asked = Route(12 * BLOCK + 5, tuple(texts[which]))
-        assert table.unread(engine, asked) == (12 - read) * BLOCK + 5
+        asked = Route(12 * BLOCK_BYTES + 5, tuple(texts[which]))
+        assert table.unread(engine, asked) == (12 - read) * BLOCK_BYTES + 5
     for number in range(len(placed)):
         table.end(str(number))
     assert not table._placed
@@ -115,8 +115,8 @@ def test_a_text_is_read_again_where_waiting_would_take_longer() -> None:
     while table.order(ENGINES, asked)[0] == "a":
         waiting += 1
         table.place("a", str(waiting), asked)
-    rest = asked.length % BLOCK
-    assert waiting == -(-2 * (asked.length - rest) // (rest + ANSWER))
+    rest = asked.length % BLOCK_BYTES
+    assert waiting == -(-2 * (asked.length - rest) // (rest + ANSWER_BYTES))
     table.end("1")
     assert table.order(ENGINES, asked)[0] == "a"
 
@@ -150,4 +150,4 @@ def test_what_a_lost_engine_has_read_is_forgotten() -> None:
     assert table.unread("a", asked) == asked.length
     table.end("0")  # its request ends after it
     table.place("b", "1", asked)
-    assert table.unread("b", asked) < BLOCK
+    assert table.unread("b", asked) < BLOCK_BYTES
