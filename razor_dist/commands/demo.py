@@ -20,7 +20,7 @@ def demo(
 ) -> None:
     """Find one sentence in a document of 7,000 tokens; other flags go to serve."""
     ranks = world_size or min(max(2, usable_cores()), _MOST_RANKS)
-    # Imported here, so that --help does not wait for what the demo draws with.
+    # Imported here, so that --help does not wait for the demo's libraries.
     from razor_dist.evals.demo import main
 
     raise typer.Exit(main(ranks, context.args))

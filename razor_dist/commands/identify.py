@@ -125,7 +125,7 @@ identify = typer.Typer(
 
 
 def _check(method: str, common: CommonOptions, settings: Any, own: Mapping[type, Any]) -> None:
-    """Raise `ConfigError` for what can be seen to be wrong without a look at the model."""
+    """Raise `ConfigError` for mistakes that show without the model."""
     check_writable(common.out, common.plot)
     if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")

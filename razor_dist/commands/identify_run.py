@@ -261,7 +261,7 @@ def _measured(
     kind: str,
     used: Mapping[str, Any] | None = None,
 ) -> HeadMap:
-    """Score a model's KV heads by a criterion and decide; record the settings and what is used."""
+    """Score a model's KV heads by a criterion and decide; the map records settings and ``used``."""
     loaded = model.load()
     with _progress("measuring samples", settings.samples) as (tick, seconds):
         scores = score(loaded, batch, criterion(loaded, settings), tick)
@@ -374,7 +374,7 @@ _FINDERS: Mapping[str, Callable[[ModelSource, Any, Own], HeadMap | None]] = {
 def _progress(
     label: str, total: int, done: int = 0, *, silent: bool = False
 ) -> Iterator[tuple[Callable[..., None], Callable[[], str]]]:
-    """Show a progress bar on stderr; yield a function that moves it by one, and a clock's."""
+    """Show a progress bar on stderr; yield functions to advance it and to read its clock."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console, began = Console(stderr=True), time.monotonic()
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=silent) as bar:
@@ -386,14 +386,14 @@ def _progress(
 
 
 def _kept_by_score(found: HeadMap) -> str:
-    """Say what a map with one score of KV heads keeps, and by what margin."""
+    """Return, in words, the heads that a map with one score keeps, and by what margin."""
     [(kind, scores)] = found.kv_scores.items()
     edge = _edge(scores, sum(map(sum, found.retrieval)), f"a {kind} of ")
     return f"kept {HeadMapSummary.of('', found)}{edge}"
 
 
 def _edge(scores: Scores, chosen: int, what: str = "") -> str:
-    """Say the lowest of the scores chosen and the highest left out, if there are both."""
+    """Return, in words, the lowest chosen score and the highest score left out, if both exist."""
     ranked = sorted((score for row in scores for score in row), reverse=True)
     if not 0 < chosen < len(ranked):
         return ""

@@ -43,11 +43,12 @@ from razor_dist.jobs.results import differences
 from razor_dist.models.loader import dtype_name
 
 _FOUND_HERE = ("razor", "onthefly", "kvzip", "reach")  # by a few passes, without training
-_PASSKEYS = 4000  # tokens of onthefly's longest sample: it is to take about as long as the others
+# Tokens of onthefly's longest sample: then it takes about as long as the other criteria.
+_PASSKEYS_TOKENS = 4000
 
 
 def run(config: MapsConfig, criteria: Sequence[str] | None, out: Path) -> str:
-    """Find what maps the folder lacks, measure windows, compare all; return the page."""
+    """Find the maps that the folder lacks, measure windows, compare all; return the page."""
     names = list(dict.fromkeys(criteria or (*_FOUND_HERE, UPPER_BOUND)))
     for name in names:
         if name not in (*_FOUND_HERE, UPPER_BOUND) and not name.endswith(".json"):
@@ -156,7 +157,7 @@ def _found(name: str, options: CommonOptions, settings: Mapping[str, Any]) -> tu
         began = time.monotonic()
         classes = (WindowOptions, BudgetOptions)
         own: dict[type, Any] = {cls: cls() for cls in classes}
-        own[PasskeyOptions] = PasskeyOptions(max_tokens=_PASSKEYS)
+        own[PasskeyOptions] = PasskeyOptions(max_tokens=_PASSKEYS_TOKENS)
         settings_class, *_ = METHODS[name][1]
         seeded = "seed" in {field.name for field in fields(settings_class)}
         identify(name, options, settings_class(**({"seed": options.seed} if seeded else {})), own)

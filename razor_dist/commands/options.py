@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from razor_dist.documents.collect import DocumentSource
     from razor_dist.jobs.results import Record
 
-# Exit code of a command that has done what could be done, where some of its inputs (documents,
-# requests, prefixes) were not usable. 1 is a failure of the command, 2 a mistake in its arguments.
+# Exit code of a command that has left out unusable inputs (documents, requests, prefixes) and done
+# the others. 1 is a failure of the command, 2 a mistake in its arguments.
 EXIT_SOME_FAILED = 3
 
 _Parameters: TypeAlias = dict[str, inspect.Parameter]
@@ -36,7 +36,7 @@ Encoding = Annotated[
 
 
 def documents(inputs: Sequence[str], encoding: str | None) -> list[DocumentSource]:
-    """Collect the documents that a command is given; name on stderr what cannot be read."""
+    """Collect the documents that a command is given; name unreadable files on stderr."""
     from razor_dist.documents.collect import collect
 
     sources, left_out = collect(inputs, encoding)
@@ -66,10 +66,10 @@ def with_config_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a typer command one flag for each setting of ``cls``, and ``--config``.
 
-    A command with a parameter ``config`` gets the settings. Another is called with ``config_file``
-    (path or None) and ``flags``, a dict of the flags by field name in which None means "not given":
-    what `load_config` wants. Its own options, if any, are keyword arguments with typer defaults, or
-    dataclasses as those of `with_options`. Fields in ``leave_out`` get no flag.
+    A command with a parameter ``config`` gets the settings. Other commands get the arguments of
+    `load_config`: ``config_file`` (path or None) and ``flags`` by field name, None if not given.
+    Further options are keyword arguments with typer defaults, or dataclasses as for `with_options`.
+    Fields in ``leave_out`` get no flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -151,7 +151,7 @@ def _options(cls: Any, flags: Mapping[str, str] = MappingProxyType({})) -> _Para
 def _signed(
     run: Callable[..., None], command: Callable[..., None], parameters: list[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Give ``run`` the name and text of a command, and the parameters that typer shall see."""
+    """Give ``run`` the name and docstring of a command, and the parameters for typer."""
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -54,7 +54,7 @@ def _serve_under(torchrun: Torchrun, config_file: str | None, flags: dict[str, A
         if torchrun.rank == 0:
             raise
         time.sleep(HOLD_BACK_SECONDS)
-        # Still here, so this is another node than rank 0's: its own user reads what it prints.
+        # Reached only on other nodes than rank 0's, each of which has its own output.
         if torchrun.local_rank == 0:
             raise
         return 2

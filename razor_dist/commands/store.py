@@ -1,4 +1,4 @@
-"""``razor-dist store``: what is in a directory of prefixes."""
+"""``razor-dist store``: list, verify and prune a directory of prefixes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ store = typer.Typer(
     help="List, verify and prune stored prefixes.", no_args_is_help=True, rich_markup_mode=None
 )
 
-_WIDTH, _TITLE = 120, 40  # characters of a table, and of a document's name, of which the end counts
+# Characters of a table, and of a document's name, which is cut off at its beginning.
+_WIDTH, _TITLE = 120, 40
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A server's --prefix-store.")]
 
 
 @store.command("list")
 def list_(directory: Directory) -> None:
-    """List the prefixes, those that were used last first.
+    """List the prefixes, the last used first.
 
-    What prefill has read has the document's name.
+    Prefixes that prefill has read have the document's name.
     """
     from rich.console import Console
     from rich.table import Table
@@ -74,8 +75,7 @@ def verify(directory: Directory) -> None:
     whole, bad = 0, set[Path]()
     for folder in _folders(directory):
         found: dict[str, Manifest] = {}
-        # Twice, since the first list may lack a node that was written meanwhile, and have the
-        # nodes that follow on it.
+        # Twice: the first list may have a node's children and lack the node, written meanwhile.
         for _ in range(2):
             for path in node_folders(folder):
                 if path.name in found or path in bad:
@@ -88,10 +88,10 @@ def verify(directory: Directory) -> None:
                         typer.echo(f"{path}: {error}", err=True)
         while lost := [name for name, m in found.items() if m.parent and m.parent not in found]:
             for name in lost:
-                # A server removes a node after those that follow on it.
+                # A server removes a node after its children.
                 if (folder / name).exists():
                     bad.add(folder / name)
-                    typer.echo(f"{folder / name}: what it follows on is missing", err=True)
+                    typer.echo(f"{folder / name}: its parent is missing", err=True)
                 del found[name]
         whole += len(found)
     typer.echo(f"{whole} prefixes are whole, {len(bad)} are not")
@@ -109,10 +109,7 @@ def prune(
         float | None, typer.Option(min=0, metavar="DAYS", help="Remove what was not used since.")
     ] = None,
 ) -> None:
-    """Remove what is damaged or lost what it follows on; what is old or too much, if wanted.
-
-    Contexts that have expired are removed, too.
-    """
+    """Remove damaged prefixes, their children and expired contexts; old or too many if wanted."""
     from razor_dist.prefix.parts import BadPartError
     from razor_dist.prefix.store import (
         WriterLock,
@@ -166,7 +163,7 @@ def _folders(directory: Path) -> list[Path]:
 
     found = folders(directory)
     if not found:
-        try:  # what `folders` passes over: a server of another user has its store for itself
+        try:  # `folders` ignores errors, such as of another user's store
             for name in os.listdir(directory):
                 if re.fullmatch("[0-9a-f]+", name) and (inside := directory / name).is_dir():
                     os.listdir(inside)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from razor_dist.config.cgroups import CGROUPS, MEMBERSHIP, own_cgroups
 
-# Turns of its waiting loop that an OpenMP thread makes before it sleeps: 0.1 to 0.5 ms, which
-# covers the gaps between the operations of a decode step. GNU's default, 300,000, is 28 ms on some
-# machines, all of it taken from the thread that is waited for where another program has its core.
+# Turns of its waiting loop before an OpenMP thread sleeps: 0.1 to 0.5 ms, which covers the gaps
+# between the operations of a decode step. GNU's default, 300,000, is 28 ms on some machines. If
+# another program has a core, that time is taken from the thread for which the others wait.
 _SPINS = "5000"
 
 

@@ -14,10 +14,7 @@ LOG_ENV = _LEVEL, _FORMAT = "RAZOR_LOG_LEVEL", "RAZOR_LOG_FORMAT"
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text; with ``discreet`` an exception is its type and where it was raised.
-
-    What it says may quote what a client wrote.
-    """
+    """A line of text; with ``discreet`` without exceptions' messages, which may quote a client."""
 
     def __init__(self, *, discreet: bool = False) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -60,7 +57,7 @@ def set_up_logging(level: str, style: str = "text", *, discreet: bool = False) -
     formatter = JsonFormatter if style == "json" else TextFormatter
     handler.setFormatter(formatter(discreet=discreet))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # Ours tell of starting, ending and requests already.
+    # Our own lines report start, end and requests.
     logging.getLogger("uvicorn.error").setLevel("WARNING")
 
 

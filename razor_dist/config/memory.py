@@ -1,4 +1,4 @@
-"""The memory that this process occupies, and what is free for it."""
+"""The memory that this process occupies, and the memory that is free for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def die_first() -> None:
 
 
 def free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the host's free memory, or what the limits of this process's cgroups leave of it."""
+    """Return the host's free memory in bytes, or less if this process's cgroups limit it."""
     left = map(_left, own_cgroups("memory", cgroups, membership))
     return int(max(0, min([psutil.virtual_memory().available, *left])))
 

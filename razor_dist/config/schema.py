@@ -62,7 +62,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     # Heading in --help of the fields that a subclass adds with a plain pydantic.Field.
     group: ClassVar[str] = "Options"
-    makes_store: ClassVar[bool] = False  # what prefix_store_gb alone bounds
+    makes_store: ClassVar[bool] = False  # a store of its own, which prefix_store_gb bounds
 
     model: str = _model("smollm2", "Embedded model, folder or hub id.", min_length=1)
     attention: Literal["razor", "full", "streaming"] = _model(

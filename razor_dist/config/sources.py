@@ -23,9 +23,9 @@ from razor_dist.config.schema import RENAMED, EngineConfig, JobConfig, ServerCon
 from razor_dist.config.validation import SettingError, is_optional, unknown
 
 ENV_PREFIX = "RAZOR_"
-# Variables with our prefix that are no settings: where ranks meet, which one of our processes sets
-# for another, the switch of `razor_dist.kernels.compiled`, and what Kubernetes tells every pod of a
-# Service whose name begins with razor; one that is called razor has a RAZOR_PORT=tcp://...
+# Variables with our prefix that are no settings: the ranks' meeting place, which our processes set,
+# the switch of `razor_dist.kernels.compiled`, and Kubernetes' variables about a Service whose name
+# begins with razor, such as RAZOR_PORT=tcp://... for a Service called razor.
 _NO_SETTINGS = re.compile(
     r"RAZOR_((RENDEZVOUS|DIST_CPU_KERNELS)=|"
     r"([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=[a-z]+://))"
@@ -206,7 +206,7 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
 
 
 def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str], str]) -> Settings:
-    """Raise `ConfigError` for unknown names, and for a setting's old name beside its new one."""
+    """Return settings with their source; `ConfigError` for unknown names and names given twice."""
     settings = {}
     for given, value in values.items():
         name = _current(given)
@@ -225,7 +225,7 @@ def _in(source: str) -> str:
 
 
 def _value(cls: type[Config], name: str, value: Any) -> Any:
-    """Read "none" where a setting may be none or is a list, by default empty."""
+    """Read "none" as None for an optional setting, as () for a list that is empty by default."""
     field = cls.model_fields.get(name)
     if field is None or not isinstance(value, str) or value.lower() != "none":
         return value

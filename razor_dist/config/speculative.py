@@ -16,14 +16,14 @@ _Alike = Annotated[int | None, Field(ge=1, le=64)]
 @explained(_NAME)
 @dataclass(frozen=True, config=STRICT)
 class SpeculativeConfig:
-    """Drafts of tokens that may follow an answer's last one, which one step verifies.
+    """Drafts of tokens that may follow an answer's last token, verified in one step.
 
-    ``method``                  lookup: what followed where the last tokens stood before, while
-                                that pays; ngram: vLLM's method, a draft wherever there is a match
-    ``num_speculative_tokens``  of a draft, at most; drafts have 1, 3, 7, 15, 31 or 63 tokens
-    ``prompt_lookup_min``       tokens that must be alike, at least; none: 2, or
-                                ``prompt_lookup_max`` if that is less; of ngram 5
-    ``prompt_lookup_max``       tokens that are compared, at most; none: 16; of ngram
+    ``method``                  lookup: the tokens behind an earlier occurrence of the last tokens,
+                                while drafts pay; ngram: vLLM's method, a draft at each match
+    ``num_speculative_tokens``  most tokens of a draft; drafts have 1, 3, 7, 15, 31 or 63 tokens
+    ``prompt_lookup_min``       fewest tokens that must match; none: 2, or
+                                ``prompt_lookup_max`` if that is less; for ngram 5
+    ``prompt_lookup_max``       most tokens that are compared; none: 16; for ngram
                                 ``prompt_lookup_min``
 
     Raises `SettingError` for a value of the wrong type or out of range.

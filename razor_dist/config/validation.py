@@ -55,7 +55,7 @@ _TYPES: dict[Any, str] = {
 
 
 class SettingError(ConfigError):
-    """The value of a setting is wrong, or those of several ``names`` are beside each other."""
+    """The value of a setting is wrong, or the values of several ``names`` contradict."""
 
     def __init__(self, message: str, *names: str) -> None:
         super().__init__(message)
@@ -121,7 +121,7 @@ def made(
 def object_setting(
     cls: type[Object], name: str, value: object, words: str = "none"
 ) -> Object | None:
-    """Make an object by `made`, also from JSON text; ``words`` name what else is allowed."""
+    """Make an object by `made`, also from JSON text; ``words`` name other values, for errors."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -149,7 +149,7 @@ Share = Annotated[float, BeforeValidator(share_of)]
 
 
 def split(value: Any) -> Any:
-    """Take "a,b" for a list: a flag or a variable is one text."""
+    """Split "a,b" from a flag or a variable into a list."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
@@ -236,7 +236,7 @@ def check_percent(name: str, value: float) -> None:
 
 
 def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
-    """Return a sentence about an unknown ``what``, with the nearest known one if there is one."""
+    """Return a sentence about an unknown ``what``, with the nearest known name or all names."""
     near = FOREIGN_SETTINGS.get(name)
     if near not in known:
         near = nearest(name, known)
@@ -259,9 +259,9 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 def explain(
     error: ValidationError, fields: Mapping[str, FieldInfo], setting: str | None = None
 ) -> SettingError:
-    """Return the first of pydantic's complaints as a sentence without a trace of pydantic.
+    """Return pydantic's first complaint as a sentence in the style of the other errors.
 
-    The fields are those of the ``setting``'s value, if it is given.
+    With a ``setting``, ``fields`` are those of its value.
     """
     problem = error.errors(include_url=False)[0]
     path, kind, context = [str(p) for p in problem["loc"]], problem["type"], problem.get("ctx", {})
@@ -287,7 +287,7 @@ def explain(
         whole = {k: int(v) for k, v in context.items() if isinstance(v, float) and v.is_integer()}
         wanted = _WANTED[kind].format(**context | whole)
     else:
-        # The innermost that is a field: what follows it is an index, or the member of a union.
+        # The innermost field in the path: an index or a union's member may follow it.
         field = next(fields[part] for part in reversed(path) if part in fields)
         wanted = field.title or _type_in_words(field)
     # A number given as text (by a flag or a variable) reads better without its quotes.

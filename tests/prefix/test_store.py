@@ -166,7 +166,7 @@ def test_a_store_that_a_server_changes_is_not_damaged(
     shutil.rmtree(folder / "late")
     parents["late"] = "missing"
     assert main(["store", "verify", str(tmp_path)]) == 1
-    assert "what it follows on is missing" in capsys.readouterr().err
+    assert "its parent is missing" in capsys.readouterr().err
 
 
 def _prefilling(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
