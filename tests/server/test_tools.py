@@ -109,8 +109,10 @@ def test_markers_within_a_call_may_be_special_tokens() -> None:
     pieces = [assembler.push(Token("a", token)) for token in ids]
     pieces.append(assembler.push(Token("a", 2, finish="stop")))
     assert "[" not in "".join(piece.text for piece in pieces)
-    text, calls, finish = ToolParser(ToolUse("mistral", NAMES), tokenizer).read(pieces, "stop")
-    assert (text, finish) == ("I look. ", "tool_calls")
+    parser = ToolParser(ToolUse("mistral", NAMES), tokenizer)
+    *_, (last, calls) = read = [parser.read(piece) for piece in pieces]
+    assert "".join(piece.text for piece, _ in read) == "I look. "
+    assert last.finish_reason == "tool_calls"
     assert [call["function"] for call in calls] == [
         {"name": "get_weather", "arguments": PARIS},
         {"name": "get_time", "arguments": "{}"},
