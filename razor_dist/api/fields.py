@@ -249,7 +249,7 @@ Metadata = Annotated[
 
 
 class Hints(Strict):
-    """Fields that are taken and ignored: notes, and hints to OpenAI's own service."""
+    """Fields without effect on answers' text: notes, and hints to OpenAI's own service."""
 
     user: Annotated[str, Field(max_length=512)] | None = None
     metadata: Metadata | None = None

@@ -264,7 +264,7 @@ def _sources(path: Path, encoding: str | None) -> Iterator[DocumentSource]:
 
 
 def _needs_encoding(path: Path) -> bool:
-    """True if a text file, perhaps gzipped, is neither UTF-8 nor UTF-16 with a BOM."""
+    """True if a text, perhaps gzipped, has NUL or ESC, or is neither UTF-8 nor UTF-16 with BOM."""
     is_packed = path.suffix.lower() == ".gz"
     with gzip.open(path) if is_packed else path.open("rb") as file:
         first = "utf-16" if file.peek(2).startswith(BOMS_OF_UTF16) else "utf-8"

@@ -12,7 +12,8 @@ import pypdfium2.raw as raw  # type: ignore[import-untyped]
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.read import ReadLimits
 
-# A line of at least this share of a page's longest line was broken because it was full.
+# A line was broken because it was full if, with the next word, it is longer than this share of the
+# page's longest line.
 _FULL = 0.8
 # A page whose longest line is shorter is a list.
 _LEAST_CHARACTERS = 40

@@ -41,8 +41,8 @@ def split(text: str, limit: int, count: Count) -> list[str]:
     """Cut a text into as few, and as even, parts as hold it, each of at most ``limit`` tokens.
 
     Parts consist of whole units: chapters, or a long chapter's sections, or in turn paragraphs,
-    lines, sentences, words, characters. A part's length is the sum of its units' tokens, which may
-    differ a little from its own tokens.
+    lines, sentences, words, characters; joined, they are the text. A part's length is the sum of
+    its units' tokens, which may differ a little from its own tokens.
     """
     units = _units(text, limit, count, 0)
     fewest = len(_packed(units, limit))
@@ -95,7 +95,7 @@ def _characters(text: str, limit: int, count: Count) -> list[tuple[str, int]]:
 
 
 class Places:
-    """The pages of a PDF file, or other documents' headings: lines that begin with #."""
+    """The pages of a PDF file, or other documents' headings: with #, or a plain "CHAPTER 1"."""
 
     def __init__(self, document: Document) -> None:
         self._pages = document.pages

@@ -58,9 +58,9 @@ def queries_travel(
     """True if pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
 
     pass-KV moves every earlier key and value to the P-1 other ranks; pass-Q moves every query of
-    the chunk there and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is
-    in bytes of a query's number, ``kv_bytes`` in bytes of a key and its value. Both are counted for
-    one KV head.
+    the chunk there and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is a
+    query's, in bytes, ``kv_bytes`` are the bytes of a key and its value. The bytes of both ways are
+    counted for one KV head: they are in proportion to the heads.
     """
     q_bytes = (chunk.end - chunk.begin) * group * (dim * itemsize + 4 * (dim + 1))
     return q_bytes < earlier_tokens * kv_bytes

@@ -21,7 +21,7 @@ def owned_tokens(at: Interval, rank: int, world_size: int) -> range:
 
 
 def is_even(chunk: Chunk) -> bool:
-    """True if ranks store equally many of a chunk's tokens whether they share or all compute it."""
+    """True if each rank stores as many of a chunk's tokens as if all ranks computed all of them."""
     size = chunk.world_size
     return all(len(owned_tokens(chunk.span, r, size)) == chunk.tokens(r) for r in range(size))
 
