@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -22,16 +23,21 @@ from razor_dist.config.errors import EngineError, ProcessKilledError, RequestErr
 from razor_dist.frontend.child_process import CLOSED
 from razor_dist.frontend.prompts import PromptLimits
 from razor_dist.models.registry import resolve_model
-from razor_dist.protocol.messages import HEADER_SIZE, Failed, decoder
+from razor_dist.protocol.messages import HEADER_SIZE, Failed, decoder, encode
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server.parsing_process import ParsingProcess
 from tests import fake_engine
 from tests.server.long_bodies import ENCODER, MILLION, body, ids, words
+from tests.server.message_bodies import asking, document, pdf_source, text_source
+from tests.server.tool_calls import HERMES
+from tests.server.tool_calls import encoder as with_template
 
 pytestmark = pytest.mark.anyio
-LIMITS = Limits("smollm2", 4, PromptLimits(2 * MILLION, fake_engine.VOCAB_SIZE), {})
+SIZES = PromptLimits(2 * MILLION, fake_engine.VOCAB_SIZE)
+LIMITS = Limits("smollm2", 4, SIZES, {}, pins=True)
 
 
+SAID = [{"role": "user", "content": 'Document "a.pdf":\n\nThe castle.\n\nWhy?'}]
 GOOD: list[tuple[Endpoint, dict[str, Any]]] = [
     ("completions", {"prompt": "Hello, world", "stop": ["x", "y"], "temperature": 0.5, "seed": 3}),
     ("completions", {"prompt": [[5, 6], [7]], "logprobs": 2, "ignore_eos": True}),
@@ -44,7 +50,30 @@ GOOD: list[tuple[Endpoint, dict[str, Any]]] = [
             "return_progress": True,
         },
     ),
+    (
+        "chat",
+        {
+            "messages": SAID,
+            "n": 3,
+            "seed": -1,
+            "timeout": 5,
+            "temperature": 1,
+            "logit_bias": {"5": 1},
+            "structured_outputs": {"choice": ["a", "b"]},
+            "repetition_detection": {"max_pattern_size": 9, "min_length": 30},
+            "return_annotations": True,
+        },
+    ),
+    ("responses", {"input": SAID, "metadata": {"a": "b"}, "return_annotations": True}),
+    ("completions", {"prompt": "Hello", "echo": True, "max_tokens": 0, "cache_salt": "mine"}),
+    ("messages", asking(document(pdf_source(b"%PDF-")))),
+    ("messages", asking(document(text_source("Red.")) | {"cache_control": {"type": "ephemeral"}})),
+    ("tokenize", {"prompt": "Hello"}),
 ]
+CALLS: tuple[Endpoint, dict[str, Any]] = (
+    "chat",
+    {"messages": SAID, "tools": [{"type": "function", "function": {"name": "f"}}]},
+)
 BAD: list[tuple[Endpoint, bytes]] = [
     ("completions", b"{"),
     ("completions", body(prompt=[1, 10**30])),
@@ -55,10 +84,15 @@ BAD: list[tuple[Endpoint, bytes]] = [
 ]
 
 
+def written(fields: dict[str, Any]) -> bytes:
+    return json.dumps({"model": "smollm2", **fields}).encode()
+
+
 def told(parsed: ParsedRequest) -> Any:
-    """An parsed as plain values, to compare."""
-    prompts = [(prompt.tokens.tolist(), prompt.params) for prompt in parsed.prompts]
-    return prompts, parsed.stream, parsed.include_usage, parsed.return_progress
+    """A request as plain values, to compare."""
+    prompts = [(p.tokens.tolist(), p.params, encode(p.text)) for p in parsed.prompts]
+    others = {name: value or None for name, value in vars(parsed).items()}
+    return others | {"prompts": prompts, "described": json.dumps(parsed.described)}
 
 
 def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
@@ -82,11 +116,20 @@ def tokens(parsed: ParsedRequest) -> list[int]:
     return parsed.prompts[0].tokens.tolist()
 
 
+@pytest.mark.parametrize(("endpoint", "fields"), [*GOOD, CALLS])
+def test_all_of_a_request_comes_back(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    raw, encoder = written(fields), with_template(HERMES)
+    asked = parsing.Question(endpoint, LIMITS, [], None, len(raw))
+    asked = decoder(parsing.Question)(encode(asked)[HEADER_SIZE:])
+    answered = decoder(parsing.Parsed)(parsing.answer(asked, raw, encoder)[HEADER_SIZE:])
+    assert told(answered.whole) == told(parse_request(endpoint, raw, encoder, LIMITS))
+
+
 @pytest.mark.long
 async def test_another_process_reads_bodies_as_this_one_does() -> None:
     async with reading() as process:
         for endpoint, fields in GOOD:
-            raw = body(**fields)
+            raw = written(fields)
             parsed = await process.parse_request(endpoint, raw, LIMITS)
             assert told(parsed) == told(parse_request(endpoint, raw, ENCODER, LIMITS))
             assert all(prompt.tokens.dtype == np.int32 for prompt in parsed.prompts)
