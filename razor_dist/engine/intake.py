@@ -23,7 +23,7 @@ _LOGPROB_CHUNK_TOKENS = 512
 class Intake:
     """Makes requests for an engine around ``runner``, rank 0's.
 
-    Requests without a seed get theirs from ``seed``. Without ``by_priority`` none has a priority.
+    Requests without a seed get theirs from ``seed``. Without ``by_priority`` a priority is refused.
     """
 
     def __init__(

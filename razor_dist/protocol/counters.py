@@ -18,7 +18,7 @@ class TierCounters(msgspec.Struct):
     hit_tokens: int = 0
     evictions: int = 0
     failures: int = 0  # to read or to write
-    no_room: int = 0
+    no_room: int = 0  # saves for which eviction makes no room
     entries: int = 0  # now
     bytes: int = 0  # now, of all ranks
 
@@ -80,7 +80,7 @@ class Counters(msgspec.Struct):
     bytes_sent: dict[str, int] = {}  # by purpose, of all ranks
     bytes_sent_per_rank: list[int] = []
     prefix_cache: PrefixCounters = msgspec.field(default_factory=PrefixCounters)
-    running: int = 0  # sequences whose prompt is prefilled or that are answered
+    running: int = 0  # sequences that are being prefilled or answered
     waiting: int = 0  # requests
     pinned: dict[str, dict[str, int]] = {}  # by request id and tier, bytes beyond the device
     prompt_tokens: int = 0  # prefilled

@@ -135,7 +135,7 @@ class EngineTable(Generic[Engine]):
 
         The prompt's own unread bytes count twice, since they delay later requests as well: counted
         once, a text would be read and cached on a second engine for a slightly earlier answer.
-        ``engines`` maps to replica ids. Equal engines are ordered by their cached blocks.
+        ``engines`` maps to replica ids. Of equal engines the least cached is first.
         """
         left = dict.fromkeys(engines, 0)
         for engine, unread, placed in self._placed.values():

@@ -101,8 +101,8 @@ class Context:
 def passed(before: Sequence[Context], but: Sequence[Context | None]) -> list[Context]:
     """Return the contexts ``before`` a new one from which marks have moved on.
 
-    The longest stays until the new one is whole. So does a context that a request has named, or
-    keeps for longer than Anthropic's clients can: its owner goes on with it by its id.
+    The longest stays until the new one is whole. A context that a request has named, or keeps for
+    longer than Anthropic's clients can, is not among them: its owner goes on with it by its id.
     """
     if not before or before[-1].pin is None or not before[-1].pin.is_whole:
         return []

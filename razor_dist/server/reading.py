@@ -27,7 +27,7 @@ from razor_dist.server.request_log import current_record
 _LONG_BYTES = 1 << 18
 # Or commas: each may stand for a wrong value, and pydantic's report of 100,000 takes 0.5 s.
 _COMMAS = 1 << 14
-# Of one log-probability while its prompt is read; shaping the answer takes three times as many.
+# Of one log-probability while its prompt is read; shaping the answer takes two to three times it.
 _LOGPROB_BYTES = 128
 
 
