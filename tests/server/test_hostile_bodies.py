@@ -170,7 +170,7 @@ def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
 def test_a_far_too_long_prompt_is_not_tokenised_at_once(
     endpoint: Endpoint, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "_ALWAYS", 2000)
+    monkeypatch.setattr(prompts, "_ALWAYS_TOKENS", 2000)
     longest = 0
 
     class Longest(PromptEncoder):
@@ -237,7 +237,7 @@ def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
     assert (encoder.rendered, encoder.tokenised) == (int(chat), len(text))
     # Of a text that may have too many tokens, no more is counted than is needed to know.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "_PIECE", 100)
+        patch.setattr(prompts, "_PIECE_CHARACTERS", 100)
         encoder.tokenised = 0
         short = PromptLimits(len(text) // 5, 49_152)
         body.answer(encoder, limits._replace(prompt=short))
