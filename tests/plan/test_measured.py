@@ -97,9 +97,10 @@ def measure(
     used, activations = runner.sequences.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
-        allocations, before = Allocations(), runner.sequences[0].prefill
-        windows = [] if before is None else before.windows  # of chunks so far
-        held = [ref(p.k) for window in windows for layer in window.values() for p in layer]
+        allocations = Allocations()
+        windows = [w for cache in runner.caches.streaming for w in cache.chunked.values()]
+        held = [ref(p.k) for window in windows for layer in window.pieces.values() for p in layer]
+        del windows
         with allocations:
             step(one_chunk(0, tokens[chunk.begin : chunk.end], last=chunk.end == prompt))
         assert not any(of() is not None for of in held), "the last chunk's window stays"

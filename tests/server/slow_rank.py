@@ -10,13 +10,13 @@ from typing import Any
 
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
-from razor_dist.protocol.step_plan import StepPlan
+from razor_dist.protocol.step_plan import Compute, StepPlan
 
 CHUNK_SECONDS = 1.0
 
 
 def _slowly(self: ModelRunner, plan: StepPlan) -> Any:
-    if any(entry.sharded for entry in plan.entries):
+    if isinstance(plan, Compute) and any(entry.sharded for entry in plan.entries):
         with open(os.environ["CHUNKS_LOG"], "a") as log:
             log.write(f"{self.comm.rank} {time.monotonic()}\n")
         time.sleep(CHUNK_SECONDS)
