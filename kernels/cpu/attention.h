@@ -30,7 +30,7 @@ using std::optional;
 // cache still when the weights are known.
 constexpr int64_t UNIT = 512;
 constexpr int BLOCK = 64;
-constexpr int QUERIES = WIDTH == 16 ? 4 : 2;  // that share a load, and so many keys:
+constexpr int QUERIES = WIDTH == 16 ? 4 : 2;  // that share a load with SCORED keys
 constexpr int SCORED = 4;
 
 // scores[r, j] = q[r] . k[j] for SCORED keys; their values are fetched meanwhile

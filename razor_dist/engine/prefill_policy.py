@@ -4,8 +4,8 @@ A long prompt takes hundreds of chunks, and a request that comes after it must n
 them. Prompts with the least remaining work go first, and the oldest prompt gets at least half of
 the time: a short question overtakes a million tokens, and delays them by its own time only.
 
-Prompts that fit into one step join the next step, and take nobody's turn. Beside a long prompt they
-have half of the step, or what the first of them needs; the rest is for a piece of the long one.
+Prompts that fit into one step join the next step, and do not count as a turn. Beside a long prompt
+they have half of the step, or what the first of them needs; the rest is a piece of the long prompt.
 
 A chunk has a large fixed cost on several ranks. With tensor-parallel decode a long prompt may be
 prefilled without chunks, where that is no slower (`PrefillPolicy.take`).

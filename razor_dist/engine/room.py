@@ -126,8 +126,8 @@ class Room:
     ) -> list[StepPlan]:
         """Keep a copy of one of a request's sequences as of now, if there is room for it.
 
-        It never evicts what was loaded for a waiting request. An ``optional`` copy, which nobody
-        may ever ask for, takes free room and evicts nothing.
+        It never evicts what was loaded for a waiting request. An ``optional`` copy, which may
+        never be used, takes free room and evicts nothing.
         """
         if not self._keeps(request):
             return []

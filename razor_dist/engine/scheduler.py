@@ -74,10 +74,10 @@ class Scheduler:
 
     @property
     def on_ranks(self) -> Ints:
-        """What the ranks must have: `CacheAccounts.free`, references to pages, and sequences.
+        """Rank 0's accounts of each rank, to be compared with the rank's own; int64 ``[n, P]``.
 
-        Int64 ``[n, P]``. Answers that fork when their prompt is prefilled have their room, and no
-        rank knows of them.
+        The rows are `CacheAccounts.free`, references to pages, and sequences. Answers that will
+        fork from their prompt have room reserved here, which no rank knows of yet: it is left out.
         """
         accounts = self.room.accounts
         forks = [fork.key for one in self.prefills.values() for fork in one.request.forks]

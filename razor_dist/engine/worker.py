@@ -87,8 +87,8 @@ class Link:
     def send_failure(self, error: RazorError) -> None:
         """Tell the frontend why the ranks cannot start; the frontend tells the user.
 
-        Raises `FrontendUnreachableError`, with the reason, if the frontend has gone without a word;
-        one that said ``shutdown`` has told the user its own reason.
+        Raises `FrontendUnreachableError`, with the reason, if the frontend has gone without the
+        message ``shutdown``. A frontend that sent it gives the user its own reason.
         """
         try:
             self.send(Failed.of("", error))

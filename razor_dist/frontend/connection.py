@@ -30,7 +30,7 @@ class RankConnection:
 
     Only the newest connection is used. ``opened`` is called when rank 0 connects, ``handle`` with
     each of its messages, and ``lost`` with the reason when the connection ends by itself or a
-    message cannot be handled. After `shutdown`, a rank 0 that connects is told to end.
+    message cannot be handled. A rank 0 that connects after `shutdown` gets the message to end.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class KeptText(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> Ints:
-        """Where each token ends, in characters of the text: int32 ``[n]``."""
+        """End of each token, in characters from the beginning of the text; int32 ``[n]``."""
         return np.frombuffer(self.end_bytes, np.int32)
 
 

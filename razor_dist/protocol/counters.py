@@ -1,4 +1,4 @@
-"""What the ranks count, under the names that ``/stats`` shows (docs/serving.md has a table)."""
+"""Counters of the ranks, under their names in ``/stats`` (docs/serving.md has a table)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import bisect
 import msgspec
 from msgspec import UNSET, UnsetType
 
-# Of a step's seconds.
+# Upper bounds of the buckets of `StepSeconds`, in seconds.
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 

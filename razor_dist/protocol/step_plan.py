@@ -59,7 +59,7 @@ class BatchEntry(msgspec.Struct, frozen=True, eq=False, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, eq=False, array_like=True, tag=str.lower, kw_only=True):
-    """What all ranks do next: one of the classes that follow."""
+    """Base of the plans that rank 0 broadcasts: one thing for all ranks to do next."""
 
     # Of each run of the step before, in order, how many of its tokens stay in the caches.
     kept: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ class Load(StepPlan, frozen=True):
 
 
 class Report(StepPlan, frozen=True):
-    """Every rank tells its `razor_dist.engine.rank_stats.RankStats`."""
+    """Rank 0 gathers `razor_dist.engine.rank_stats.RankStats` of every rank."""
 
 
 class Stop(StepPlan, frozen=True):
