@@ -37,7 +37,7 @@ from razor_dist.evals.settings import WINDOW, streaming_settings
 from razor_dist.evals.texts import Prompter, repeat_passages
 from razor_dist.heads.decision import Scores, rounded
 from razor_dist.heads.head_map import HeadMap, default_head_map
-from razor_dist.identify.budget import Budget, Masses, Plan, budgeted
+from razor_dist.identify.budget import Budget, Masses, WindowDecision, budgeted
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
@@ -100,7 +100,7 @@ class Study:
         return budget_of(self.config, self.shape, percent, share)
 
     @cached_property
-    def plans(self) -> dict[Key, Plan]:
+    def plans(self) -> dict[Key, WindowDecision]:
         found = {}
         for percent in sorted(self.config.budgets):
             for share in (0.0, self.config.middle_share):
@@ -242,22 +242,22 @@ def _name(name: str, percent: float, share: float) -> str:
     return name if name == DEFAULT else f"{name} {percent:g} % {3 if share else 2}"
 
 
-def _method(config: EngineConfig, name: str, plan: Plan) -> Method:
+def _method(config: EngineConfig, name: str, plan: WindowDecision) -> Method:
     settings = streaming_settings(config, config.prefill)
     shown = {each: value for each, value in settings.items() if each not in WINDOW[:3]}
     return Method(name, shown, plan.retrieval, plan.windows)
 
 
-def _streaming(budget: Budget) -> Plan:
-    """Plan streaming heads only, with the longest window that fits the budget."""
+def _streaming(budget: Budget) -> WindowDecision:
+    """WindowDecision streaming heads only, with the longest window that fits the budget."""
     window = budget.tokens - 1
     while budget.heads * budget.cost(window) > budget.bytes:
         window -= 1
     shape = budget.shape
-    return Plan(budget, ((window,) * shape.kv_heads,) * shape.layers, None)
+    return WindowDecision(budget, ((window,) * shape.kv_heads,) * shape.layers, None)
 
 
-def _default(budget: Budget, model: str) -> Plan | None:
+def _default(budget: Budget, model: str) -> WindowDecision | None:
     """Return the model's own heads with the window of its own settings; None without a map."""
     try:
         own = HeadMap.load(default_head_map(model))
@@ -269,10 +269,10 @@ def _default(budget: Budget, model: str) -> Plan | None:
         tuple(None if keeps else window for keeps, window in zip(*pair, strict=True))
         for pair in zip(own.retrieval, rows, strict=True)
     )
-    return Plan(budget, kept, None)
+    return WindowDecision(budget, kept, None)
 
 
-def _window(plan: Plan) -> int:
+def _window(plan: WindowDecision) -> int:
     """Return the longest window of a plan, 0 if all heads keep everything."""
     return max((window for row in plan.windows for window in row if window is not None), default=0)
 
@@ -323,10 +323,10 @@ def upper_bound(config: MapsConfig, folder: Path) -> tuple[HeadMap, float]:
     smallest = budget_of(config, shape, min(config.budgets), 0)
     everywhere = [(i, j) for i in range(shape.layers) for j in range(shape.kv_heads)]
     base = ((smallest.short,) * shape.kv_heads,) * shape.layers
-    plans = [Plan(smallest, base, None)]
+    plans = [WindowDecision(smallest, base, None)]
     for i, j in everywhere:
         row = tuple(None if head == j else window for head, window in enumerate(base[i]))
-        plans.append(Plan(smallest, (*base[:i], row, *base[i + 1 :]), None))
+        plans.append(WindowDecision(smallest, (*base[:i], row, *base[i + 1 :]), None))
     names = ["none", *(f"{i}.{j}" for i, j in everywhere)]
     methods = [_method(config, name, one) for name, one in zip(names, plans, strict=True)]
     task = fidelity_task(config, texts_of(config)[:1], methods)

@@ -41,7 +41,7 @@ _SCORES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Choice:
+class BlockChoice:
     """The rule by which blocks are chosen."""
 
     share: float  # of a query's attention, from which on it reads a block

@@ -20,7 +20,7 @@ from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
 from razor_dist.heads.layout import HeadLayout, HeadShare
-from razor_dist.kernels.chosen import Choice
+from razor_dist.kernels.chosen import BlockChoice
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.slower_half import slower_half
@@ -131,7 +131,7 @@ def make_runner(
     )
     runner = ModelRunner(model, mode, cache, comm, recorder=recorder, source_heads=source_heads)
     if case.share:
-        runner.caches.choice = Choice(case.share, slower_half(model, shape.head_dim))
+        runner.caches.choice = BlockChoice(case.share, slower_half(model, shape.head_dim))
     return runner
 
 

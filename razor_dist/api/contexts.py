@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from razor_dist.api.conversation import APART, CitedDocument, Mark, Segment
+from razor_dist.api.conversation import APART, BlockText, CitedDocument, Mark
 from razor_dist.api.fields import ChatMessage, TextPart
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, KeptText, keep
@@ -34,7 +34,7 @@ class KeptContext(msgspec.Struct, frozen=True):
     goes_on: bool = False  # as in `Mark`, like ``apart`` and ``cites``
     apart: bool = False
     documents: list[CitedDocument] = []
-    segments: list[Segment] = []
+    segments: list[BlockText] = []
     cites: bool = False
     digest: bytes = b""  # `computed_digest`, which takes a while for a long text
 
@@ -62,7 +62,7 @@ class KeptContext(msgspec.Struct, frozen=True):
             kept[-1], rest[:1] = rest[0].model_copy(update=joined), []
         return kept + rest
 
-    def cited(self, messages: Sequence[ChatMessage]) -> tuple[list[CitedDocument], list[Segment]]:
+    def cited(self, messages: Sequence[ChatMessage]) -> tuple[list[CitedDocument], list[BlockText]]:
         """Return the kept documents, and the blocks of all ``messages`` that `before` returned.
 
         Both are empty if the context has no blocks: it is a chat's.
@@ -75,7 +75,7 @@ class KeptContext(msgspec.Struct, frozen=True):
             for at, part in enumerate(message.parts):
                 begin, end = end, end + len(part.text)
                 if number > first or at:  # the first part of the last kept message has its blocks
-                    found.append(Segment(number, begin, end, None))
+                    found.append(BlockText(number, begin, end, None))
         return self.documents, found
 
 
@@ -86,7 +86,7 @@ def contexts(
     template: Json,
     encoded: tuple[str, Ints, Ints] | None,
     documents: Sequence[CitedDocument] = (),
-    segments: Sequence[Segment] = (),
+    segments: Sequence[BlockText] = (),
 ) -> tuple[list[KeptContext], list[str]]:
     """Return the contexts to keep of a conversation, and fields of marks that keep nothing.
 

@@ -37,7 +37,7 @@ class CitedDocument(NamedTuple):
     begins: Sequence[int] = ()
 
 
-class Segment(NamedTuple):
+class BlockText(NamedTuple):
     """A block's text within a message of the chat."""
 
     message: int
@@ -95,7 +95,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self.documents: list[CitedDocument] = []
         self.files = iter(files)  # the request's PDF documents, in their order
-        self.segments: list[Segment] = []
+        self.segments: list[BlockText] = []
         self.notes: set[int] = set()  # indices of segments that are notes between the turns
         self.marks: list[Mark] = []
 
@@ -103,7 +103,7 @@ class Conversation:
         self,
         messages: Sequence[Json],
         documents: Sequence[CitedDocument],
-        segments: Sequence[Segment],
+        segments: Sequence[BlockText],
         *,
         apart: bool,
     ) -> None:
@@ -115,7 +115,7 @@ class Conversation:
         self.turns[-1].apart = apart
         self.documents += documents
         self.segments += segments or [
-            Segment(n, 0, turn.length, None) for n, turn in enumerate(self.turns)
+            BlockText(n, 0, turn.length, None) for n, turn in enumerate(self.turns)
         ]
 
     def mark(self, control: CacheControl, field: str, *, cites: bool) -> None:
@@ -145,7 +145,7 @@ class Conversation:
 
     def say(self, role: str, text: str) -> None:
         begin = self.turn(role).say(text)
-        self.segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), None))
+        self.segments.append(BlockText(len(self.turns) - 1, begin, begin + len(text), None))
 
     def show(self, role: str, document: CitedDocument, text: str, context: str | None) -> None:
         """Add a document to the turn of the user or of a tool."""
@@ -158,7 +158,7 @@ class Conversation:
         turn.say(f"Document {name}:{APART}{about}")
         begin = turn.say(text)
         turn.apart = True
-        self.segments.append(Segment(len(self.turns) - 1, begin, begin + len(text), number))
+        self.segments.append(BlockText(len(self.turns) - 1, begin, begin + len(text), number))
         self.documents.append(document)
 
     def searched(self, text: PromptText) -> PromptText:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from razor_dist.api.contexts import KeptContext
-from razor_dist.api.conversation import CitedDocument, Conversation, Mark, Segment
+from razor_dist.api.conversation import BlockText, CitedDocument, Conversation, Mark
 from razor_dist.api.field_types import Int, Json, StopSequences, TemplateArguments, in_range
 from razor_dist.api.fields import MAX_MESSAGES, CacheControl, Strict, ToolName
 from razor_dist.api.message_blocks import (
@@ -88,7 +88,7 @@ class DocumentsChat(ChatBody):
         return self._conversation.marks
 
     @property
-    def cited(self) -> tuple[Sequence[CitedDocument], Sequence[Segment]]:
+    def cited(self) -> tuple[Sequence[CitedDocument], Sequence[BlockText]]:
         return self._conversation.documents, self._conversation.segments
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from razor_dist.api.contexts import KeptContext, contexts
-from razor_dist.api.conversation import CitedDocument, Mark, Segment
+from razor_dist.api.conversation import BlockText, CitedDocument, Mark
 from razor_dist.api.field_types import (
     CountOrAll,
     Int,
@@ -357,7 +357,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
         return found
 
     @property
-    def cited(self) -> tuple[Sequence[CitedDocument], Sequence[Segment]]:
+    def cited(self) -> tuple[Sequence[CitedDocument], Sequence[BlockText]]:
         """The documents that an answer may cite, and the places of all blocks in the messages."""
         return ((), ()) if self._kept is None else self._kept.cited(self.messages)
 

@@ -29,7 +29,7 @@ from razor_dist.attention.step import BlockReader
 from razor_dist.cache.pages import PagePool
 from razor_dist.kernels import Partial, empty_partial, joined, merge
 from razor_dist.kernels.chosen import (
-    Choice,
+    BlockChoice,
     Shard,
     attend_chosen,
     blocks_of,
@@ -65,14 +65,14 @@ class _Keys(NamedTuple):
     shard: Shard  # where they stand
 
 
-class Segments(NamedTuple):
-    """A rank's keys and values in some heads of a layer, and who reads them."""
+class HeldKeys(NamedTuple):
+    """A rank's keys and values in some heads of a layer, and their reader."""
 
     pages: PagePool
     rows: slice
     reader: BlockReader
 
-    def heads(self, of: slice) -> Segments:
+    def heads(self, of: slice) -> HeldKeys:
         rows = range(self.rows.start, self.rows.stop)[of]
         return self._replace(rows=slice(rows.start, rows.stop))
 
@@ -112,7 +112,12 @@ class _Search(NamedTuple):
 
     @classmethod
     def of(
-        cls, query: Query, choice: Choice, mass: Tensor, reader: BlockReader, keys: Sequence[_Keys]
+        cls,
+        query: Query,
+        choice: BlockChoice,
+        mass: Tensor,
+        reader: BlockReader,
+        keys: Sequence[_Keys],
     ) -> _Search:
         q = query.q[..., choice.slow].float() * query.scale
         return cls(q, mass, reader.positions, keys, reader.blocks)
@@ -127,7 +132,7 @@ class _Search(NamedTuple):
 
 
 def attend_together(
-    comm: Communicator, choice: Choice, query: Query, readers: Sequence[Segments]
+    comm: Communicator, choice: BlockChoice, query: Query, readers: Sequence[HeldKeys]
 ) -> Tensor:
     """Attention of tokens that all ranks compute: float32 ``[K, G, T, D]``.
 
@@ -150,7 +155,7 @@ def attend_together(
 
 
 def attend_chunk(
-    comm: Communicator, choice: Choice, chunk: Chunk, query: Query, held: Segments
+    comm: Communicator, choice: BlockChoice, chunk: Chunk, query: Query, held: HeldKeys
 ) -> Tensor:
     """Attention of this rank's tokens of a chunk: float32 ``[K, G, T, D]``.
 
@@ -200,7 +205,7 @@ def activation_bytes(chunk: Chunk, rows: int, group: int, dim: int, dtype: torch
 
 
 def _attend_heads(
-    comm: Communicator, choice: Choice, chunk: Chunk, query: Query, held: Segments
+    comm: Communicator, choice: BlockChoice, chunk: Chunk, query: Query, held: HeldKeys
 ) -> Tensor:
     """`attend_chunk` of a few heads."""
     reader = held.reader

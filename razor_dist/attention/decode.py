@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from razor_dist.attention.chosen import Segments, attend_together
+from razor_dist.attention.chosen import HeldKeys, attend_together
 from razor_dist.attention.step import BlockReader, BlockTables, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
@@ -91,7 +91,7 @@ class DecodeContext:
         """Attention of the retrieval heads to the blocks they choose, float32 ``[K, G, n, D]``."""
         pages, choice = self.caches.pages, self.caches.choice
         assert choice is not None
-        readers = [Segments(pages, heads.retrieval_rows, reader) for reader in self._readers]
+        readers = [HeldKeys(pages, heads.retrieval_rows, reader) for reader in self._readers]
         return attend_together(self.comm, choice, query, readers)
 
     def _pages(self, heads: ShortHeads) -> Pages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from razor_dist.attention.chosen import Segments, attend_chunk
+from razor_dist.attention.chosen import HeldKeys, attend_chunk
 from razor_dist.attention.step import ChunkTokens
 from razor_dist.attention.streaming_prefill import StreamingChunk, StreamingTransfers
 from razor_dist.cache.caches import Caches
@@ -84,7 +84,7 @@ class PrefillContext:
         reader, choice = self._chunk.reader, self.caches.choice
         if reader is not None and choice is not None and not exact:
             pool.write(rows, part.extents, k, v)
-            held = Segments(pool, rows, reader)
+            held = HeldKeys(pool, rows, reader)
             return attend_chunk(self.comm, choice, self._chunk.chunk, query, held)
         out = self._ring_attention(self.comm, self._chunk.chunk, query, k, v, earlier)
         pool.write(rows, part.extents, k, v)

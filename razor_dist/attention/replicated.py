@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from razor_dist.attention.chosen import Segments, attend_together
+from razor_dist.attention.chosen import HeldKeys, attend_together
 from razor_dist.attention.step import ReplicatedTokens
 from razor_dist.attention.streaming_prefill import StreamingChunk
 from razor_dist.cache.caches import Caches
@@ -118,7 +118,7 @@ class ReplicatedContext:
             own = (x[:, prompt.at][:, prompt.own] for x in (k, v))
             pages.write(rows, prompt.extents, *own)
             assert prompt.reader is not None
-            readers.append(Segments(pages, rows, prompt.reader))
+            readers.append(HeldKeys(pages, rows, prompt.reader))
         assert choice is not None
         return attend_together(self._comm, choice, query, readers)
 

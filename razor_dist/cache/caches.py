@@ -11,7 +11,7 @@ from razor_dist.cache.pages import PagePool
 from razor_dist.cache.slots import Arena
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.kernels.chosen import Choice, chooses
+from razor_dist.kernels.chosen import BlockChoice, chooses
 from razor_dist.kernels.dual_chunk import DualChunk
 from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
@@ -48,7 +48,9 @@ class Caches:
     streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
     scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
     dual: DualChunk | None = None  # the model's dual chunk attention
-    choice: Choice | None = None  # of the blocks that retrieval heads read; None: they read all
+    choice: BlockChoice | None = (
+        None  # of the blocks that retrieval heads read; None: they read all
+    )
 
     def placed(self, query: Query, end: int) -> Query:
         """The queries of tokens before position ``end``, with what scoring keys takes there."""

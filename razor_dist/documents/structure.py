@@ -94,7 +94,7 @@ def _characters(text: str, limit: int, count: Count) -> list[tuple[str, int]]:
     return _characters(text[:middle], limit, count) + _characters(text[middle:], limit, count)
 
 
-class Places:
+class Outline:
     """The pages of a PDF file, or other documents' headings: with #, or a plain "CHAPTER 1"."""
 
     def __init__(self, document: Document) -> None:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 import numpy as np
 
 from razor_dist.cache.caches import CacheConfig
-from razor_dist.engine.cache_need import CacheNeed, Source
+from razor_dist.engine.cache_need import CacheNeed, PrefixSource
 from razor_dist.engine.checkpoints import WORTH_PAGES, Checkpoints
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Awaited, Phase, Prefill, Request
@@ -102,7 +102,7 @@ class Admission:
         return Wait.ROOM
 
     def _open(
-        self, request: Request, hit: Hit | None, source: Source, plans: list[StepPlan]
+        self, request: Request, hit: Hit | None, source: PrefixSource, plans: list[StepPlan]
     ) -> Prefill:
         accounts, end, total = self.accounts, request.end, request.total
         prefill = Prefill(request, source.begin, source.short, instead=source.instead)
@@ -173,19 +173,21 @@ class Admission:
             return False
         return self.need.may_copy(request, pages, self._beside(request)[1])
 
-    def _sources(self, request: Request, hit: Hit | None) -> Iterator[Source]:
+    def _sources(self, request: Request, hit: Hit | None) -> Iterator[PrefixSource]:
         """Stream what a request may continue, the best first."""
         base = request.base
         least = max(self.cache.page_size, base + 1)  # less is prefilled as soon as copied
         if hit is not None and hit.entry is not None and hit.tokens >= least:
             key, begin = hit.entry.key, hit.tokens
             short = self._prefill_policy.is_short(request, begin)
-            source = Source(key, begin, short)
+            source = PrefixSource(key, begin, short)
             if not request.pinned or self.need.fits(*self._beside(request), request, source):
                 yield source
                 if self.accounts[key].cached and key not in self.room.saved:
-                    yield Source(key, begin, short, instead=True)
-        yield Source(None if request.prefix is None else request.prefix.key, base, request.short)
+                    yield PrefixSource(key, begin, short, instead=True)
+        yield PrefixSource(
+            None if request.prefix is None else request.prefix.key, base, request.short
+        )
 
     def checkpoint(self, prefill: Prefill, end: int) -> None:
         """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.

@@ -40,7 +40,7 @@ from razor_dist.engine.warm_up import warm_up
 from razor_dist.heads.decision import HeadRoles
 from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.sources import source_heads
-from razor_dist.kernels.chosen import Choice
+from razor_dist.kernels.chosen import BlockChoice
 from razor_dist.kernels.linear import use_int8_linear
 from razor_dist.models.loader import (
     dtype_name,
@@ -260,7 +260,7 @@ def make_engine(
         raise sizes.does_not_fit(length, error) from error
     if config.retrieval_share:
         slow = slower_half(model, shape.head_dim).to(device)
-        runner.caches.choice = Choice(config.retrieval_share, slow)
+        runner.caches.choice = BlockChoice(config.retrieval_share, slow)
     if comm.size > 1 and recorder is not None:
         runner.patience = config.collective_timeout
     core = EngineCore(

@@ -25,7 +25,7 @@ Dealt = Mapping[Request, Ints]
 _NONE: Dealt = {}
 
 
-class Source(NamedTuple):
+class PrefixSource(NamedTuple):
     """A sequence whose tokens a prompt may begin with."""
 
     key: int | None  # the sequence; None for an empty one
@@ -173,7 +173,7 @@ class CacheNeed:
         return int(self._accounts.weights[0] * pages)
 
     def fits(
-        self, waiting: Seq[Request], pinned: Seq[Request], begun: Request, source: Source
+        self, waiting: Seq[Request], pinned: Seq[Request], begun: Request, source: PrefixSource
     ) -> bool:
         """True if each of ``waiting`` fits beside ``pinned`` and a prompt ``begun`` from a source.
 

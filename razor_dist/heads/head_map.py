@@ -296,7 +296,7 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeptHeads:
     """The KV heads that a map would keep at a budget."""
 
     kept: Pairs  # in the order of choice: a larger budget's list begins with a smaller one's
@@ -311,7 +311,7 @@ def kv_budget(head_map: HeadMap, percent: float) -> int:
     return heads_of_percent(percent, sum(map(len, head_map.retrieval)))
 
 
-def choose(head_map: HeadMap, kv_heads: int) -> Choice:
+def choose(head_map: HeadMap, kv_heads: int) -> KeptHeads:
     """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
 
     A score of KV heads ranks them directly. RazorAttention scores query heads: the best 1 % of all
@@ -343,4 +343,4 @@ def choose(head_map: HeadMap, kv_heads: int) -> Choice:
             "needs induction and echo scores, or one score of KV heads"
         )
     retrieval = flags(kept, len(head_map.retrieval), len(head_map.retrieval[0]))
-    return Choice(kept, retrieval, selected)
+    return KeptHeads(kept, retrieval, selected)

@@ -154,7 +154,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowDecision:
     """A decision of windows within a budget."""
 
     budget: Budget
@@ -200,7 +200,7 @@ class Plan:
         )
 
 
-def plan(order: Pairs, budget: Budget, masses: Masses) -> Plan:
+def plan(order: Pairs, budget: Budget, masses: Masses) -> WindowDecision:
     """Choose windows for KV heads, in the ``order`` of a criterion, the best first."""
     if budget.share == 0:
         return _climb(order, (), budget, None)
@@ -214,7 +214,7 @@ def _by_mass(masses: Masses, budget: Budget, middle: int) -> Pairs:
     return ranked(tuple(tuple(a - b for a, b in zip(*rows, strict=True)) for rows in pairs))
 
 
-def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> Plan:
+def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> WindowDecision:
     """Upgrade heads one by one until the next is beyond the budget."""
     windows: dict[tuple[int, int], int | None] = dict.fromkeys(order, budget.short)
     short = budget.cost(budget.short)
@@ -237,10 +237,10 @@ def _climb(order: Pairs, by_mass: Pairs, budget: Budget, middle: int | None) -> 
         left -= price
     rows = range(budget.shape.layers)
     table = tuple(tuple(windows[i, j] for j in range(budget.shape.kv_heads)) for i in rows)
-    return Plan(budget, table, middle)
+    return WindowDecision(budget, table, middle)
 
 
-def budgeted(found: HeadMap, budget: Budget, masses: Masses) -> tuple[HeadMap, Plan]:
+def budgeted(found: HeadMap, budget: Budget, masses: Masses) -> tuple[HeadMap, WindowDecision]:
     """Give a map's heads windows within a budget, by the order of its own scores.
 
     Raise `HeadMapError` if its scores rank no KV heads (`razor_dist.heads.head_map.choose`).

@@ -28,7 +28,7 @@ from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.collect import DocumentSource
 from razor_dist.documents.read import Document
-from razor_dist.documents.structure import Places, split
+from razor_dist.documents.structure import Outline, split
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import JOB_TEMPLATE, PromptEncoder
 from razor_dist.jobs.answering import Answering, Asked, News, draft_of
@@ -102,7 +102,7 @@ class Summarizer:
         [tokens] = self._count([document.text])
         parts: list[Json] = []
         summaries: list[Json] = []
-        places = Places(document)
+        outline = Outline(document)
         levels, kind, now = 0, _WHOLE, Material(document.text, [(0, len(document.text))])
         while len((prompt := self._prompt(now, kind)).ids) > self._room:
             pieces, prompts = self._split(now, kind)
@@ -113,13 +113,13 @@ class Summarizer:
                 )
             counts = self._count([piece.text for piece in pieces])
             answers = yield from self._ask_all(prompts, stored, counts)
-            summaries = [traced(answer, document, places, summaries) for answer in answers]
+            summaries = [traced(answer, document, outline, summaries) for answer in answers]
             counted = zip(counts, summaries, strict=True)
             parts = parts or [{"tokens": count, **summary} for count, summary in counted]
             now = merged([part["summary"] for part in summaries])
             levels, kind = levels + 1, _SUMMARIES
         [found] = yield from self._ask_all([prompt], stored)
-        answer = traced(found, document, places, summaries)
+        answer = traced(found, document, outline, summaries)
         result = {"tokens": tokens, **answer, "parts": len(parts) or 1, "levels": levels}
         return result | ({"part_summaries": parts} if parts else {})
 

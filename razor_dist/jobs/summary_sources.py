@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from razor_dist.documents.read import Document
-from razor_dist.documents.structure import Places
+from razor_dist.documents.structure import Outline
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import Part
 from razor_dist.jobs.style import SOURCES
@@ -97,7 +97,7 @@ def as_told(sentences: Iterable[AnswerSentence], material: Material, lead: int) 
     ]
 
 
-def traced(answer: Json, document: Document, places: Places, summaries: Sequence[Json]) -> Json:
+def traced(answer: Json, document: Document, outline: Outline, summaries: Sequence[Json]) -> Json:
     """Finish an answer's sources; it was made of ``summaries`` or, without any, the text."""
     if "sentences" not in answer:
         return answer
@@ -106,7 +106,7 @@ def traced(answer: Json, document: Document, places: Places, summaries: Sequence
         start, end = source["start"], source["end"]
         text = document.text[start:end]
         about = {"start": start, "end": end, "weight": source["weight"], "text": text}
-        return about | places.at(start)
+        return about | outline.at(start)
 
     return {
         **answer,

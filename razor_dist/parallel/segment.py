@@ -67,7 +67,7 @@ def host() -> tuple[str, ...]:
         return (socket.gethostname(), str(os.getpid()))
 
 
-class Segment:
+class SharedSegment:
     """The mapped memory of all ranks, as arrays; a counter is the first number of a cache line."""
 
     def __init__(self, fd: int, size: int) -> None:

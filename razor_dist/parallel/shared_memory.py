@@ -47,7 +47,7 @@ from razor_dist.parallel.segment import (
     CHANNEL_BYTES,
     PLACES,
     Process,
-    Segment,
+    SharedSegment,
     host,
     own_files,
 )
@@ -79,7 +79,7 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
     links: SharedMemory | None = None
     with contextlib.ExitStack() as files:
         first = dist.get_rank(group) == 0
-        mine, reading = own_files(Segment.nbytes(size) if first else 0, files)
+        mine, reading = own_files(SharedSegment.nbytes(size) if first else 0, files)
         compiled = operations()
         peers = [(host(), mine, compiled is not None)] * size
         dist.all_gather_object(peers, peers[0], group=group)
@@ -229,7 +229,7 @@ class SharedMemory(Communicator):
                 self._inbox_or_end.register(end, select.POLLIN)
             flags, readers = os.O_WRONLY | os.O_NONBLOCK, self.others if self.rank == 0 else []
             self._outboxes = [file_of(rank, processes[rank].pipe, flags) for rank in readers]
-            self.segment = Segment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
+            self.segment = SharedSegment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
             self._files = files.pop_all()
         # Under way: collectives, by (), and each channel's messages, in their order.
         self._queues: defaultdict[tuple[int, ...], deque[_Gather | _Message]] = defaultdict(deque)

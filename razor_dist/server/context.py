@@ -11,7 +11,7 @@ from typing import Any
 from razor_dist.api.contexts import KeptContext
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.pins import Pin
-from razor_dist.server.context_files import Head, Stored
+from razor_dist.server.context_files import ContextHead, Stored
 
 # Marks move on from contexts of at most this time to live, the longest in Anthropic's clients.
 _MOVES_SECONDS = 3600
@@ -27,7 +27,7 @@ Name = tuple[str | None, str | None, bytes]
 
 @dataclass(eq=False)
 class Context:
-    head: Head
+    head: ContextHead
     ttl: int  # seconds from its last use on
     used: float  # by the wall clock
     kept: KeptContext
@@ -113,7 +113,7 @@ def passed(before: Sequence[Context], but: Sequence[Context | None]) -> list[Con
 def new_context(kept: KeptContext, owner: str | None, salt: str | None, tag: str) -> Context:
     now = time.time()
     id_ = f"ctx_{tag}{secrets.token_hex(16)[len(tag) :]}"
-    head = Head(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
+    head = ContextHead(id_, owner, salt, now, len(kept.text.tokens), _beginning(kept))
     return Context(head, kept.ttl, now, kept)
 
 

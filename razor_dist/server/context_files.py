@@ -37,7 +37,7 @@ _LONGEST_SECONDS = 604_800
 _DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, OverflowError)
 
 
-class Head(msgspec.Struct):
+class ContextHead(msgspec.Struct):
     id: str
     owner: str | None  # `KeyHolder.id`
     salt: str | None  # of its cache namespace
@@ -47,7 +47,7 @@ class Head(msgspec.Struct):
 
 
 class Stored(NamedTuple):
-    head: Head
+    head: ContextHead
     ttl: int  # seconds
     used: float  # by the wall clock
 
@@ -65,7 +65,7 @@ class ContextFiles:
     def _path(self, id_: str) -> Path:
         return self._folder / f"{id_}.context"
 
-    def write(self, head: Head, ttl: int, kept: KeptContext) -> bool:
+    def write(self, head: ContextHead, ttl: int, kept: KeptContext) -> bool:
         """Write a context, and remove those that have expired; False if the disk refuses."""
         first, rest = map(msgspec.msgpack.encode, (head, kept))
         begin = b"".join(n.to_bytes(_INT_BYTES, "big") for n in (ttl, len(first)))
@@ -159,5 +159,5 @@ def _sweep(folder: Path, unused_since: float = 0.0) -> tuple[list[Stored], int]:
 def _begin(file: BinaryIO) -> Stored:
     """Read a file up to the end of its head."""
     ttl, length = (int.from_bytes(file.read(_INT_BYTES), "big") for _ in range(2))
-    head = msgspec.msgpack.decode(file.read(length), type=Head)
+    head = msgspec.msgpack.decode(file.read(length), type=ContextHead)
     return Stored(head, ttl, os.fstat(file.fileno()).st_mtime)

@@ -98,7 +98,7 @@ def full_name(prefix: str, name: str) -> str:
 
 
 @dataclass
-class Answer:
+class AnswerTimes:
     """One answer on its way, with the times of what has happened to it."""
 
     record: RequestRecord
@@ -125,11 +125,11 @@ class Metrics(Observer):
         self._names = partial(full_name, prefix)
         # Labels of all that is about the model.
         self._model = {"model_name": model_name} | ({"engine": "0"} if prefix == "vllm" else {})
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, AnswerTimes] = {}
         # By pinned prefix, the tokens read so far; None until the ranks have reported progress.
         self._prefixes: dict[str, int | None] = {}
         # Hears of each answer that ends, why, and when (monotonic seconds).
-        self.on_end: Callable[[Answer, str, float], None] | None = None
+        self.on_end: Callable[[AnswerTimes, str, float], None] | None = None
         self._ranks = RankMetrics(self._names, self._model, caches_prefixes)
         self.registry.register(self._ranks)
         for name, (text, value) in {
@@ -183,7 +183,7 @@ class Metrics(Observer):
         if params.max_tokens is not None:
             self._observe("request_params_max_tokens", params.max_tokens)
         for id_ in ids:
-            self._answers[id_] = Answer(record, params, now, id_ == ids[0], prompt_tokens)
+            self._answers[id_] = AnswerTimes(record, params, now, id_ == ids[0], prompt_tokens)
 
     def asked_again(self, before: Sequence[str], ids: Sequence[str]) -> None:
         for old, new in zip(before, ids, strict=True):
@@ -217,12 +217,12 @@ class Metrics(Observer):
         self._prefixes.pop(request_id, None)
         self._end(request_id, reason, time.monotonic())
 
-    def _admit(self, answer: Answer, now: float) -> None:
+    def _admit(self, answer: AnswerTimes, now: float) -> None:
         if answer.admitted is None:
             answer.admitted = now
             self._observe("request_queue_time_seconds", now - answer.submitted)
 
-    def _progress(self, answer: Answer, message: Progress, now: float) -> None:
+    def _progress(self, answer: AnswerTimes, message: Progress, now: float) -> None:
         self._admit(answer, now)
         if answer.read is None:
             answer.read = message.cached
@@ -244,7 +244,7 @@ class Metrics(Observer):
         self._counters["prompt_tokens"].inc(message.processed - read)
         self._prefixes[message.id] = message.processed
 
-    def _token(self, answer: Answer, now: float) -> None:
+    def _token(self, answer: AnswerTimes, now: float) -> None:
         self._counters["generation_tokens"].inc()
         answer.record.completion_tokens += 1
         answer.tokens += 1

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from razor_dist import __version__
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.extras import install_command
-from razor_dist.server.metrics import Answer
+from razor_dist.server.metrics import AnswerTimes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -60,7 +60,7 @@ class Traces:
         self._tracer = provider.get_tracer("razor_dist", __version__)
         self._caller = TraceContextTextMapPropagator()
 
-    def ended(self, answer: Answer, reason: str, now: float) -> None:
+    def ended(self, answer: AnswerTimes, reason: str, now: float) -> None:
         """Make the spans of an answer that has ended for a ``reason``; times are monotonic."""
         shift = time.time() - time.monotonic()
         record = answer.record
@@ -91,7 +91,7 @@ class Traces:
         """Send what has not been sent, as far as the collector takes it."""
         self._provider.shutdown()
 
-    def _attributes(self, answer: Answer, reason: str) -> dict[str, Any]:
+    def _attributes(self, answer: AnswerTimes, reason: str) -> dict[str, Any]:
         params = answer.params
         found = {
             "gen_ai.operation.name": answer.record.operation,

@@ -13,7 +13,7 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Pairs, ranked
 from razor_dist.identify import reach
-from razor_dist.identify.budget import Budget, Masses, Plan, budgeted, masses, plan
+from razor_dist.identify.budget import Budget, Masses, WindowDecision, budgeted, masses, plan
 from razor_dist.identify.criterion import head_map
 from razor_dist.identify.settings import ReachSettings
 from razor_dist.models.loader import load_model
@@ -46,7 +46,7 @@ def drawn(draw: st.DrawFn) -> tuple[Pairs, Masses]:
     return order, found
 
 
-def _held(chosen: Plan, length: int) -> int:
+def _held(chosen: WindowDecision, length: int) -> int:
     """Tokens that all heads hold at a length, counted token by token."""
     total = 0
     for row in chosen.windows:

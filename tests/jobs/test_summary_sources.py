@@ -10,7 +10,7 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.documents.read import Document, read_document
-from razor_dist.documents.structure import Places
+from razor_dist.documents.structure import Outline
 from razor_dist.jobs.results import read_job
 from razor_dist.jobs.summary_sources import Json, traced
 from razor_dist.jobs.task import PartResult
@@ -85,7 +85,7 @@ def test_weights_multiply_on_the_way_to_the_document() -> None:
 
     def through(sentences: list[Json], summaries: list[Json]) -> list[Json]:
         text = Document("")
-        found = traced({"sentences": sentences}, text, Places(text), summaries)["sentences"]
+        found = traced({"sentences": sentences}, text, Outline(text), summaries)["sentences"]
         assert isinstance(found, list)
         return found
 
@@ -125,20 +125,20 @@ def test_stored_parts_keep_their_sources() -> None:
 def test_places_know_pages_and_headings() -> None:
     pages = ["One is first.", "", "Two has two. It goes on.", "Three is last."]
     read = read_document(files.pdf(*pages), "pdf")
-    places = Places(read)
+    outline = Outline(read)
     for words, page in (("One", 1), ("Two", 3), ("It goes", 3), ("Three", 4), ("last", 4)):
-        assert places.at(read.text.index(words)) == {"page": page}
+        assert outline.at(read.text.index(words)) == {"page": page}
     book = read_document(files.epub(), "epub")
-    assert Places(book).at(book.text.index(files.SECOND)) == {"headings": [files.TITLE]}
+    assert Outline(book).at(book.text.index(files.SECOND)) == {"headings": [files.TITLE]}
     text = (
         "Before.\n\n# A\n\n## B\n\nx1\n\n### C\n\n```\n# no\n```\n\nx2\n\n## D\n\nx3\n\n# E\n\nx4"
     )
-    marked = Places(Document(text))
+    marked = Outline(Document(text))
     assert marked.at(0) == {}
     path = [marked.at(text.index(f"x{n}"))["headings"] for n in range(1, 5)]
     assert path == [["A", "B"], ["A", "B", "C"], ["A", "D"], ["E"]]
     plain = "Title\n\nCHAPTER I. The fox\n\nIt was a fox.\n\nCHAPTER II\n\nIt was old."
-    found = [Places(Document(plain)).at(plain.index(f"It was {w}")) for w in ("a", "old")]
+    found = [Outline(Document(plain)).at(plain.index(f"It was {w}")) for w in ("a", "old")]
     assert found == [{"headings": ["CHAPTER I. The fox"]}, {"headings": ["CHAPTER II"]}]
 
 
@@ -146,7 +146,7 @@ def test_a_shells_prompt_is_no_heading() -> None:
     page = b"<h1>Apt</h1><pre># apt update\n# apt upgrade</pre><p>It is done.</p>"
     read = read_document(page, "html")
     assert read.text == "# Apt\n\n # apt update\n # apt upgrade\n\nIt is done."
-    assert Places(read).at(len(read.text) - 1) == {"headings": ["Apt"]}
+    assert Outline(read).at(len(read.text) - 1) == {"headings": ["Apt"]}
 
 
 def test_the_command_tells_pages_and_chapters(

@@ -15,7 +15,7 @@ import pytest
 from razor_dist.cli import main
 from razor_dist.config.errors import RequestError
 from razor_dist.prefix.store import PrefixStore
-from razor_dist.server.context_files import ContextFiles, Head
+from razor_dist.server.context_files import ContextFiles, ContextHead
 from tests.server.marked import DOCUMENT
 from tests.server.process import fake_server
 from tests.server.used_contexts import begun, ids, kept, server, stored_in, used
@@ -51,7 +51,9 @@ def test_a_new_context_is_no_reason_to_look_for_prefixes(tmp_path: Path) -> None
         if number:
             os.utime(store.folder, (past, past))
             assert store.changed() and not store.changed()
-        assert files.write(Head(f"ctx_{number:032x}", "a", None, 0.0, 99, "The door"), 300, one)
+        assert files.write(
+            ContextHead(f"ctx_{number:032x}", "a", None, 0.0, 99, "The door"), 300, one
+        )
     files.remove(f"ctx_{0:032x}")
     assert not store.changed()
 
@@ -74,7 +76,9 @@ def contexts_of_other_models(store: Path) -> list[Path]:
     for number, (age, ttl) in enumerate([(3700.0, 3600), (2 * day, 604800), (0.0, 3600)]):
         folder = PrefixStore(store, {"model": number}).folder
         one, id_ = kept(), f"ctx_{number:032x}"
-        assert ContextFiles(folder).write(Head(id_, "a", None, 0.0, 99, "The door"), ttl, one)
+        assert ContextFiles(folder).write(
+            ContextHead(id_, "a", None, 0.0, 99, "The door"), ttl, one
+        )
         found.append(folder / f"contexts.d/{id_}.context")
         os.utime(found[-1], (time.time() - age,) * 2)
     return found
@@ -101,7 +105,7 @@ def test_a_server_that_starts_removes_expired_contexts_of_all_models(tmp_path: P
 def test_damaged_files_are_no_contexts(tmp_path: Path, damage: str) -> None:
     files, one = ContextFiles(tmp_path), kept()
     id_ = f"ctx_{0:032x}"
-    assert files.write(Head(id_, "a", None, 0.0, len(one.text.tokens), "The door"), 300, one)
+    assert files.write(ContextHead(id_, "a", None, 0.0, len(one.text.tokens), "The door"), 300, one)
     assert files.read(id_) == (files.look([id_])[id_], one)
     [path] = stored_in(tmp_path)
     data = path.read_bytes()
