@@ -249,7 +249,7 @@ def _method(config: EngineConfig, name: str, plan: WindowDecision) -> Method:
 
 
 def _streaming(budget: Budget) -> WindowDecision:
-    """WindowDecision streaming heads only, with the longest window that fits the budget."""
+    """Plan streaming heads only, with the longest window that fits the budget."""
     window = budget.tokens - 1
     while budget.heads * budget.cost(window) > budget.bytes:
         window -= 1
