@@ -30,11 +30,11 @@ _ALIGN = 8
 _DIM = 8
 # cuDNN makes a plan for every shape and every stride, which takes about 20 ms, and torch keeps all
 # of them: a ring's block has other strides in every chunk. So each call has the shape of one plan:
-# one KV head, `PLAN_KEYS` keys, and `PLAN_QUERIES` rows, its query heads' queries. The keys are a
-# batch of `PLAN_SPLITS` parts, so that even a short chunk, as beside an answer, makes 128 tiles of
-# 128 rows for a GPU's 132 multiprocessors. The remaining keys and queries, and a chunk's own keys,
-# go to flash attention, which is slower.
-PLAN_QUERIES, PLAN_KEYS, PLAN_SPLITS = 4096, 32768, 4
+# one KV head, `plan_rows` queries of each of its query heads, and `PLAN_KEYS` keys. The keys are a
+# batch of `PLAN_SPLITS` parts, so that even a short chunk, as beside an answer, is work for all of
+# a GPU's multiprocessors, each of which computes a tile of `PLAN_TILE` queries. The remaining keys
+# and queries, and a chunk's own keys, go to flash attention, which is slower.
+PLAN_KEYS, PLAN_SPLITS, PLAN_TILE = 32768, 4, 128
 # The compute capability on which cuDNN is used: Hopper, where others measured 1.5 times the speed
 # of flash attention. On newer GPUs it has given wrong results (pytorch/pytorch#193893).
 CUDNN_ON = (9, 0)
@@ -54,7 +54,7 @@ def attend(
         out, lse = attend(q, k, v, scale, causal, bias)
         return Partial(out[..., :dim], lse)
     flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and dim <= 256
-    long = 2 * queries * group >= PLAN_QUERIES and k.shape[1] >= PLAN_KEYS
+    long = 2 * queries >= plan_rows(q.device, group) and k.shape[1] >= PLAN_KEYS
     if flash and long and not causal and _takes_cudnn(q, k):
         return _mostly_by_cudnn(q, k, v, scale)
 
@@ -75,6 +75,16 @@ def attend(
     return Partial(*op(q, k4, v4, None if bias is None else per_head(bias)))
 
 
+def plan_rows(device: torch.device, group: int) -> int:
+    """Queries of each of ``group`` heads in a call of cuDNN: whole tiles.
+
+    They are as many as the multiprocessors compute at once: 140 tiles, as of 4096 rows of 5 or 7
+    heads, take 132 multiprocessors twice the time of 120. Before 9.15.1 torch avoids cuDNN for
+    other lengths (pytorch/pytorch#169849).
+    """
+    return PLAN_TILE * max(1, multiprocessors(device) // (PLAN_SPLITS * group))
+
+
 def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
     """True if cuDNN is installed and takes these queries and keys on this GPU."""
     if torch.cuda.get_device_capability(q.device) != CUDNN_ON:
@@ -91,7 +101,7 @@ def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     to flash attention, which takes about twice as long for a query.
     """
     heads, group, queries, dim = q.shape
-    rows, whole = max(1, PLAN_QUERIES // group), k.shape[1] // PLAN_KEYS * PLAN_KEYS
+    rows, whole = plan_rows(q.device, group), k.shape[1] // PLAN_KEYS * PLAN_KEYS
     count = max(1, (queries + rows // 2) // rows)
     few = min(queries, count * rows)
     out = q.new_empty(heads, group, few, dim, dtype=torch.float32)

@@ -90,7 +90,8 @@ def test_long_queries_are_cudnns_in_few_shapes(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: torch_cuda.CUDNN_ON)
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: there)
-    monkeypatch.setattr(torch_cuda, "PLAN_QUERIES", 3 * 64)
+    monkeypatch.setattr(torch_cuda, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(torch_cuda, "PLAN_TILE", 32)
     monkeypatch.setattr(torch_cuda, "PLAN_KEYS", 256)
     monkeypatch.setattr(torch_cuda, "PLAN_SPLITS", 2)
     q, k, v = (x.bfloat16() for x in draw(2, 3, queries, keys))
@@ -100,10 +101,22 @@ def test_long_queries_are_cudnns_in_few_shapes(
     want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got.lse.to(want.lse.dtype), want.lse, atol=1e-4, rtol=1e-4)
-    # 64 queries a block, of each head; a last block of fewer than 32 is flash attention's.
+    # 64 queries a block, two tiles, of each head; a last one of fewer than 32 is flash's.
     blocks = ["cuDNN"] * (2 * ((queries + 32) // 64) * (keys // 256)) + ["flash"] * (keys % 256 > 0)
     blocks += ["flash"] * (0 < queries % 64 < 32)
     assert calls == (blocks if there and not causal else ["flash"])
+
+
+@pytest.mark.parametrize("count", [114, 132])
+@pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 8, 12, 16, 32])
+def test_a_call_of_cudnn_is_computed_at_once(
+    group: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the multiprocessors of an H100 for PCIe, and of other H100 and H200."""
+    monkeypatch.setattr(torch_cuda, "multiprocessors", lambda device: count)
+    tiles, rest = divmod(torch_cuda.plan_rows(torch.device("cuda"), group), torch_cuda.PLAN_TILE)
+    tiles *= group * torch_cuda.PLAN_SPLITS
+    assert not rest and (count / 2 < tiles <= count or group == 32)
 
 
 def test_keys_of_eight_bits_are_read_in_cudnns_blocks_on_cuda(

@@ -77,7 +77,7 @@ def on_eight_h200(
         policy.learn(
             [(answer, 1, False) for answer in running or [mock.Mock(Answer, length=9)]], 0.005
         )
-    rows, operations = torch_cuda.PLAN_QUERIES // 8, 13.5e15 / 2**39
+    rows, operations = 4 * torch_cuda.PLAN_TILE, 13.5e15 / 2**39
     while not prompt.done:
         at = prompt.position
         n, sharded = policy.take(prompt, [], answering=[1000] * answers)
