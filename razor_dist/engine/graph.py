@@ -11,17 +11,19 @@ Whether a collective is captured must be the same on all ranks of a step (NCCL's
 everywhere or nowhere, replayed by all from one common capture). So everything decided here follows
 from numbers that all ranks have alike: lengths. A recording that fails, or whose logits are not
 those of the eager step, ends the use of graphs on all ranks by an all-reduce; the eager logits are
-served.
+served. A rank that fails while the others wait in its collectives ends, and they with it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -63,7 +65,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def rows(self, sequences: int) -> int:
         """The number of sequences that the recording of a step is for: see `batch_bucket`.
@@ -85,6 +87,10 @@ class CudaRecorder:
     def record(self, step: StepFunction) -> StepFunction:
         """Record the step without running it; return what replays it and gives its results."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        if not self._graphs:
+            # torch refuses a pool after a capture that failed, and one whose graphs are all gone as
+            # long as any of its memory is in use.
+            self._pool = torch.cuda.graph_pool_handle()
         # thread_local: NCCL's watchdog thread queries events, which would break a global capture.
         capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -104,6 +110,7 @@ class CudaRecorder:
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
             raise reason or error from None
+        self._graphs.add(graph)
 
         def replay() -> tuple[Tensor, ...]:
             graph.replay()
@@ -278,21 +285,24 @@ class DecodeGraphs:
 
         Both read tables of the same shapes, so that they differ in no rounding.
         """
-        problem, pool = None, self._caches.pages
-        pages, device = pool.pages_for(key.stored), pool.k.device
+        pool, problem = self._caches.pages, None
+        device, pages = pool.k.device, pool.pages_for(key.stored)
+        numbers = batch.padded(key.sequences).to(device)
         tables = batch.table(key.sequences, pages).to(device)
-        inputs = StepInputs.of(batch.padded(key.sequences).to(device))
         memory = BlockTables(tables, batch.widths(key.windows))
-        logits, tokens = (found[: len(batch)] for found in self._forward(inputs, memory))
+        step = partial(self._forward, StepInputs.of(numbers), memory)
+        logits, tokens = (found[: len(batch)] for found in step())
         if not recording.compared:
-            again, _ = self._forward(inputs, memory)
+            again, _ = step()
             recording.noise = _difference(again[: len(batch)], logits)
         if recording.replay is None:
             self._make_room(key.sequences)
-            problem = self._try(self._capture, recording, key, batch)
+            recording.inputs, recording.pages, recording.tables = numbers, tables, batch.pages
+            problem = self._try(self._recorder.warm_up, step, sends=True)
+            problem = problem or self._try(self._record, recording, step)
         if self._count_ranks(problem is not None) == [0]:
             # Replayed only now: a rank without a recording would leave the others waiting.
-            problem = self._try(self._check, recording, batch, logits, tokens)
+            problem = self._try(self._check, recording, batch, logits, tokens, sends=True)
             # Of NaN alone nothing is learned.
             void = logits.numel() > 0 and not _finite_rows(logits).any()
             failed, nothing = self._count_ranks(problem is not None, void)
@@ -315,25 +325,12 @@ class DecodeGraphs:
                 del self._recordings[key]
                 rows -= key.sequences
 
-    def _capture(self, recording: _Recording, key: Key, batch: DecodeBatch) -> str | None:
-        caches, device = self._caches, self._caches.pages.k.device
-        pages, rows = caches.pages.pages_for(key.stored), len(batch.inputs)
-        recording.inputs = torch.zeros(rows, key.sequences, dtype=torch.int64, device=device)
-        recording.pages = torch.zeros(key.sequences, pages, dtype=torch.int32, device=device)
-        self._write(recording, batch)
-        fields = StepInputs.of(recording.inputs)
-        tables = BlockTables(recording.pages, batch.widths(key.windows))
-
-        def step() -> Results:
-            return self._forward(fields, tables)
-
-        self._recorder.warm_up(step)
+    def _record(self, recording: _Recording, step: StepFunction) -> None:
         sent = self._comm.bytes_sent.copy()
         recording.replay = self._recorder.record(step)
         # Recording sends nothing, though it went through the communicator; each replay does.
         recording.sent = self._comm.bytes_sent - sent
         self._comm.bytes_sent.subtract(recording.sent)
-        return None
 
     def _check(
         self, recording: _Recording, batch: DecodeBatch, logits: Tensor, tokens: Tensor
@@ -350,11 +347,19 @@ class DecodeGraphs:
         log.info("%s", found)
         return None
 
-    def _try(self, attempt: Callable[..., str | None], *args: object) -> str | None:
-        """Return a sentence about what is wrong, or None."""
+    def _try(
+        self, attempt: Callable[..., str | None], *args: object, sends: bool = False
+    ) -> str | None:
+        """Return a sentence about what is wrong, or None.
+
+        With several ranks, the error of an attempt that ``sends`` is raised: the other ranks wait
+        in its collectives, which no agreement can end, and end with this rank.
+        """
         try:
             return attempt(*args)
         except Exception as error:  # whatever a driver or a kernel raises: eager still works
+            if sends and self._comm.size > 1:
+                raise
             return f"{type(error).__name__}: {error}"
 
     def _count_ranks(self, *true: bool) -> list[int]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.graph import recorder_of
+from razor_dist.engine.graph import CudaRecorder, recorder_of
 from razor_dist.engine.tape import StepFunction, Tape
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, prefill
@@ -26,11 +30,16 @@ from tests.tiny_models import Tiny
 
 
 class Broken(CountingTape):
-    """A tape that fails as it records, or whose replays are wrong, NaN or always the same."""
+    """A tape that fails as it warms up, records or replays, or whose replays are wrong."""
 
     def __init__(self, comm: Communicator, how: str) -> None:
         super().__init__(comm)
         self.how = how
+
+    def warm_up(self, step: StepFunction) -> None:
+        if self.how == "warms up":
+            raise RuntimeError("out of memory")
+        super().warm_up(step)
 
     def record(self, step: StepFunction) -> StepFunction:
         if self.how == "raises":
@@ -40,6 +49,8 @@ class Broken(CountingTape):
         found: list[tuple[Tensor, ...]] = []
 
         def broken() -> tuple[Tensor, ...]:
+            if self.how == "replays":
+                raise RuntimeError("out of memory")
             logits, tokens = replay()
             logits = logits + wrong
             if self.how == "rounds":  # to the next number
@@ -76,7 +87,9 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
 @pytest.mark.parametrize(
     ("how", "words"),
     [
+        (("warms up",), ["RuntimeError: out of memory"]),
         (("raises",), ["RuntimeError: operation not permitted"]),
+        (("replays",), ["RuntimeError: out of memory"]),
         (("differs",), ["differ from the eager step's by"]),
         (("rounds",), ["differ from the eager step's by"]),
         (("rounds", ""), ["differ from", "another rank"]),
@@ -97,6 +110,54 @@ def test_what_cannot_be_recorded_stays_eager_on_every_rank(
         assert logged.count("decode steps are not recorded from here on") == 1
         assert expected in logged
         assert recorded <= 1
+
+
+def raised(comm: Communicator, case: Case, how: str) -> str:
+    """The error of the second decode step, which is recorded."""
+    _, runner = make_pair(comm, case, Broken(comm, how))
+    prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
+    runner.execute(answer((0, 10)))
+    with pytest.raises(RuntimeError) as error:
+        runner.execute(answer((0, 11)))
+    return str(error.value)
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["warms up", "replays"])
+def test_a_rank_that_fails_in_the_midst_of_collectives_ends(
+    how: str, ranks: Ranks, tiny: Tiny
+) -> None:
+    """Another rank would wait for it there until the time-out, or on a GPU without end."""
+    assert ranks(2).run(raised, case_of(tiny("llama")), how) == ["out of memory"] * 2
+
+
+def test_a_pool_of_graphs_is_left_once_torch_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: dict[int, weakref.WeakSet[object]] = {}
+
+    class Graph:
+        pass
+
+    @contextmanager
+    def capture(graph: object, pool: int, **_: object) -> Iterator[None]:
+        """Refuse a pool that is known and has no graph, as torch does."""
+        assert pools.get(pool) != weakref.WeakSet(), "use_count > 0 INTERNAL ASSERT FAILED"
+        of_pool = pools.setdefault(pool, weakref.WeakSet())
+        yield
+        of_pool.add(graph)
+
+    for name in ("Stream", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", itertools.count().__next__)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    recorder = CudaRecorder(torch.device("cuda"))
+    kept = [recorder.record(lambda: ()) for _ in range(2)]
+    assert len(pools) == 1
+    kept.clear()
+    with pytest.raises(ZeroDivisionError):
+        recorder.record(lambda: (torch.zeros(1 // 0),))
+    kept = [recorder.record(lambda: ()) for _ in range(2)]
+    assert [len(graphs) for graphs in pools.values()] == [0, 0, 2]
 
 
 @needs_compiler
