@@ -54,7 +54,9 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     links = Communicator(dist.group.WORLD)
     if config.shared_memory:
         assert links.group is not None
-        links = shared_memory.connect(links.group, timeout) or links
+        # Over NCCL, only plans go through the host's memory.
+        compiles = backend == "gloo"
+        links = shared_memory.connect(links.group, timeout, compiles=compiles) or links
     if device.type == "cpu":
         return links
     if backend == "nccl":

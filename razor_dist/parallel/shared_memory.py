@@ -69,18 +69,21 @@ _LAST_PLAN_MS = 2000
 _MOST_LOOK_SECONDS = 1.0
 
 
-def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None:
+def connect(
+    group: dist.ProcessGroup, timeout: timedelta, *, compiles: bool = True
+) -> SharedMemory | None:
     """Join the ranks of a gloo group by shared memory; None on every rank if that is impossible.
 
     It is if ranks are on several hosts, in containers that do not see each other's processes, or on
-    a machine other than Linux on x86.
+    a machine other than Linux on x86. Collectives go through the queues unless it ``compiles``,
+    which takes 20 s on a new machine.
     """
     size = dist.get_world_size(group)
     links: SharedMemory | None = None
     with contextlib.ExitStack() as files:
         first = dist.get_rank(group) == 0
         mine, reading = own_files(SharedSegment.nbytes(size) if first else 0, files)
-        compiled = operations()
+        compiled = operations() if compiles else None
         peers = [(host(), mine, compiled is not None)] * size
         dist.all_gather_object(peers, peers[0], group=group)
         processes = [process for _, process, _ in peers if process is not None]

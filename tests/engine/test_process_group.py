@@ -89,6 +89,32 @@ def test_no_rank_goes_on_beside_one_of_other_settings(
     assert first == second and "(window_min: 5 and not 4000)" in first
 
 
+def compiling(comm: Communicator, folder: str, gpus: list[str]) -> bool:
+    """Meet as ranks on these GPUs do; return whether their links compile operations for the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(comm.rank))
+        patch.setenv("WORLD_SIZE", str(comm.size))
+        patch.setenv("RAZOR_RENDEZVOUS", f"file://{folder}/{gpus[1]}")
+        patch.setattr(dist, "init_process_group", lambda *_, **__: None)  # there is one
+        about = SimpleNamespace(uuid=gpus[comm.rank])
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+        patch.setattr(dist, "ProcessGroupNCCL", mock.Mock(), raising=False)
+        patch.setattr(dist, "new_group", lambda **_: dist.group.WORLD)
+        connect = mock.Mock(return_value=None)
+        patch.setattr(process_group.shared_memory, "connect", connect)
+        init_distributed(EngineConfig(), torch.device("cuda", comm.rank))
+        found: bool = connect.call_args.kwargs["compiles"]
+        return found
+
+
+def test_ranks_with_a_gpu_each_compile_nothing_for_the_cpu(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """Where they share one, what they send goes through the host's memory."""
+    for gpus, compiles in ((["GPU-a", "GPU-b"], False), (["GPU-a", "GPU-a"], True)):
+        assert ranks(2).run(compiling, str(tmp_path), gpus) == [compiles, compiles]
+
+
 def test_ranks_of_a_restart_do_not_see_what_the_dead_ones_wrote() -> None:
     """torchrun's agent hands every start the same store."""
     agents = dist.HashStore()
