@@ -165,20 +165,22 @@ def decode(
         times = list(itertools.islice(steps, _WARM_STEPS + timed))[_WARM_STEPS:]
         graphs = rank.runner.graphs
         assert graphs is not None
-        step = statistics.median(times)
-        replay = fastest(rank.replays[-1], bench.device, _SECONDS[bench.device.type])
+        step, replay, host = statistics.median(times), None, None
+        if rank.replays:  # none if no step could be recorded
+            replay = fastest(rank.replays[-1], bench.device, _SECONDS[bench.device.type])
+            host = step - replay
         found = {
             "batch": batch,
             "context": context,
             "step_seconds": step,
             "replay_seconds": replay,
-            "host_seconds": step - replay,
+            "host_seconds": host,
             "in_graphs": graphs.enabled,
             "replay_differs_by": graphs.difference,
         }
         rows = [["sequences", "a step", "its replay", "host", "in graphs", "differs by"]]
-        rows += [[str(batch), *(f"{1e3 * s:.2f}" for s in (step, replay, step - replay)),
-                  str(graphs.enabled), f"{graphs.difference:.0e}"]]  # fmt: skip
+        cells = ["" if s is None else f"{1e3 * s:.2f}" for s in (step, replay, host)]
+        rows += [[str(batch), *cells, str(graphs.enabled), f"{graphs.difference:.0e}"]]
         title = f"Rank 0 of {RANKS}, {context:,} tokens a sequence, links left out, ms:"
         yield found, Table(title, rows), rank
         for _ in steps:  # to the end, so that the caches are free again

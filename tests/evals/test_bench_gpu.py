@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.bench import attention, gpu, gpu_parts, measure
+from razor_dist.evals.bench import attention, gpu, gpu_parts, measure, one_of_eight
 from razor_dist.evals.bench.gpu import Bench
 from razor_dist.evals.bench.measure import CeilingSizes, Rates
 from razor_dist.evals.bench.one_of_eight import RankAlone
@@ -227,6 +227,18 @@ def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
     # In two steps of two sequences: the hidden state and the logits, as the planner counts them.
     planned = traffic(rank.d, context).decode[0]["tensor"]
     assert sent["tensor"] - before == 2 * 2 * planned
+
+
+def test_a_step_that_cannot_be_recorded_is_timed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Mock(side_effect=RuntimeError("operation not permitted"))
+    monkeypatch.setattr(one_of_eight.Tape, "record", record)
+    folder, bench = str(make_tiny("glm", tmp_path / "tiny")), Bench(CPU, time.monotonic() + 100)
+    [(found, table, _)] = one_of_eight.decode(bench, folder, 1024, (1,), 3)
+    assert record.called and not found["in_graphs"]
+    assert found["step_seconds"] > 0 and found["replay_seconds"] is None
+    assert table.rows[1][2:5] == ["", "", "False"]
 
 
 @pytest.mark.long
