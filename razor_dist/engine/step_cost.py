@@ -142,10 +142,9 @@ class StepCost:
         """Return how many tokens of a prompt add these ``seconds`` to a step."""
         *_, a, b = self._fit().tolist()
         linear = a + b * context
-        if linear == 0:
-            return math.inf
         # The positive root of b/2 n^2 + (a + b c) n = seconds.
-        return float(2 * seconds / (linear + math.sqrt(linear * linear + 2 * b * seconds)))
+        divisor = linear + math.sqrt(linear * linear + 2 * b * seconds)
+        return float(2 * seconds / divisor) if divisor else math.inf
 
 
 def _least_squares(

@@ -143,3 +143,11 @@ def test_a_chunk_takes_what_it_may() -> None:
     for n, c in [(64, 0), (512, 512), (2048, 4096), (128, 9000), (32, 100)] * 4:
         observe(cost, n, c, 0.05 + 0.002 * n + 1e-7 * n * (c + n / 2))
     assert cost.work(int(cost.tokens(0.25, 4000)), 4000) == pytest.approx(0.25, rel=0.02)
+
+
+def test_the_first_chunk_of_a_prompt_is_bounded_if_attention_seems_to_take_all_the_time() -> None:
+    """As at the end of a long text, of which a chunk takes longer than in proportion to it."""
+    cost = StepCost()
+    for context in range(100_000, 600_000, 8192):
+        observe(cost, 8192, context, 1e-14 * 8192 * context**2)
+    assert cost.work(cost.tokens(0.25, 0), 0) == pytest.approx(0.25)
