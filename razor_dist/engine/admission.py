@@ -189,6 +189,11 @@ class Admission:
             None if request.prefix is None else request.prefix.key, base, request.short
         )
 
+    def all_fit_beside(self, request: Request) -> bool:
+        """True if all others that wait fit beside a waiting pinned request, which stays."""
+        waiting, pinned = self._beside(request)
+        return self.need.fit_beside(waiting, [request, *pinned])
+
     def checkpoint(self, prefill: Prefill, end: int) -> None:
         """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.
 

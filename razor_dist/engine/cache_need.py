@@ -189,6 +189,19 @@ class CacheNeed:
         needs = [self._lasting([request], dealt) for request in waiting]
         return all(self._exceeded(held + need) is None for need in [np.zeros_like(held), *needs])
 
+    def fit_beside(self, waiting: Seq[Request], pinned: Seq[Request]) -> bool:
+        """True if ``pinned`` prefixes fit together, and each of ``waiting`` beside all of them.
+
+        They are counted as `check` counts them.
+        """
+        held = self._lasting(pinned)
+        needs = [np.zeros_like(held), *(self._lasting([request]) for request in waiting)]
+        sequences = max((1 + len(request.forks) for request in waiting), default=0)
+        if self._cache.max_cached:  # pinned prefixes do not take those of answers
+            sequences = 0
+        fit = all(self._exceeded(held + need) is None for need in needs)
+        return fit and len(pinned) + sequences <= self._cache.max_pinned
+
     def nbytes(self, request: Request) -> int:
         """Return a request's bytes on all ranks, without the prefix that it continues."""
         return self._bytes(self._need(request))

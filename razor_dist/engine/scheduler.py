@@ -35,7 +35,7 @@ class Scheduler:
 
     Whatever waits is admitted some day: what runs ends by itself, except for pinned prefixes, and
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
-    it is queued, so none that comes later can take a waiting request's place: it waits behind it.
+    it is queued, and passes others that wait only if each fits beside it: it takes no one's place.
 
     `Batch` says what a step computes. `Admission` has the caches, and takes ``end_ids``.
     """
@@ -121,29 +121,29 @@ class Scheduler:
                 at -= 1
         self.waiting.insert(at, request)
 
-    def _held(self) -> list[Request]:
+    def _held(self, *, released: bool = False) -> list[Request]:
         """Requests that only an abort frees: pinned prefixes, and prompts that these wait for.
 
-        Waiting ones count as well. A released prompt does not count if only requests that will end
-        by themselves continue it: all of them were queued before whatever is queued next.
+        Waiting ones count as well. If only requests that will end by themselves continue a
+        ``released`` prompt, it counts only if wanted: they were queued before what is queued next.
         """
         prefills = [prefill.request for prefill in self.prefills.values()]
         requests = [*self.pinned.values(), *prefills, *self.waiting]
-        pinned = [request for request in requests if request.pinned and not request.released]
+        pinned = [r for r in requests if r.pinned and (released or not r.released)]
         held = dict.fromkeys(r for one in pinned for r in (one, *one.prefixes))
         return [request for request in held if not request.ended]
 
     def _beside(self, request: Request) -> tuple[list[Request], list[Request]]:
-        """Return the requests that wait and are not pinned, and the others of `_held`."""
+        """Return the requests that wait and are not pinned, and the other pinned ones."""
         waiting = [other for other in self.waiting if not other.pinned]
-        return waiting, [other for other in self._held() if other is not request]
+        return waiting, [other for other in self._held(released=True) if other is not request]
 
     def admit(self) -> tuple[list[Request], list[StepPlan]]:
         """Open waiting requests while all that they need is free; return them and the plans.
 
         The oldest goes first. One that waits for its grammar, or for what will cache its beginning,
         lets others pass; so does one whose pinned prefix is being prefilled, and so does a pinned
-        prefix that is not the oldest, or one too many.
+        prefix beside which another that waits does not fit, or one too many.
         """
         first = next((request for request in self.waiting if request.ready), None)
         if first is not None and self._has_place(first):
@@ -160,7 +160,8 @@ class Scheduler:
 
     def _admit_one(self, plans: list[StepPlan]) -> Request | None:
         going = list(self.prefills.values())
-        pins = len(self.pinned) + sum(one.request.pinned for one in going)
+        all_fit: bool | None = None  # the same for every pinned request that waits
+        full = len(self.pinned) + sum(one.request.pinned for one in going) >= self.cache.max_pinned
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
@@ -168,8 +169,10 @@ class Scheduler:
                 break
             if request.prefix is not None and request.prefix.phase is not Phase.PREFILLED:
                 continue
-            if request.pinned and (index or pins >= self.cache.max_pinned):
-                continue  # a waiting request may not fit beside it, and it stays until released
+            if request.pinned and index and all_fit is None:
+                all_fit = self.admission.all_fit_beside(request)
+            if request.pinned and (full or (index and not all_fit)):
+                continue
             awaitable = self.prefill_policy.not_after(request, going)
             opened = self.admission.open(request, awaitable, plans)
             if opened is Wait.ROOM:

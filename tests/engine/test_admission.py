@@ -84,7 +84,7 @@ def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start()
 
 @pytest.mark.parametrize("pin", [False, True])
 def test_others_pass_a_request_whose_prefix_is_being_prefilled(pin: bool) -> None:
-    """And a pinned prefix behind it, which waits until it is the first."""
+    """With a pinned prefix behind it, too."""
     core, _ = make_core(pages=30)
     core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "doc", 24, pin=True)
@@ -94,6 +94,22 @@ def test_others_pass_a_request_whose_prefix_is_being_prefilled(pin: bool) -> Non
     add(core, "other", 3, 1)
     ends = [m.id for m in run(core) if isinstance(m, Token) and m.finish]
     assert ends == ["other", "question"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "order"), [(1, ["asks", "question"]), (12, ["question", "asks"])]
+)
+def test_a_pinned_prefix_passes_a_request_that_fits_beside_it(
+    answer: int, order: list[str]
+) -> None:
+    """The request waits until its document is read, and would wait for ever without its room."""
+    core, _ = make_core(pages=20)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    add(core, "document", 24, pin=True)
+    add(core, "question", 2, answer, prefix="document")
+    add(core, "mark", 3, pin=True)
+    add(core, "asks", 2, 1, prefix="mark")
+    assert [m.id for m in run(core) if isinstance(m, Token) and m.finish] == order
 
 
 def test_others_pass_a_pinned_prefix_while_no_more_may_be_pinned() -> None:
