@@ -53,7 +53,7 @@ class Admission:
         self.room = Room(cache, world_size, prefill_policy.cost.work)
         self.accounts = self.room.accounts
         self.need = CacheNeed(self.accounts)
-        self.checkpoints = Checkpoints(self.accounts, end_ids)
+        self.checkpoints = Checkpoints(self.accounts, prefill_policy, end_ids)
         self._beside = beside
         # Least seconds between two times that a prompt's caches go to disk while it is prefilled.
         self.checkpoint_seconds = 5.0

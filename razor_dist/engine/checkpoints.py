@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from razor_dist.cache.accounting import CacheAccounts
+from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Awaited, Prefill, Request
 from razor_dist.prefix.index import common_tokens
 
@@ -25,8 +26,10 @@ _LATEST_ENDS = 3
 class Checkpoints:
     """Chooses positions in prompts; ``end_ids`` are the tokens that end each message of a chat."""
 
-    def __init__(self, accounts: CacheAccounts, end_ids: Iterable[int]) -> None:
-        self._accounts, self._end_ids = accounts, sorted(end_ids)
+    def __init__(
+        self, accounts: CacheAccounts, policy: PrefillPolicy, end_ids: Iterable[int]
+    ) -> None:
+        self._accounts, self._policy, self._end_ids = accounts, policy, sorted(end_ids)
         self._worth = WORTH_PAGES * accounts.cache.page_size
 
     def plan(self, prefill: Prefill, common: int) -> None:
@@ -83,13 +86,25 @@ class Checkpoints:
             )
             if common < worth:
                 continue
-            if common >= self._accounts.first_cut(prefill.end, prefill.begin):
+            ends_soon = self._ends_soon(prefill, common, common - cached)
+            if ends_soon and common >= self._accounts.first_cut(prefill.end, prefill.begin):
                 return _comes(prefill, prefill.end)
             stop = self._stop(prefill, common)
             if prefill.position < stop < prefill.end and stop >= worth and not prefill.short:
                 prefill.stop_at(stop)
                 return _comes(prefill, stop)
         return None
+
+    def _ends_soon(self, prefill: Prefill, common: int, shared: int) -> bool:
+        """True if the rest of a prefill behind ``common`` tokens has at most ``shared`` tokens.
+
+        Also if all that is left of the prefill takes about one step. A prompt must not wait for the
+        end of a much longer one because both begin with the same system prompt.
+        """
+        left = prefill.end - prefill.position
+        if prefill.short or self._policy.is_quick(left, prefill.position):
+            return True
+        return prefill.end - max(prefill.position, common) <= shared
 
 
 def _comes(prefill: Prefill, position: int) -> Awaited:

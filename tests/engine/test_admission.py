@@ -273,6 +273,25 @@ def test_a_request_that_waits_for_a_prefill_is_looked_up_once() -> None:
     assert find.call_count == 4 + 3  # the others, once they can begin from the first
 
 
+@pytest.mark.parametrize(("position", "begin"), [(0, 10), (18, 0)])
+def test_a_prompt_does_not_wait_for_the_end_of_a_much_longer_one(position: int, begin: int) -> None:
+    """They share 11 tokens: the longer one stops there for a copy, unless it has gone further."""
+    core, _ = make_core(pages=120, slots=8, places=40 * WIDEST, share=True, tail=MAX_LEN)
+    core.scheduler.prefill_policy.joins = lambda *_: False
+    core.scheduler.prefill_policy.is_quick = lambda *_: False
+    add(core, "long", 38)
+    step(core)
+    [long] = core.scheduler.prefills.values()
+    while long.position < position:
+        step(core)
+    add(core, "short", 14, text=2)
+    while len(core.scheduler.prefills) < 2:
+        step(core)
+    _, short = core.scheduler.prefills.values()
+    assert (long.position, short.begin) == (max(position, begin), begin)
+    run(core)
+
+
 def test_nothing_waits_for_a_prefill_of_a_later_priority() -> None:
     """Requests of an earlier priority may keep coming, so that the prefill would never go on."""
     core, _ = make_core(pages=120, share=True, by_priority=True)
