@@ -235,13 +235,16 @@ class Admission:
             return None
         if request.loaded.count(found.entry) > 1:  # twice: what was loaded may have been evicted
             return None
-        if tiers.loading is not None and tiers.loading.chain[-1] is not found.entry:
-            # Only one is loaded at a time, which may take much longer.
-            if self._prefill_policy.is_quick(found.tokens - hit.tokens, hit.tokens):
+        loading = tiers.loading
+        if loading is not None and loading.takes_longer(found):
+            # Only one is loaded at a time.
+            if self._prefill_policy.is_quick(gained, hit.tokens):
                 return None
-        elif tiers.loading is None:
-            node, end, size = found.entry, found.entry.end, accounts.world_size
-            chunks = node.layout(size)
+        elif loading is None:
+            node, size = found.entry, accounts.world_size
+            # Windows are those at its end; without any, its other tokens are of no use.
+            end = node.end if self.cache.arenas else found.tokens
+            chunks = node.layout(size, end)
             stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
             # Room for the request as well, which then takes what it begins with from there.
             need = accounts.restored(chunks, end)
@@ -253,10 +256,10 @@ class Admission:
                 return None
             key = next(self.room.copies)
             accounts.restore(key, chunks, end, node.manifest.tails)
-            plans += [*evicting, tiers.load(node, key, request.namespace)]
+            plans += [*evicting, tiers.load(node, end, key, request.namespace)]
             request.loaded.append(node)
         loading = tiers.loading
-        if loading is not None and loading.chain[-1] is found.entry:
+        if loading is not None and loading.node is found.entry:
             loading.wanted_by.add(request)
         return lambda _: tiers.loading is loading
 

@@ -191,7 +191,7 @@ class ModelRunner:
         assert self.transfers is not None
         if plan.payload:
             job = load_job(plan.payload)
-            self.sequences.restore(plan.sequence, job.chain[-1].end, job.chunks, job.mark)
+            self.sequences.restore(plan.sequence, job.end, job.chunks, job.mark)
         return self.transfers.load(self.sequences[plan.sequence], plan.payload)
 
     def _step(self, entries: Seq[BatchEntry]) -> Tensor | None:

@@ -55,30 +55,30 @@ class Node(Entry):
             node = node.parent
         return found[::-1]
 
-    @property
-    def parts(self) -> list[tuple[Node, int]]:
-        """The nodes of `chain`, each with the end of the tokens that are taken from it.
+    def parts(self, end: int) -> list[tuple[Node, int]]:
+        """The nodes of `chain` that have the first ``end`` tokens, each with the end of its part.
 
         A child may begin before its parent ends: then the child's tokens count.
         """
-        found, end = [], self.manifest.end
+        found = []
         for node in reversed(self.chain):
-            found.append((node, min(end, node.manifest.end)))
-            end = min(end, node.manifest.begin)
+            if node.manifest.begin < end:
+                found.append((node, min(end, node.manifest.end)))
+                end = node.manifest.begin
         return found[::-1]
 
     def written_by(self, world_size: int) -> bool:
         """True if an engine of ``world_size`` ranks has written the whole chain."""
         return all(node.manifest.world_size == world_size for node in self.chain)
 
-    def layout(self, world_size: int) -> list[Chunk]:
-        """Return the chunks by which the chain's tokens are dealt to ranks.
+    def layout(self, world_size: int, end: int) -> list[Chunk]:
+        """Return the chunks by which the chain's first ``end`` tokens are dealt to ranks.
 
         They are the writer's chunks, or a single one if another number of ranks has written them.
         """
         if not self.written_by(world_size):
-            return [Chunk(0, self.manifest.end, world_size)]
-        return [c for node, end in self.parts for c in cut_chunks(node.manifest.layout, end)]
+            return [Chunk(0, end, world_size)]
+        return [c for node, at in self.parts(end) for c in cut_chunks(node.manifest.layout, at)]
 
 
 class Nodes:

@@ -2,8 +2,8 @@
 
 Soon after a prompt has been read, its new tokens are copied out (`Save`) as a *node* behind the
 node that has its beginning. A prompt that begins like a node first gets the node and its ancestors
-back into pages (`Load`), as an entry of the prefix cache that it then continues. Both move part
-by part, between other requests' steps.
+back into pages (`Load`), as an entry of the prefix cache that it then continues; with full
+attention, only the tokens that both have. Both move part by part, between other requests' steps.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Waiter(Protocol):
 @dataclass(eq=False)
 class Loading:
     key: int
-    chain: list[Node]
+    node: Node  # that was found
+    chain: list[Node]  # of which tokens are loaded: the node and ancestors, or ancestors alone
     namespace: Namespace
     tokens: Tokens
     tier: Tier
@@ -86,6 +87,10 @@ class Loading:
     def wanted(self) -> bool:
         """True while a request waits for the load or has not yet continued the sequence."""
         return any(request.waits for request in self.wanted_by)
+
+    def takes_longer(self, found: Match[Node]) -> bool:
+        """True if a prompt's beginning is another node's, or less than half of what is loaded."""
+        return found.entry is not self.node or 2 * found.tokens < len(self.tokens)
 
 
 class Writing:
@@ -184,14 +189,15 @@ class Tiers:
         self.nodes.refresh()
         return self.nodes.find(namespace, tokens, most)
 
-    def load(self, node: Node, key: int, namespace: Namespace) -> Load:
-        """Begin to load a node's chain into the sequence ``key``; return the plan that opens it."""
-        tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
-        self.loading = Loading(key, node.chain, namespace, self._index.tokens(node), tier)
-        chunks = Manifest.rows_of(self._accounts[key].chunks, 0, node.manifest.end)
+    def load(self, node: Node, end: int, key: int, namespace: Namespace) -> Load:
+        """Begin to load ``end`` tokens into the sequence ``key``; return the plan that opens it."""
+        chain, cuts = map(list, zip(*node.parts(end), strict=True))
+        tier: Tier = "host" if all("host" in one.where for one in chain) else "disk"
+        tokens = self._index.tokens(node)[:end]
+        self.loading = Loading(key, node, chain, namespace, tokens, tier)
+        chunks = Manifest.rows_of(self._accounts[key].chunks, 0, end)
         same = node.written_by(self._accounts.world_size)
-        chain, cuts = zip(*((one.manifest, cut) for one, cut in node.parts), strict=True)
-        job = LoadJob(list(chain), list(cuts), same, chunks, namespace[1])
+        job = LoadJob([one.manifest for one in chain], cuts, same, chunks, namespace[1])
         return Load(key, as_payload(job))
 
     def loaded(self, answers: Tensor) -> bool | None:

@@ -44,6 +44,11 @@ class LoadJob(msgspec.Struct, frozen=True):
     chunks: Rows  # of the sequence
     mark: int  # `Sequence.position_mark`
 
+    @property
+    def end(self) -> int:
+        """The number of tokens to load."""
+        return self.cuts[-1]
+
 
 class SaveJob(msgspec.Struct, frozen=True):
     """A sequence to save; with the first plan of a save."""
@@ -274,7 +279,7 @@ class Transfers:
     def _reads(self, sequence: Sequence, job: LoadJob) -> list[_Read]:
         """Return the parts that have tokens of this rank's shard."""
         reads: list[_Read] = []
-        size, end = self._comm.size, job.chain[-1].end
+        size, end = self._comm.size, job.end
         mine = held_positions(sequence.chunks, 0, end, self._comm.rank, size)
         if not len(mine):
             return reads

@@ -44,7 +44,7 @@ class Movable(PagesOnly):
             self.left[kind] = self.parts[kind]
             if isinstance(plan, Load):
                 job, [rank], [caches] = load_job(plan.payload), self.ranks, self.caches
-                end = job.chain[-1].end
+                end = job.end
                 rank.restore(plan.sequence, end, job.chunks, job.mark)
                 for cache, slot in zip(
                     caches.streaming, rank[plan.sequence].streaming, strict=True
@@ -165,8 +165,8 @@ def test_a_load_ends_with_the_last_request_that_waits_for_it() -> None:
     assert runner.lengths == {} and (accounts.free == accounts.sizes).all()
 
 
-def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
-    core, runner = core_of(slots=6)
+def test_what_is_read_in_a_step_waits_for_no_load_of_another_or_longer_document() -> None:
+    core, runner = core_of(slots=6, tail=pages_only.MAX_LEN)
     long, short = text(200, 1), text(12, 2)
     for name, ids in (("long", long), ("short", short)):
         add(core, name, ids)
@@ -176,6 +176,7 @@ def test_what_is_read_in_a_step_waits_for_no_load_of_another_document() -> None:
     add(core, "loads", long + text(40, 3))
     add(core, "same", long + text(40, 4))
     add(core, "other", short + text(3, 5))
+    add(core, "begins", long[:20] + text(3, 6))
     for _ in range(20):
         core.step()
     assert {one.id for one in core.scheduler.waiting} == {"loads", "same"}

@@ -77,6 +77,8 @@ def engine_of(comm: Communicator, path: str, given: dict[str, Any]) -> RankEngin
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
     split = split_of(Path(path))
+    if config.attention == "full":
+        split = tuple((True,) * len(row) for row in split)
     windows = windows_of(split) if given.get("windows") else None
     roles = HeadRoles(split, windows, given.get("source_heads", ()))
     engine = make_engine(model, config, roles, comm, eos_token_ids=END)

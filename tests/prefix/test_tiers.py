@@ -46,6 +46,19 @@ def test_a_later_engine_begins_from_what_is_on_disk(
     assert {p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")} == {0}
 
 
+def test_with_full_attention_no_more_is_loaded_than_the_prompts_share(
+    ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    """The caches of the engine that loads it have no room for the whole stored prompt."""
+    path, full = tiny("llama"), {"attention": "full"}
+    store, small = {"prefix_store": str(tmp_path), **full}, {"kv_tokens": 80}
+    ranks(2).run(lives, str(path), store, (q(0),))
+    other = Ask("other", (*q(0).ids[:40], *ids((9, 20))))
+    [(answers, cached, stats)] = ranks(2).run(lives, str(path), store | small, (other,))[0]
+    assert_alike(answers, alone(ranks, path, (other,), **full))
+    assert cached == {"other": 40} and stats["disk"]["failures"] == 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("wrote", "reads", "kv"), [(4, 2, "int8"), (1, 4, "fp32"), (2, 1, "fp32")])
 @pytest.mark.parametrize("family", ["llama", "bloom", "windows by head"])
