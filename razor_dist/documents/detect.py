@@ -38,6 +38,8 @@ def detect_kind(data: bytes, named: str | None) -> str:
         return _kind_of_zip(data)
     if head.startswith(COMPOUND):
         raise DocumentError("is encrypted, or of an old Office; save it as docx or PDF")
+    if head.startswith(b"{\\rtf"):
+        raise DocumentError("is RTF, which is not read; save it as docx or PDF")
     wide = head.startswith(BOMS_OF_UTF16)
     if b"\0" in head and not wide:
         raise DocumentError("is neither text nor HTML, PDF, EPUB or docx")

@@ -17,7 +17,7 @@ from docx.text.paragraph import Paragraph
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.detect import COMPOUND
 from razor_dist.documents.docx_lists import Numbering
-from razor_dist.documents.marks import grouped, raised, symbol
+from razor_dist.documents.marks import grouped, raised, reading, symbol
 from razor_dist.documents.read import ReadLimits
 
 _P, _TABLE, _ROW, _CELL, _RUN = map(qn, ("w:p", "w:tbl", "w:tr", "w:tc", "w:r"))
@@ -30,7 +30,7 @@ _UNREAD = {
     *map(qn, ("w:del", "w:moveFrom", "w:pPr")),
     "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback",
 }
-_SYMBOL = qn("w:sym")
+_SYMBOL, _RUBY = qn("w:sym"), qn("w:ruby")
 _REFERENCES = {qn("w:footnoteReference"): "footnote", qn("w:endnoteReference"): "endnote"}
 _RAISED = f"{qn('w:rPr')}/{qn('w:vertAlign')}[@{qn('w:val')}='superscript']"
 # Elements of equations: the text before some of their parts.
@@ -117,6 +117,9 @@ class _Body:
         if tag == _SYMBOL:
             code = element.get(qn("w:char"), "")
             return symbol(element.get(qn("w:font")), int(code, 16)) if _CODE.fullmatch(code) else ""
+        if tag == _RUBY:  # the reading stands before its characters
+            parts = {part.tag: self._inline(part) for part in element}
+            return parts.get(qn("w:rubyBase"), "") + reading(parts.get(qn("w:rt"), ""))
         if tag in _REFERENCES:
             return self._reference(_REFERENCES[tag], element.get(qn("w:id")))
         if str(tag).startswith(_M):  # a comment has a function for a tag

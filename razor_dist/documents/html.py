@@ -9,15 +9,15 @@ from bs4 import BeautifulSoup, NavigableString, Tag
 from bs4.dammit import UnicodeDammit
 
 from razor_dist.config.errors import DocumentError
-from razor_dist.documents.marks import grouped, numbered, raised
+from razor_dist.documents.marks import grouped, numbered, raised, reading
 from razor_dist.documents.read import ReadLimits
 
-# Elements that are not read: programs, pictures, menus.
-_SKIPPED = re.compile("head|script|style|template|noscript|svg|nav|iframe|object")
+# Elements that are not read: programs, pictures, menus, parentheses around a `reading`.
+_SKIPPED = re.compile("head|script|style|template|noscript|svg|nav|iframe|object|rp")
 # Elements within a paragraph; every other one begins and ends a block of its own.
 _INLINE = re.compile(
     "a|abbr|acronym|b|bdi|bdo|big|cite|code|data|del|dfn|em|font|i|img|ins|kbd|label"
-    "|mark|q|ruby|rb|rp|rt|s|samp|small|span|strike|strong|sub|sup|time|tt|u|var|wbr"
+    "|mark|q|ruby|rb|s|samp|small|span|strike|strong|sub|sup|time|tt|u|var|wbr"
 )
 # Roles, classes (Sphinx's, DocBook's, Publican's) and ids (Publican's) of elements around a page's
 # text, such as menus.
@@ -37,6 +37,11 @@ _MARKS = {
     **{"mover": ("", "^"), "munder": ("", "_"), "munderover": ("", "_", "^")},
 }
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
+# Declarations of pages that may be UTF-8 with a few wrong bytes; None is a page without any.
+_UTF8 = {None, "utf-8", "utf8"}
+_ASCII = bytes(range(128))
+# In pages that are declared as ISO-8859-1 these stand for Windows' quotation marks and dashes.
+_CONTROL = re.compile("[\x80-\x9f]")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
@@ -49,9 +54,16 @@ def decoded(data: bytes) -> str:
 
     Raises `DocumentError` if its encoding cannot be found, or if it has too many tags to be read.
     """
-    text = UnicodeDammit(data, is_html=True).unicode_markup
+    found = UnicodeDammit(data, is_html=True)
+    text = found.unicode_markup
+    if found.declared_html_encoding in _UTF8 and found.original_encoding not in _UTF8:
+        # One wrong byte makes Beautiful Soup guess, and read the whole page as another script's.
+        likely = data.decode("utf-8-sig", "replace")
+        if 2 * likely.count("\ufffd") < len(data.translate(None, _ASCII)):
+            text = likely
     if text is None:
         raise DocumentError("is in an unknown encoding")
+    text = _CONTROL.sub(lambda one: one[0].encode("latin-1").decode("cp1252", "ignore"), text)
     if text.count("<") > _MOST_TAGS:
         raise DocumentError(f"has more than {_MOST_TAGS:,} tags; split it")
     return _DECLARATION.sub("", text, count=1)
@@ -99,11 +111,15 @@ class _Blocks:
             self._open.append(_SPACE.sub(" ", str(tag.get("alttext") or _formula(tag))))
         elif _INLINE.fullmatch(name):
             self.walk(tag)
+        elif name == "rt":
+            self._open.append(reading(_SPACE.sub(" ", tag.get_text())))
         elif name in ("td", "th"):
-            self.walk(tag)
+            self.walk(_inner(tag))
             self._open.append("\t")
         elif name == "pre":
             self.end()
+            for line_break in tag.find_all("br"):  # between lines of code, as Docusaurus writes it
+                line_break.append("\n")
             # A comment or a prompt of a shell is no heading.
             self.done.append(_HASH.sub(" #", tag.get_text().strip("\n")))
         else:
@@ -145,6 +161,16 @@ class _Blocks:
                 text = text.replace("\n", " ")
             self.done.append(self._mark + text)
             self._mark = ""
+
+
+def _inner(cell: Tag) -> Tag:
+    """Return the only paragraph of a table's cell, or the cell: the row remains one line."""
+    while True:
+        children = [one for one in cell.children if isinstance(one, Tag) or str(one).strip()]
+        only = children[0] if len(children) == 1 else None
+        if not isinstance(only, Tag) or only.name not in ("p", "div") or _surrounds(only):
+            return cell
+        cell = only
 
 
 def _surrounds(tag: Tag) -> bool:

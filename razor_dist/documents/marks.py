@@ -40,6 +40,11 @@ def raised(text: str) -> str:
     return text.replace(said, f"^{grouped(said)}", 1) if _POWER.match(said) else text
 
 
+def reading(text: str) -> str:
+    """Return in parentheses how the characters before are read, as in 漢字(かんじ)."""
+    return f"({text.strip()})" if text.strip() else ""
+
+
 def grouped(text: str) -> str:
     """Return a part of a formula, in parentheses unless it is one number or name."""
     return text if _WHOLE.fullmatch(text) else f"({text})"

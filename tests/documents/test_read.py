@@ -160,6 +160,12 @@ def test_the_mark_of_an_empty_element_is_no_others(page: str, text: str) -> None
             "<table><tr><th>a<th>b<th>c<tr><td>1<td> <td>3<tr><td>4<td><tr><td><td></table>",
             "a\tb\tc\n\n1\t\t3\n\n4\t",
         ),
+        (
+            "<table><tr><td><p>a</p><td><div> <p>1</p></div><tr><td><p>b</p><p>c</p><td>2</table>",
+            "a\t1\n\nb\n\nc\n\n\t2",
+        ),
+        ("<pre><code><b>a = 1<br></b><b># b<br></b></code></pre>", "a = 1\n # b"),
+        ("<ruby>漢<rp>(</rp><rt>かん</rt><rp>)</rp>字<rt>じ</rt></ruby>", "漢(かん)字(じ)"),
         ("<ol start=3><li>c<li value=7>g<li>h</ol>", "3. c\n\n7. g\n\n8. h"),
         ("<ol reversed><li>b<ol type=i><li>x</ol><li>a</ol>", "2. b\n\ni. x\n\n1. a"),
         ("<ol type=A start=26><li>z<li>y</ol><ul><li>x</ul>", "Z. z\n\nAA. y\n\n- x"),
@@ -182,6 +188,28 @@ def test_the_mark_of_an_empty_element_is_no_others(page: str, text: str) -> None
 )
 def test_what_a_page_shows_by_its_form(page: str, text: str) -> None:
     assert text_of(page.encode(), "html") == text
+
+
+def test_readings_in_a_book_have_parentheses_once() -> None:
+    page = "<p><ruby>漢<rp>(</rp><rt>かん</rt><rp>)</rp>字<rt>じ</rt></ruby></p>"
+    assert text_of(files.epub(page=page), "epub") == "漢(かん)字(じ)"
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (
+            "<meta charset=utf-8><p>Größe für</p>".encode() + b"<p>cut \xc3</p>",
+            "Größe für\n\ncut \ufffd",
+        ),
+        ("<p>Größe für</p>".encode() + b"<p>cut \xc3</p>", "Größe für\n\ncut \ufffd"),
+        (b"<meta charset=iso-8859-1><p>don\x92t \x93\xe9\x94", "don\u2019t \u201cé\u201d"),
+        ("<meta charset=shift_jis><p>日本語".encode("shift_jis"), "日本語"),
+        ("<p>Größe".encode("utf-16"), "Größe"),
+    ],
+)
+def test_the_encoding_of_a_page_is_that_of_a_browser(page: bytes, text: str) -> None:
+    assert text_of(page, "html") == text
 
 
 @pytest.mark.parametrize("tag", ["<b>", "<div>"])
@@ -230,6 +258,11 @@ def test_a_pdf_may_begin_with_something_else() -> None:
     with pytest.raises(DocumentError, match="is no pdf file, whatever its name says"):
         detect_kind(b" " * 1024 + b"From: a %PDF-", "pdf")
     assert detect_kind(b"A file that begins with %PDF- is a PDF.", "text") == "text"
+
+
+def test_rtf_is_no_text() -> None:
+    with pytest.raises(DocumentError, match="is RTF, which is not read; save it as docx or PDF"):
+        detect_kind(rb"{\rtf1\ansi Hello}", None)
 
 
 def test_kinds_by_names() -> None:

@@ -57,12 +57,17 @@ TWICE = (
             "<w:sym w:font='Wingdings' w:char='F0FE'/><w:sym w:char='00e9'/></w:r></w:p>",
             "μm ☑é",
         ),
+        (
+            f"<w:p><w:r><w:ruby><w:rt>{RUN.format('かん')}</w:rt>"
+            f"<w:rubyBase>{RUN.format('漢')}</w:rubyBase></w:ruby></w:r>{SAID}</w:p>",
+            "漢(かん)said",
+        ),
         (f"<w:p><!-- no -->{RUN.format('x')} {FORMULA}</w:p>", "x(a+b)/(2^(n+1))+√c"),
     ],
     ids=[
         *("block control", "inline control", "insertion", "deletion", "move", "tab stop"),
         *("tab and break", "text box", "merged cells", "nested table"),
-        *("power", "ordinal", "symbols", "equation"),
+        *("power", "ordinal", "symbols", "reading", "equation"),
     ],
 )
 def test_all_that_a_word_document_says_is_read_once(body: str, text: str) -> None:
