@@ -76,9 +76,9 @@ class Format(ABC):
     def closing(self, include_usage: bool) -> list[Json]:
         """Chunks for the end of a stream."""
 
-    def failure(self, failure: Failure) -> Json:
-        """A chunk for a failure, after which the stream ends."""
-        return failure.body()
+    def failure(self, failure: Failure) -> list[Json]:
+        """Chunks for a failure, after which the stream ends."""
+        return [failure.body()]
 
     def frame(self, chunk: Json) -> str:
         """A chunk as a server-sent event."""

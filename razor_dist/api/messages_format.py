@@ -78,8 +78,8 @@ class MessagesFormat(EventFormat):
         end = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         return [*self._end(), end, {"type": "message_stop"}]
 
-    def failure(self, failure: Failure) -> Json:
-        return failure.body(MESSAGES)
+    def failure(self, failure: Failure) -> list[Json]:
+        return [failure.body(MESSAGES)]
 
     def usage(self, completion: int | None = None) -> Json:
         usage = super().usage(completion)

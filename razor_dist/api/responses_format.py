@@ -63,9 +63,11 @@ class ResponsesFormat(EventFormat):
         whole = self._response(items)
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
 
-    def failure(self, failure: Failure) -> Json:
-        message, param = failure.message, failure.param
-        return self._event("error", code=failure.code, message=message, param=param)
+    def failure(self, failure: Failure) -> list[Json]:
+        """Return an error and the failed response; Codex, for example, reads the latter alone."""
+        about = {"code": failure.code, "message": failure.message, "param": failure.param}
+        failed = self._response([]) | {"status": "failed", "error": about}
+        return [self._event("error", **about), self._event("response.failed", response=failed)]
 
     def _read(self, piece: TextPiece) -> TextPiece:
         piece = super()._read(piece)

@@ -84,7 +84,7 @@ async def stream(
         # The status line has gone out, so the stream must tell it.
         if not isinstance(error, RazorError):
             log.exception("a stream failed")
-        yield form.frame(form.failure(Failure.of(error)))
+        yield "".join(map(form.frame, form.failure(Failure.of(error))))
     yield form.end
 
 

@@ -6,13 +6,18 @@ import json
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from razor_dist.api.errors import Failure
 from razor_dist.api.responses import ResponsesBody
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.validate import validated
+from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
+from tests.server.message_bodies import parse
 from tests.server.test_api import HELLO, TOKENIZER, answer_to
 
 
@@ -87,6 +92,18 @@ def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
     cut = client.responses.create(model="smollm2", input=HELLO, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_that_fails_ends_with_the_failed_response() -> None:
+    request = parse("responses", {"model": "smollm2", "input": "Hi"})
+    form = FORMATS["responses"](request, "m", [Choice(np.array([1]))], TOKENIZER)
+    created, begun = form.opening()
+    error, failed = form.failure(Failure(408, "too late", code="timeout"))
+    about = {"code": "timeout", "message": "too late", "param": None}
+    assert error == {"type": "error", "sequence_number": 2, **about}
+    assert (failed["type"], failed["sequence_number"]) == ("response.failed", 3)
+    assert failed["response"] == begun["response"] | {"status": "failed", "error": about}
+    assert created["response"] == begun["response"]
 
 
 @pytest.mark.parametrize(
