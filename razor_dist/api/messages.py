@@ -238,6 +238,18 @@ class MessagesBody(CommonFields, CountTokensBody):
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
+    def too_long(self, prompt: int, answer: int, most: int) -> str:
+        """Return Anthropic's words for a prompt and an answer of more tokens than the context.
+
+        Clients find them in errors: Claude Code takes the numbers, and asks for less.
+        """
+        if prompt >= most:
+            return f"prompt is too long: {prompt} tokens > {most} maximum"
+        return (
+            f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {most}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+
     def _fields(self) -> Json:
         same = {"max_tokens", *CommonFields.model_fields}
         fields = super()._fields() | self.model_dump(include=same, exclude_none=True)

@@ -138,7 +138,12 @@ def _rendered(
     if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
         [(ids, _)] = body.encoded(encoder, limits.prompt.max_model_len, ends=False)
         return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)
-    prompts = _prompts(body, params, encoder, limits)
+    try:
+        prompts = _prompts(body, params, encoder, limits)
+    except RequestError as error:
+        if error.tokens is None or not isinstance(asked, MessagesBody):
+            raise
+        raise RequestError(asked.too_long(*error.tokens), error.param, error.code) from None
     names = {} if asked is None else asked.names
     kept_of_it, uncut = body.contexts(encoder) if limits.pins else ([], [])
     return ParsedRequest(

@@ -22,8 +22,11 @@ class HeadMapError(RazorError, ValueError):
 class RequestError(RazorError, ValueError):
     """A request cannot be served as asked.
 
-    ``param`` is the field at fault, ``code`` OpenAI's, e.g. ``context_length_exceeded``.
+    ``param`` is the field at fault, ``code`` OpenAI's, e.g. ``context_length_exceeded``: then
+    ``tokens`` may be set, those of the prompt, of the answer, and of the context.
     """
+
+    tokens: tuple[int, int, int] | None = None
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -307,7 +307,7 @@ class PromptLimits(NamedTuple):
         If it is None, the answer may fill the context up to ``default_max_tokens``, or up to
         ``min_tokens`` if that is more. The prompt came from the field ``param`` and continues a
         pinned prefix of ``before`` tokens. Raises `RequestError`, with the code
-        ``context_length_exceeded`` if the prompt is too long.
+        ``context_length_exceeded`` and its ``tokens`` if the prompt is too long.
         """
         if not len(prompt):
             raise RequestError("the prompt is empty; it must hold at least one token", param=param)
@@ -321,13 +321,15 @@ class PromptLimits(NamedTuple):
         length = before + len(prompt)
         if length + answer > self.max_model_len:
             where = f"{before} in the prefix, {len(prompt)}" if before else f"{length}"
-            raise RequestError(
+            error = RequestError(
                 f"this model's maximum context length is {self.max_model_len} tokens, but "
                 f"{length + answer} were asked for: {where} in the prompt and "
                 f"{answer} for the answer",
                 param=param,
                 code=CONTEXT_EXCEEDED,
             )
+            error.tokens = length, answer, self.max_model_len
+            raise error
         if params.max_tokens is None:
             room = self.max_model_len - length
             most = self.default_max_tokens or room

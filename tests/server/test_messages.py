@@ -124,6 +124,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"name": "a", "input_schema": {}}]}, "chat template knows no tools"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice must have a name if its type is tool"),
+    # Claude Code takes the numbers from these words, and asks again for less.
+    (
+        {"max_tokens": 600},
+        r"input length and `max_tokens` exceed context limit: \d+ \+ 600 > 512, decrease input",
+    ),
+    (asking(document(text_source("a " * 600))), r"prompt is too long: \d{3} tokens > 512 maximum"),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use"} | {"id": "a"}]}]},
         r"missing required field 'messages\[0\].content\[0\].name'",
