@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.server.request_log import current_record
 
 # A step of a body's progress, for which the body gets one more second.
 _STEP_BYTES = 64 * 1024
@@ -197,6 +198,15 @@ def _check_kind(headers: Mapping[str, str], wanted: str, what: str) -> None:
         )
 
 
-async def _pieces(body: Body) -> AsyncIterator[bytes]:
-    for begin in range(0, len(body), _STEP_BYTES):
-        yield bytes(memoryview(body)[begin : begin + _STEP_BYTES])
+def in_pieces(answer: bytes) -> Response:
+    """Return a response of JSON; a client must take each piece in time, and not all of it."""
+    if len(answer) <= _STEP_BYTES:
+        return Response(answer, media_type=_JSON)
+    length = {"Content-Length": str(len(answer))}
+    return StreamingResponse(_pieces(answer), headers=length, media_type=_JSON)
+
+
+async def _pieces(answer: bytes | Body) -> AsyncIterator[bytes]:
+    current_record().begun = True
+    for begin in range(0, len(answer), _STEP_BYTES):
+        yield bytes(memoryview(answer)[begin : begin + _STEP_BYTES])

@@ -37,7 +37,7 @@ class RequestRecord:
     completion_tokens: int = 0
     operation: str = ""  # what is asked for, as OpenTelemetry names it
     trace: Mapping[str, str] = field(default_factory=dict)  # headers of the caller's span
-    begun: bool = False  # a stream has sent more than its opening and heartbeats
+    begun: bool = False  # a part of the answer was sent, not only a stream's opening or heartbeats
 
     @property
     def turn(self) -> str | None:

@@ -30,7 +30,7 @@ from razor_dist.protocol.counters import Counters
 from razor_dist.protocol.messages import CacheScope, EngineInfo
 from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 from razor_dist.server.access import RateLimitError, charge, note_answers
-from razor_dist.server.bodies import Body
+from razor_dist.server.bodies import Body, in_pieces
 from razor_dist.server.context import Context, described
 from razor_dist.server.contexts import Contexts
 from razor_dist.server.documents import DocumentReader
@@ -165,7 +165,7 @@ class Service:
                 choices.close()
                 # Thousands of tokens with twenty log-probabilities each take seconds.
                 whole = await asyncio.to_thread(lambda: dumped(form.whole()))
-                return Response(whole, media_type="application/json")
+                return in_pieces(whole)
             events = choices.events(self._heartbeat, forgets=True)
             events = await _unless_refused(_naming(events, parsed.names))
             lines = stream(

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,15 +26,18 @@ from razor_dist.ray_serve.engine import (
     with_own_store,
 )
 from razor_dist.ray_serve.routing import Route
+from razor_dist.server.bodies import in_pieces
+from razor_dist.server.request_log import RequestLog
 
 
-def answer(refusal: Failure, state: str = "ready", **request: Any) -> list[Any]:
-    """Return the parts of the answer of an engine that refuses, and is not full."""
+def answer(said: Failure | Response, state: str = "ready", **request: Any) -> list[Any]:
+    """Return the parts of the answer of an engine that refuses, and is not full, or answers."""
     app = FastAPI()
+    app.add_middleware(RequestLog, count=Mock(), is_draining=lambda: False)
 
     @app.post("/")
-    def refuse() -> Response:
-        return refusal.response()
+    def respond() -> Response:
+        return said if isinstance(said, Response) else said.response()
 
     outside_ray = {"_number": 3, "__del__": lambda self: None}
     engine: Any = object.__new__(type("Bare", (Engine,), outside_ray))
@@ -64,6 +68,12 @@ def test_what_another_engine_may_answer_is_not_refused() -> None:
     assert head.status == 404 and isinstance(first, BodyPart)
     [lost] = answer(Failure(503, "later"), state="restarting")
     assert lost == Unanswered("me", True, "it is restarting")
+
+
+def test_the_rest_of_a_whole_answer_comes_from_an_engine_that_restarts() -> None:
+    head, *body = answer(in_pieces(b"x" * 2**18), state="restarting")
+    assert isinstance(head, Head) and all(part.begun for part in body if part.data)
+    assert b"".join(part.data for part in body) == b"x" * 2**18
 
 
 def test_an_engine_takes_no_store_that_another_has(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import socket
 import ssl
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from uvicorn.server import ServerState
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.server import connections as connections_module
+from razor_dist.server.bodies import in_pieces
 from razor_dist.server.connections import bounded_protocol
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server, health, wait_until
@@ -216,16 +218,41 @@ async def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyP
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    protocol = bounded_protocol(10.0, 8)
-    config = uvicorn.Config(endless, http=protocol, lifespan="off", log_config=None)
+    async with answering(endless) as (server, _), asyncio.timeout(10):
+        while not (sent and not server.server_state.tasks):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.anyio
+async def test_a_client_that_takes_a_long_answer_slowly_gets_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections_module, "SEND_SECONDS", 0.5)
+    answer, got = b"x" * 2**21, b""
+    loop = asyncio.get_running_loop()
+    async with answering(in_pieces(answer)) as (_, client), asyncio.timeout(20):
+        while len(got) < len(answer) and (some := await loop.sock_recv(client, 2**15)):
+            got += some
+            await asyncio.sleep(0.02)
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(answer) in head.lower()
+    assert answer.startswith(body) and len(got) >= len(answer)
+
+
+@asynccontextmanager
+async def answering(app: Any) -> AsyncIterator[tuple[uvicorn.Server, socket.socket]]:
+    """A server of an application, and a client that has asked it; few bytes are on their way."""
+    config = uvicorn.Config(app, http=bounded_protocol(10.0, 8), lifespan="off", log_config=None)
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        client.setblocking(False)
         serving = asyncio.create_task(server.serve([listener]))
-        _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        async with asyncio.timeout(10):
-            while not (sent and not server.server_state.tasks):
-                await asyncio.sleep(0.02)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, listener.getsockname())
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        yield server, client
         server.should_exit = True
-        writer.close()
+        client.close()
         await serving
