@@ -119,6 +119,10 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         self._note_state()
 
+    def _should_upgrade(self) -> bool:
+        """False, without uvicorn's advice in the log: Java's client offers HTTP/2 each time."""
+        return False
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         begun, _ = self.conn.trailing_data

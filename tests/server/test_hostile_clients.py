@@ -81,6 +81,15 @@ def test_heads_that_others_may_read_differently_are_refused(
     assert answer.count(b"HTTP/1.1 400") == 1 and answer.count(b"HTTP/1.1") == 2
 
 
+def test_an_offer_of_another_protocol_is_passed_over(tight: ServerProcess) -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    asked = HEAD + offer + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
+    with connections(tight, 1, asked) as [client]:
+        client.settimeout(20)
+        assert client.recv(12) == b"HTTP/1.1 200"
+    assert "upgrade" not in tight.log
+
+
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_head_in_small_packets_costs_no_more_than_its_bytes(
     monkeypatch: pytest.MonkeyPatch, size: int
