@@ -224,6 +224,18 @@ def test_the_counters_of_several_engines(reader: Reader) -> None:
     reader.page.unroute_all(behavior="wait")  # the page goes on asking
 
 
+def test_the_state_is_looked_at_while_the_counters_hang(reader: Reader) -> None:
+    held: list[Route] = []
+    reader.page.route("**/stats", lambda route: held.append(route))
+    reader.page.reload()
+    while not held:
+        reader.page.wait_for_timeout(20)
+    ending = {"status": "draining", "reason": ""}
+    reader.page.route("**/health", lambda route: route.fulfill(json=ending))
+    expect(reader.state).to_have_text("The server is shutting down", timeout=9000)
+    reader.page.unroute_all(behavior="ignoreErrors")
+
+
 @pytest.mark.long
 def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
     """A source's window leaves the answer free, and a phone's lines are used."""

@@ -127,6 +127,15 @@ def test_a_server_that_is_gone_is_waited_for(reader: Reader) -> None:
     expect(reader.state).to_have_text("Ready")
 
 
+def test_a_browser_without_abort_signal_any_waits_as_well(reader: Reader) -> None:
+    """Safari has it since 17.4, Firefox since 124."""
+    reader.page.evaluate("delete AbortSignal.any")
+    reader.page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    turn = reader.ask("Anybody?")
+    expect(turn.locator(".reading p")).to_have_text("The server did not answer. Asking again.")
+    expect(turn.locator(".answer")).to_contain_text("Anybody")
+
+
 def test_a_server_that_no_question_reaches_is_not_flooded(reader: Reader) -> None:
     asked: list[Route] = []
     chats = "**/v1/chat/completions"
@@ -206,6 +215,18 @@ def test_what_is_added_while_an_answer_is_asked_again_stays(reader: Reader) -> N
     expect(reader.notice).to_have_text("rank 1 died")
     expect(reader.page.locator("article h3")).to_have_text(["First?"])
     expect(reader.pending.locator("[data-ready]")).to_contain_text("late.txt")
+
+
+def test_a_reload_keeps_an_answer_that_is_asked_for_again(reader: Reader) -> None:
+    old = reader.answered("First?").locator(".answer").inner_text()
+    held: list[Route] = []
+    reader.page.route("**/v1/chat/completions", lambda route: held.append(route))
+    reader.page.locator("article .regenerate").click()
+    while not held:
+        reader.page.wait_for_timeout(20)
+    reader.page.reload()
+    expect(reader.page.locator("article h3")).to_have_text(["First?"])
+    expect(reader.page.locator("article .answer")).to_have_text(old)
 
 
 def test_what_is_pressed_twice_is_done_once(reader: Reader) -> None:

@@ -1,8 +1,10 @@
 // What the page asks the server for, and what can go wrong with it.
 
 const KEY = "razor_dist key";
-// Milliseconds after which a server that does not say how it is counts as gone.
+// Milliseconds after which a server that does not say how it is, or what it serves, counts as gone.
 const PATIENCE = 10_000;
+// The same of counters and contexts: the server waits up to 8 seconds for its engine to tell them.
+const LONG_PATIENCE = 15_000;
 
 /** An answer that is no success; `status` 0 is a server that cannot be reached. */
 export class ApiError extends Error {
@@ -59,11 +61,18 @@ async function request(path, options = {}) {
   });
 }
 
+/** A signal that aborts after a time, or as another does; browsers of 2023 lack AbortSignal.any. */
+function patient(milliseconds, signal = null) {
+  const own = new AbortController();
+  setTimeout(() => own.abort(new DOMException("", "TimeoutError")), milliseconds);
+  signal?.addEventListener("abort", () => own.abort(), { once: true });
+  return { signal: own.signal };
+}
+
 /** {status, reason}: "ready", or what the server says instead; "gone" without an answer. */
 export async function health(signal = null) {
-  const patience = AbortSignal.timeout(PATIENCE);
   try {
-    const response = await fetch("health", { cache: "no-store", credentials: "omit", signal: signal ? AbortSignal.any([signal, patience]) : patience });
+    const response = await fetch("health", { cache: "no-store", credentials: "omit", ...patient(PATIENCE, signal) });
     return await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -72,12 +81,12 @@ export async function health(signal = null) {
 }
 
 export async function model() {
-  return (await (await request("v1/models")).json()).data[0];
+  return (await (await request("v1/models", patient(PATIENCE))).json()).data[0];
 }
 
 /** {data, limit_bytes}: the contexts that are kept for this key, and how much they may take; 0 for none. */
 export async function contexts() {
-  return (await request("v1/contexts")).json();
+  return (await request("v1/contexts", patient(LONG_PATIENCE))).json();
 }
 
 export async function contextMessages(id) {
@@ -90,7 +99,7 @@ export async function endContext(id) {
 
 /** The counters: of several engines on Ray Serve those of one, which are like the others'. */
 export async function stats() {
-  const found = await (await request("stats")).json();
+  const found = await (await request("stats", patient(LONG_PATIENCE))).json();
   return found.engines ? (Object.values(found.engines)[0] ?? {}) : found;
 }
 

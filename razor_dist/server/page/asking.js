@@ -95,11 +95,11 @@ export function viewOf(turn) {
   return new TurnView(turn, documentOf, { regenerate, edit: app.edit, remove: app.removeTurn });
 }
 
-export async function send(question, more = {}) {
+export async function send(question, more = {}, isAgain = false) {
   const before = app.conversation.snapshot();
   const turn = app.conversation.ask(question);
   turn.hadDocuments = app.conversation.documents.length > 0;
-  const view = begin(turn);
+  const view = begin(turn, isAgain);
   const sources = app.tellsSources ? { return_sources: SOURCES } : {};
   const locate = locator(app.conversation);
   view.light();
@@ -124,11 +124,11 @@ export async function send(question, more = {}) {
   return finished(view, error, before, ENDS[finish]?.() ?? "");
 }
 
-function begin(turn) {
+function begin(turn, isAgain = false) {
   const view = viewOf(turn);
   $("turns").append(view.element);
   changed();
-  store.save(app.conversation);
+  if (!isAgain) store.save(app.conversation); // else a reload finds the old answer until another has begun
   toEnd();
   return view;
 }
@@ -176,7 +176,7 @@ async function regenerate(turn) {
   const before = app.conversation.snapshot();
   app.conversation.cut(turn);
   $("turns").lastElementChild.remove();
-  if (await send(turn.question, { seed: Math.floor(Math.random() * 2 ** 31) })) return;
+  if (await send(turn.question, { seed: Math.floor(Math.random() * 2 ** 31) }, true)) return;
   if ($("question").value === turn.question) $("question").value = ""; // else it is being typed
   app.goBack(before);
 }

@@ -76,6 +76,11 @@ async function look(counters = true) {
   if ($("state").textContent !== words) $("state").textContent = words;
   wasAway ||= state.status !== "ready";
   if (state.status !== "ready" || !counters) return;
+  counting++;
+  showCounters().finally(() => counting--); // not awaited: the state is looked at meanwhile
+}
+
+async function showCounters() {
   try {
     const before = app.model;
     if (wasAway) app.model = await api.model(); // it may have come back with another
@@ -101,6 +106,7 @@ async function look(counters = true) {
   }
 }
 
+let counting = 0; // times that the counters are being asked for
 let wasAway = false;
 let keyAsked = false; // once: who has closed the settings has seen them
 let wasBusy = false;
@@ -271,7 +277,7 @@ async function begin() {
   document.documentElement.dataset.loaded = "";
   for (let looks = 0; ; looks++) {
     // The counters cost all ranks a moment.
-    if (!document.hidden) await look(app.working !== null || looks % 5 === 0);
+    if (!document.hidden) await look(!counting && (app.working !== null || looks % 5 === 0));
     await new Promise((resolve) => setTimeout(resolve, LOOK));
   }
 }
