@@ -123,6 +123,13 @@ class BoundedProtocol(H11Protocol):
         """False, without uvicorn's advice in the log: Java's client offers HTTP/2 each time."""
         return False
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; behind an answer that has begun, only hang up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         begun, _ = self.conn.trailing_data

@@ -90,6 +90,17 @@ def test_an_offer_of_another_protocol_is_passed_over(tight: ServerProcess) -> No
     assert "upgrade" not in tight.log
 
 
+def test_a_wrong_chunk_behind_an_answer_ends_the_connection(tight: ServerProcess) -> None:
+    asked = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connections(tight, 1, asked) as [client]:
+        client.settimeout(20)
+        assert client.recv(12) == b"HTTP/1.1 405"
+        client.sendall(b"wrong\r\n")
+        while client.recv(1 << 16):
+            pass
+    assert "Fatal error" not in tight.log
+
+
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_head_in_small_packets_costs_no_more_than_its_bytes(
     monkeypatch: pytest.MonkeyPatch, size: int
