@@ -40,6 +40,14 @@ NAMED = (
 )
 
 
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """Declare a setting: its default (``...`` where it must be given), a line about it, its range.
+
+    The range is given by `pydantic.Field`'s names.
+    """
+    return Field(default, description=description, **limits)
+
+
 def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
     return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}
 
@@ -60,7 +68,9 @@ def _listed(value: Any, read: Callable[[Any], Any], info: ValidationInfo) -> Any
 LISTED = WrapValidator(_listed)
 """Marks a setting that is a list without repeats, on the command line with commas."""
 Methods = Annotated[tuple[str, ...] | dict[str, dict[str, Any]], LISTED]
-Lengths = Annotated[tuple[Size, ...], LISTED, Field(description="Tokens of the documents.")]
+Names = Annotated[tuple[str, ...], LISTED]
+Sizes = Annotated[tuple[Size, ...], LISTED]
+Lengths = Annotated[Sizes, Field(description="Tokens of the documents.")]
 Depths = Annotated[
     tuple[int, ...], LISTED, Field(description="Percent of the text before the needle.")
 ]

@@ -20,6 +20,7 @@ from razor_dist.evals.settings import (
     SELECTION,
     Methods,
     refuse_attention,
+    setting,
     settings_by_name,
 )
 from razor_dist.heads.head_map import head_map_file
@@ -85,17 +86,14 @@ class ComparingConfig(JobConfig):
 
     known_presses: ClassVar[tuple[str, ...]] = tuple(PRESSES)
 
-    methods: Methods = Field(
-        default=("full", "razor", "streaming"),
-        description=f"What to compare: {NAMED}; by kvpress: {', '.join(PRESSES)}; "
-        "snapkv-query-aware and duo (--duo-head-map) in eval needle alone.",
+    methods: Methods = setting(
+        ("full", "razor", "streaming"),
+        f"What to compare: {NAMED}; by kvpress: {', '.join(PRESSES)}; snapkv-query-aware and duo "
+        "(--duo-head-map) in eval needle alone.",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Of the documents.")
-    kv_budget: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Part of full attention's KV that kvpress's keep; none: razor's bytes.",
+    seed: int = setting(0, "Of the documents.", ge=0, lt=2**63)
+    kv_budget: float | None = setting(
+        None, "Part of full attention's KV that kvpress's keep; none: razor's bytes.", gt=0, le=1
     )
 
     def __init__(self, **values: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sizes import Size
@@ -16,6 +14,7 @@ from razor_dist.evals.settings import (
     NAMED,
     Methods,
     refuse_of_methods,
+    setting,
     settings_by_name,
 )
 from razor_dist.jobs.task import ExternalEngineConfig
@@ -24,29 +23,26 @@ from razor_dist.jobs.task import ExternalEngineConfig
 class FidelityConfig(JobConfig):
     """Settings of the texts and the methods, the job's and the engines'; frozen."""
 
-    methods: Methods = Field(
-        default=("razor", "no-compensation", "streaming"),
-        description=f"What to compare with full attention: {NAMED}.",
+    methods: Methods = setting(
+        ("razor", "no-compensation", "streaming"), f"What to compare with full attention: {NAMED}."
     )
-    tokens: Size | None = Field(
-        default=None, ge=3, description="Of each text; none: all that it has and the model holds."
+    tokens: Size | None = setting(
+        None, "Of each text; none: all that it has and the model holds.", ge=3
     )
-    prompt_tokens: Size | None = Field(
-        default=None,
-        ge=1,
-        description="Of these, read before the first that is compared; none: half.",
+    prompt_tokens: Size | None = setting(
+        None, "Of these, read before the first that is compared; none: half.", ge=1
     )
-    ranges: int = Field(default=6, ge=1, description="Ranges of positions in the report.")
-    repeat_at: Annotated[tuple[Size, ...] | None, LISTED] = Field(
-        default=None,
-        description="Before each of these lengths a passage from far before stands again, so that "
-        "copying is measured beside the text; the report's ranges are then text and copies.",
+    ranges: int = setting(6, "Ranges of positions in the report.", ge=1)
+    repeat_at: Annotated[tuple[Size, ...] | None, LISTED] = setting(
+        None,
+        "Before each of these lengths a passage from far before stands again, so that copying is "
+        "measured beside the text; the report's ranges are then text and copies.",
     )
-    repeat_tokens: Size = Field(default=256, ge=2, description="Of each passage that is repeated.")
-    steps: Literal["prefill", "decode"] = Field(
-        default="prefill",
-        description="What is compared is read in chunks (prefill), or one token at a time, as "
-        "answers are (decode).",
+    repeat_tokens: Size = setting(256, "Of each passage that is repeated.", ge=2)
+    steps: Literal["prefill", "decode"] = setting(
+        "prefill",
+        "What is compared is read in chunks (prefill), or one token at a time, as answers are "
+        "(decode).",
     )
 
     def __init__(self, **values: Any) -> None:

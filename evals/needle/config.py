@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
@@ -24,6 +22,7 @@ from razor_dist.evals.settings import (
     Methods,
     Prose,
     refuse_of_methods,
+    setting,
     settings_by_name,
     shipped_methods,
 )
@@ -40,52 +39,49 @@ _RANGES = {
 class NeedleConfig(ComparingConfig):
     """The needle test's settings, the job's and the engines'; frozen."""
 
-    max_num_seqs: int = Field(
-        default=2, ge=2, description="Sequences at once: the document, and questions asked of it."
+    max_num_seqs: int = setting(
+        2, "Sequences at once: the document, and questions asked of it.", ge=2
     )
-    duo_head_map: str | None = Field(
-        default=None, min_length=1, description="Path of the head map of the method duo."
+    duo_head_map: str | None = setting(
+        None, "Path of the head map of the method duo.", min_length=1
     )
-    preset: Literal["number", "duoattention", "razorattention", "words"] = Field(
-        default="number", description="What is hidden and how it is asked and scored."
+    preset: Literal["number", "duoattention", "razorattention", "words"] = setting(
+        "number", "What is hidden and how it is asked and scored."
     )
-    query: Literal["after", "before", "middle"] = Field(
-        default="after",
-        description="Where the question stands: after the document, before it, at the needle.",
+    query: Literal["after", "before", "middle"] = setting(
+        "after", "Where the question stands: after the document, before it, at the needle."
     )
-    haystack: str | None = Field(
-        default=None,
+    haystack: str | None = setting(
+        None,
+        "essays, reference, noise, auto, a folder of .txt files; none: the preset's.",
         min_length=1,
-        description="essays, reference, noise, auto, a folder of .txt files; none: the preset's.",
     )
-    context_lengths: Annotated[tuple[Size, ...] | None, LISTED] = Field(
-        default=None, description="Tokens of prompt and answer; none: from min to max."
+    context_lengths: Annotated[tuple[Size, ...] | None, LISTED] = setting(
+        None, "Tokens of prompt and answer; none: from min to max."
     )
-    context_lengths_min: Size = Field(default=1000, ge=1, description="The shortest.")
-    context_lengths_max: Size | None = Field(
-        default=None, ge=1, description="The longest; none: all that the model holds."
+    context_lengths_min: Size = setting(1000, "The shortest.", ge=1)
+    context_lengths_max: Size | None = setting(
+        None, "The longest; none: all that the model holds.", ge=1
     )
-    context_lengths_num_intervals: int | None = Field(
-        default=None, ge=1, description="How many lengths; none: the preset's number."
+    context_lengths_num_intervals: int | None = setting(
+        None, "How many lengths; none: the preset's number.", ge=1
     )
-    document_depth_percents: Annotated[tuple[float, ...] | None, LISTED] = Field(
-        default=None, description="Percent of the document before the needle; none: min to max."
+    document_depth_percents: Annotated[tuple[float, ...] | None, LISTED] = setting(
+        None, "Percent of the document before the needle; none: min to max."
     )
-    document_depth_percent_min: float = Field(default=0, ge=0, le=100, description="The least.")
-    document_depth_percent_max: float = Field(default=100, ge=0, le=100, description="The most.")
-    document_depth_percent_intervals: int | None = Field(
-        default=None, ge=1, description="How many depths; none: the preset's number."
+    document_depth_percent_min: float = setting(0, "The least.", ge=0, le=100)
+    document_depth_percent_max: float = setting(100, "The most.", ge=0, le=100)
+    document_depth_percent_intervals: int | None = setting(
+        None, "How many depths; none: the preset's number.", ge=1
     )
-    document_depth_percent_interval_type: Literal["linear", "sigmoid"] = Field(
-        default="linear", description="Evenly spread, or crowded towards both ends."
+    document_depth_percent_interval_type: Literal["linear", "sigmoid"] = setting(
+        "linear", "Evenly spread, or crowded towards both ends."
     )
-    needles: int = Field(
-        default=1, ge=1, description="Needles in a document, each asked for by itself."
+    needles: int = setting(1, "Needles in a document, each asked for by itself.", ge=1)
+    share_depths: bool = setting(
+        False, "Hide the needles of all depths in one document, read once."
     )
-    share_depths: bool = Field(
-        default=False, description="Hide the needles of all depths in one document, read once."
-    )
-    repeats: int = Field(default=1, ge=1, description="Other documents of the same kind.")
+    repeats: int = setting(1, "Other documents of the same kind.", ge=1)
 
     @property
     def known(self) -> Mapping[str, Mapping[str, Any]]:
@@ -182,11 +178,9 @@ class GridConfig(EngineConfig):
 
     lengths: Lengths = (2500, 5000)
     depths: Depths = (10, 30, 50, 70, 90)
-    needles: int = Field(
-        default=2, ge=1, description="Documents of each length and depth, each another."
-    )
+    needles: int = setting(2, "Documents of each length and depth, each another.", ge=1)
     haystack: Prose = "auto"
-    seed: int = Field(default=0, ge=0, description="Of the documents.")
+    seed: int = setting(0, "Of the documents.", ge=0)
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -209,18 +203,17 @@ class PlacesConfig(GridConfig):
 
 
 class NeedleGridConfig(PlacesConfig):
-    methods: Methods = Field(
-        default=("all",),
-        description=f"What to compare: names in configs/{GRID_METHODS}.yaml, or all: every one; "
-        f"{NAMED}.",
+    methods: Methods = setting(
+        ("all",),
+        f"What to compare: names in configs/{GRID_METHODS}.yaml, or all: every one; {NAMED}.",
     )
-    preset: Literal["number", "words"] = Field(
-        default="number", description="What is hidden; words: the needle model's, in its own text."
+    preset: Literal["number", "words"] = setting(
+        "number", "What is hidden; words: the needle model's, in its own text."
     )
-    percents: Annotated[tuple[float, ...] | None, LISTED] = Field(
-        default=None,
-        description="Percents of KV heads that each head map among the methods keeps, by its "
-        "scores; none: its own.",
+    percents: Annotated[tuple[float, ...] | None, LISTED] = setting(
+        None,
+        "Percents of KV heads that each head map among the methods keeps, by its scores; none: "
+        "its own.",
     )
 
     def __init__(self, **values: Any) -> None:
@@ -263,16 +256,13 @@ class MapsConfig(GridConfig):
 
     lengths: Lengths = (2400,)
     depths: Depths = (5, 10, 20, 30, 40)  # beyond the windows of streaming heads alone, too
-    needles: int = Field(default=2, ge=1, description="Documents of each length and depth.")
-    tokens: Size = Field(default=2560, ge=200, description="Of each text, and of the budgets.")
-    budgets: Annotated[tuple[float, ...], LISTED] = Field(
-        default=(30, 40, 55), description="Bytes, in percent of full attention's."
+    needles: int = setting(2, "Documents of each length and depth.", ge=1)
+    tokens: Size = setting(2560, "Of each text, and of the budgets.", ge=200)
+    budgets: Annotated[tuple[float, ...], LISTED] = setting(
+        (30, 40, 55), "Bytes, in percent of full attention's."
     )
-    middle_share: float = Field(
-        default=0.5,
-        gt=0,
-        lt=1,
-        description="Of the bytes beyond short windows, the part of the middle class.",
+    middle_share: float = setting(
+        0.5, "Of the bytes beyond short windows, the part of the middle class.", gt=0, lt=1
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
 from razor_dist.evals.needle.config import PlacesConfig
-from razor_dist.evals.settings import LISTED, HotpotQA, Squad
+from razor_dist.evals.settings import LISTED, HotpotQA, Names, Squad, setting
 from razor_dist.evals.suites import ruler
 from razor_dist.evals.suites.config import question_files
 from razor_dist.evals.suites.nonliteral import NONLITERAL
@@ -31,10 +31,9 @@ PLACED = tuple(SUITE_OF)
 class AbsentConfig(PlacesConfig):
     """Settings of a grid of which some documents are asked without their needle, too; frozen."""
 
-    absent_lengths: Annotated[tuple[Size, ...] | None, LISTED] = Field(
-        default=(1500, 2500),
-        description="Of the grid's lengths, those that are asked without the needle too; none: no "
-        "length.",
+    absent_lengths: Annotated[tuple[Size, ...] | None, LISTED] = setting(
+        (1500, 2500),
+        "Of the grid's lengths, those that are asked without the needle too; none: no length.",
     )
 
     @field_validator("head_map")
@@ -53,22 +52,22 @@ class AbsentConfig(PlacesConfig):
 
 
 class CitationsConfig(AbsentConfig):
-    kinds: Annotated[tuple[Literal["text", "pdf", "mixed"], ...], LISTED] = Field(
-        default=("text", "pdf", "mixed"),
-        description="How documents are sent; mixed: one of several, with CJK, emoji and CRLF, of "
-        "the shortest length alone.",
+    kinds: Annotated[tuple[Literal["text", "pdf", "mixed"], ...], LISTED] = setting(
+        ("text", "pdf", "mixed"),
+        "How documents are sent; mixed: one of several, with CJK, emoji and CRLF, of the shortest "
+        "length alone.",
     )
 
 
 class SourcesConfig(AbsentConfig):
     """Settings of ``eval sources``: the places of ``eval grid``, suites' tasks, or both; frozen."""
 
-    tasks: Annotated[tuple[str, ...], LISTED] = Field(
-        default=(GRID,),
-        description="grid, RULER's tasks with known places such as niah_multivalue,vt, and those "
-        "of eval nonliteral; ruler: RULER's 9 that need no data.",
+    tasks: Names = setting(
+        (GRID,),
+        "grid, RULER's tasks with known places such as niah_multivalue,vt, and those of eval "
+        "nonliteral; ruler: RULER's 9 that need no data.",
     )
-    samples: int = Field(default=10, ge=1, description="Of each of these tasks and lengths.")
+    samples: int = setting(10, "Of each of these tasks and lengths.", ge=1)
     squad: Squad = None
     hotpotqa: HotpotQA = None
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.config.sizes import Size
 from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
-from razor_dist.evals.settings import (
-    LISTED,
-    HotpotQA,
-    Prose,
-    Squad,
-)
+from razor_dist.evals.settings import HotpotQA, Names, Prose, Sizes, Squad, setting
 from razor_dist.evals.suites.graph import GRAPH
 from razor_dist.evals.suites.nonliteral import NONLITERAL
 from razor_dist.evals.suites.nth import NTH
@@ -59,13 +51,9 @@ class SuiteConfig(ComparingConfig):
     # Every press sees the question as part of the prompt: SnapKV has no second variant here.
     known_presses = tuple(name for name, press in PRESSES.items() if not press.with_question)
 
-    tasks: Annotated[tuple[str, ...], LISTED] = Field(
-        default=("all",), description="Tasks of the suite, with commas; all: every one."
-    )
-    lengths: Annotated[tuple[Size, ...], LISTED] = Field(
-        default=(4096,), description="Tokens of prompt and answer, such as 4096,8192."
-    )
-    samples: int = Field(default=50, ge=1, description="Samples of each task and length.")
+    tasks: Names = setting(("all",), "Tasks of the suite, with commas; all: every one.")
+    lengths: Sizes = setting((4096,), "Tokens of prompt and answer, such as 4096,8192.")
+    samples: int = setting(50, "Samples of each task and length.", ge=1)
     haystack: Prose = "auto"
 
     @property
@@ -120,11 +108,10 @@ class SuiteConfig(ComparingConfig):
 
 class RulerConfig(SuiteConfig):
     own_suite = RULER
-    tasks: Annotated[tuple[str, ...], LISTED] = Field(
-        default=("synthetic",),
-        description="Tasks, such as vt,cwe; synthetic: the 11 that need no data; all: 13.",
+    tasks: Names = setting(
+        ("synthetic",), "Tasks, such as vt,cwe; synthetic: the 11 that need no data; all: 13."
     )
-    samples: int = Field(default=20, ge=1, description="Samples of each task and length.")
+    samples: int = setting(20, "Samples of each task and length.", ge=1)
     squad: Squad = None
     hotpotqa: HotpotQA = None
 
@@ -144,13 +131,11 @@ class RulerConfig(SuiteConfig):
 class SharedConfig(SuiteConfig):
     own_suite = SHARED
 
-    tasks: Annotated[tuple[str, ...], LISTED] = Field(
-        default=("all",), description="Tasks, with commas; all: but for words, the needle model's."
-    )
-    ask: Literal["turns", "requests"] = Field(
-        default="turns",
-        description="Questions about one document: turns of a conversation, in which earlier "
-        "questions are answered right, or requests that each begin with the document.",
+    tasks: Names = setting(("all",), "Tasks, with commas; all: but for words, the needle model's.")
+    ask: Literal["turns", "requests"] = setting(
+        "turns",
+        "Questions about one document: turns of a conversation, in which earlier questions are "
+        "answered right, or requests that each begin with the document.",
     )
 
     @property
@@ -187,14 +172,11 @@ class NthConfig(SuiteConfig):
 
 
 class PublishedConfig(SuiteConfig):
-    data: str = Field(
-        min_length=1,
-        description="Folder with files of LongBench v2, InfiniteBench, HELMET or L-CiteEval.",
+    data: str = setting(
+        ..., "Folder with files of LongBench v2, InfiniteBench, HELMET or L-CiteEval.", min_length=1
     )
-    tasks: Annotated[tuple[str, ...], LISTED] = Field(
-        default=("all",), description="Files in DATA without their suffix, with commas; all."
-    )
-    samples: int = Field(default=50, ge=1, description="Samples of each file, as far as it has.")
+    tasks: Names = setting(("all",), "Files in DATA without their suffix, with commas; all.")
+    samples: int = setting(50, "Samples of each file, as far as it has.", ge=1)
 
     @property
     def suite(self) -> Suite:
