@@ -9,14 +9,14 @@ import platform
 import random
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import psutil
 import torch
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the first to the right
+Thing = TypeVar("Thing")
 
 
 def machine() -> dict[str, Any]:
@@ -130,12 +131,18 @@ class Run:
                 self.failed[record["id"]] = f"{error['type']}: {error['message']}"
 
 
+def grouped(things: Iterable[Thing], key: Callable[[Thing], Any]) -> dict[Any, list[Thing]]:
+    """Return things by their keys; both in the order in which they come."""
+    found: dict[Any, list[Thing]] = {}
+    for thing in things:
+        found.setdefault(key(thing), []).append(thing)
+    return found
+
+
 def failures(failed: Mapping[str, str]) -> str:
     """Return a section of what failed, items of one reason together; an empty text without any."""
-    reasons: dict[str, list[str]] = {}
-    for name, why in failed.items():
-        reasons.setdefault(" ".join(why.split()), []).append(f"`{name}`")
-    lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
+    reasons = grouped(failed, lambda name: " ".join(failed[name].split()))
+    lines = [f"- `{'`, `'.join(names)}`: {why}" for why, names in reasons.items()]
     return "\n\n".join(["## Failed", "\n".join(lines)]) if lines else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +19,7 @@ from razor_dist.evals.report import (
     Run,
     draw_legend,
     failures,
+    grouped,
     interval,
     markdown,
     save_picture,
@@ -86,7 +88,7 @@ def write_report(folder: Path) -> str:
     run = Run(folder, KIND, "eval fidelity")
     untimed = [{k: v for k, v in result.items() if k != "timing"} for result in run.results]
     write_json(folder / SUMMARY, {"settings": run.settings, "results": untimed})
-    texts = _by_text(_named_apart(run.results))
+    texts = grouped(_named_apart(run.results), _TEXT.format_map)
     picture = ""
     if run.results:
         draw(texts, folder / PICTURE)
@@ -115,13 +117,6 @@ def _named_apart(results: Sequence[Result]) -> list[dict[str, Any]]:
     return found
 
 
-def _by_text(results: Sequence[Result]) -> dict[str, list[Result]]:
-    texts: dict[str, list[Result]] = {}
-    for result in results:
-        texts.setdefault(_TEXT.format(**result), []).append(result)
-    return texts
-
-
 def _row(result: Result) -> dict[str, Any]:
     heads, all_ = result["retrieval_heads"], result["all"]
     return {
@@ -136,13 +131,11 @@ def _row(result: Result) -> dict[str, Any]:
 
 def _means(texts: Mapping[str, Sequence[Result]]) -> str:
     """Tabulate the methods that read every text by their means over texts, the best KL first."""
-    every: dict[str, list[dict[str, Any]]] = {}
-    for result in itertools.chain.from_iterable(texts.values()):
-        every.setdefault(result["method"], []).append(_row(result))
+    every = map(_row, itertools.chain.from_iterable(texts.values()))
     keys = ("part", "change", "kl", "same")
     rows = [
         rows[0] | {key: fmean(row[key] for row in rows) for key in keys}
-        for rows in every.values()
+        for rows in grouped(every, itemgetter("method")).values()
         if len(rows) == len(texts)
     ]
     rows.sort(key=lambda row: row["kl"])
@@ -154,12 +147,11 @@ def _copying(texts: Mapping[str, Sequence[Result]]) -> Iterator[str]:
 
     Only methods that read each of these are in them.
     """
-    every: dict[tuple[int, ...], dict[str, list[Result]]] = {}
-    for result in itertools.chain.from_iterable(texts.values()):
-        if any("copied" in part for part in result["ranges"]):
-            ends = tuple(part["end"] for part in result["ranges"])
-            every.setdefault(ends, {}).setdefault(result["method"], []).append(result)
-    for ends, found in every.items():
+    every = itertools.chain.from_iterable(texts.values())
+    copies = [r for r in every if any("copied" in part for part in r["ranges"])]
+    by_ends = grouped(copies, lambda r: tuple(part["end"] for part in r["ranges"]))
+    for ends, alike in by_ends.items():
+        found = grouped(alike, itemgetter("method"))
         most = max(map(len, found.values()))
         own = {name: results for name, results in found.items() if len(results) == most}
         first = next(iter(own.values()))[0]["ranges"]

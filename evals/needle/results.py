@@ -6,11 +6,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from razor_dist.evals.methods import FULL
-from razor_dist.evals.report import Run, markdown
+from razor_dist.evals.report import Run, grouped, markdown
 
 KIND = "needle"  # of task, in the settings of a needle test
 
@@ -87,14 +88,12 @@ class NeedleResults:
     def summary(self, method: str) -> MethodSummary:
         own = [cell for cell in self.cells if cell.method == method]
         full = {cell.place: cell.score for cell in self.cells if cell.method == FULL}
-        scores = defaultdict(list)
-        for cell in own:
-            scores[cell.length].append(cell.score)
-        longest = self.results_at(method, max(scores)) if scores else []
+        cells = grouped(own, attrgetter("length"))
+        longest = self.results_at(method, max(cells)) if cells else []
         return MethodSummary(
             score=statistics.fmean(cell.score for cell in own) if own else None,
             cells=len(own),
-            by_length={length: statistics.fmean(scores[length]) for length in sorted(scores)},
+            by_length={n: statistics.fmean(c.score for c in cells[n]) for n in sorted(cells)},
             lost=sum(cell.score < full.get(cell.place, cell.score) for cell in own),
             gained=sum(cell.score > full.get(cell.place, cell.score) for cell in own),
             failed=sum(id.rsplit("/", 3)[0] == method for id in self.failed),

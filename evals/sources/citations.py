@@ -31,7 +31,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.grid import PRESET, ROOM
 from razor_dist.evals.methods import check_lengths, shape_of
 from razor_dist.evals.needle.config import Place
-from razor_dist.evals.report import join, markdown
+from razor_dist.evals.report import grouped, join, markdown
 from razor_dist.evals.serving import connect, serve
 from razor_dist.evals.sources.config import CitationsConfig
 from razor_dist.evals.sources.task import document_at, fact_at
@@ -240,8 +240,7 @@ def exact(cited: Any, documents: Sequence[Sent]) -> bool:
 def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return, by kind, lists of what is true of its documents: see `page`."""
     found: dict[str, Any] = {}
-    for kind in dict.fromkeys(one["kind"] for one in results):
-        own = [one for one in results if one["kind"] == kind]
+    for kind, own in grouped(results, lambda one: one["kind"]).items():
         there = [one for one in own if not one["absent"]]
         right = [one for one in there if one["right"]]
         found[kind] = {

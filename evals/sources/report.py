@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from razor_dist.evals.one_rank import TOP, Sources
-from razor_dist.evals.report import join, markdown
+from razor_dist.evals.report import grouped, join, markdown
 from razor_dist.evals.sources import separation
 from razor_dist.evals.sources.config import GRID, PLACED
 from razor_dist.evals.sources.task import Document, SourcesTask
@@ -171,23 +171,16 @@ class SourcesReport:
         return found | ({f"last layer's {len(last)}": [last]} if last else {})
 
     def summary(self) -> dict[str, Any]:
-        names = dict.fromkeys(one.task for one in self.asked)
         own = list(range(self.count))
+        tasks = grouped(self.asked, lambda one: one.task)
+        every = {**tasks, "all": self.asked} if len(tasks) > 1 else tasks
         return {
-            "tasks": {
-                name: self._figures([one for one in self.asked if one.task == name], own)
-                for name in names
-            },
+            "tasks": {name: self._figures(asked, own) for name, asked in tasks.items()},
             "separation": [
                 row
-                for name in ((*names, "all") if len(names) > 1 else names)
+                for name, asked in every.items()
                 for row in separation.separation(
-                    name,
-                    [
-                        (one.kind, one.document.alone, one.scores(own))
-                        for one in self.asked
-                        if name in (one.task, "all")
-                    ],
+                    name, [(one.kind, one.document.alone, one.scores(own)) for one in asked]
                 )
             ],
             "answers": [self._answer(one, own) for one in self.asked],

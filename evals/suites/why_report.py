@@ -10,6 +10,7 @@ from typing import Any
 
 from razor_dist.evals.report import (
     INTERVAL,
+    grouped,
     interval,
     join,
     markdown,
@@ -117,15 +118,11 @@ def _beside_kept(results: Sequence[Result], *, one_document: bool) -> str:
 
 
 def _mean(results: Sequence[Result], name: str, *, one_document: bool) -> str:
-    stated = name == "carried_by_retrieval"
-    # Questions about one document are not independent.
-    by_document: dict[tuple[Any, ...], list[float]] = {}
-    for result in results:
-        if result["places"] or not stated:
-            document = result["length"], result["number"], one_document or result["task"]
-            by_document.setdefault(document, []).append(result[name])
-    if not by_document:
+    stated = [r for r in results if r["places"] or name != "carried_by_retrieval"]
+    if not stated:
         return "-"
-    found = list(map(fmean, by_document.values()))
+    # Questions about one document are not independent.
+    documents = grouped(stated, lambda r: (r["length"], r["number"], one_document or r["task"]))
+    found = [fmean(result[name] for result in own) for own in documents.values()]
     low, high = interval(found)
     return f"{fmean(found):.1%} ({low:.1%}-{high:.1%})"
