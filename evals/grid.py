@@ -23,7 +23,7 @@ from razor_dist.evals.needle.model import check_needle_model
 from razor_dist.evals.needle.presets import PRESETS, Preset
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here
-from razor_dist.evals.one_rank import MethodEngine, ReplayModel, dropped_tokens
+from razor_dist.evals.one_rank import MethodEngine, ReplayModel, StreamingPolicy
 from razor_dist.evals.settings import STREAMING_SETTINGS, streaming_settings
 from razor_dist.evals.texts import Corpus, Haystack, Prompter, same_haystack
 from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
@@ -135,9 +135,7 @@ class GridTask:
         model: ReplayModel = llm
         method, place = self.methods[item.data["method"]], item.data["place"]
         prompter, preset = model.prompter, PRESETS[self.preset]
-        haystack = None
-        if self.haystack is not None:
-            haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        haystack = self.haystack and same_haystack(*self.haystack, prompter.tokenizer)
         reading = grid_reading(prompter, haystack, place, self.grid.seed, preset)
         tokens = len(reading.prefix) + len(reading.questions[0].ids) + preset.answer_tokens
         result = ask(cast("LLM", MethodEngine(model, method, tokens)), preset, [reading])
@@ -187,7 +185,8 @@ class Check:
 
     def _refuse_nothing(self, length: int, window: int | None, *remedies: str) -> None:
         """Refuse documents that fit whole into a streaming head's window (its own, if given)."""
-        if dropped_tokens(self.config, window, length):
+        policy = StreamingPolicy.of(self.config).with_window(window, alibi=True)
+        if policy.dropped(length - 1):
             return
         if length < self.most:
             remedies += (f"give more --verify-tokens, up to {self.most}",)

@@ -277,12 +277,6 @@ def one_rank_engine(config: EngineConfig) -> RankEngine:
     return build_engine(config, Communicator(None), torch_device(config, 0))
 
 
-def dropped_tokens(config: EngineConfig, window: int | None, tokens: int) -> int:
-    """Count a document's tokens that a streaming head drops; ``window`` replaces the default."""
-    policy = StreamingPolicy.of(config).with_window(window, alibi=True)
-    return policy.dropped(tokens - 1)
-
-
 def messages(core: EngineCore) -> Iterator[AboutRequest]:
     """Step until no work is left; yield each step's messages, and raise a request's failure."""
     while core.has_work:

@@ -77,11 +77,7 @@ def run(settings: EngineBenchSettings) -> BenchRecord:
         "ranks": [timing.as_json() for timing in parallel.values()],
         "ratios": [ratio._asdict() for ratio in compared],
         "rates": rates._asdict(),
-        "floors": {
-            timing.name: floors[timing.name].as_json(timing)
-            for timing in timings
-            if timing.name in floors
-        },
+        "floors": {t.name: floors[t.name].as_json(t) for t in timings if t.name in floors},
     }
     times = [["", "prefill, s", "/ floor", "decode, ms/token", "/ floor"]]
     for timing in timings:

@@ -12,9 +12,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -111,9 +112,8 @@ class RankAlone:
                     yield time.perf_counter() - began
 
 
-@contextmanager
-def _prompts_taken_as_read(runner: ModelRunner) -> Iterator[None]:
-    """Within this, a prompt's tokens are counted in its sequence, and nothing is computed."""
+def _prompts_taken_as_read(runner: ModelRunner) -> AbstractContextManager[object]:
+    """Return a context that counts a prompt's tokens in its sequence and computes nothing."""
     run, vocabulary = runner._run, runner.shape.vocab_size
 
     def counted(part: Pass) -> Tensor:
@@ -121,11 +121,7 @@ def _prompts_taken_as_read(runner: ModelRunner) -> Iterator[None]:
             return run(part)
         return torch.zeros(sum(part.rows), vocabulary, device=runner.device)
 
-    runner._run = counted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        runner._run = run  # type: ignore[method-assign]
+    return mock.patch.object(runner, "_run", counted)
 
 
 def _remembered(recorder: Recorder) -> list[StepFunction]:

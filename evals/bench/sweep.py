@@ -7,7 +7,7 @@ import math
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
@@ -53,16 +53,15 @@ class Variant(NamedTuple):
 @contextmanager
 def constants(variant: Variant | None) -> Iterator[None]:
     """Within this, the decode kernel has a variant's constants; None: its own."""
+    if variant is None:
+        yield
+        return
     module = import_module("razor_dist.kernels.decode_triton")
-    changed: dict[str, Any] = {}
-    if variant is not None:
-        tiles: dict[int, int] = dict.fromkeys(module.TILES, variant.tile)
-        changed = {"TILES": tiles, "STAGES": variant.stages, "WARPS": variant.warps}
-        if variant.split:
-            changed["_SPLITS"] = (variant.split, variant.split)
-    with ExitStack() as patches:
-        for name, value in changed.items():
-            patches.enter_context(mock.patch.object(module, name, value))
+    tiles: dict[int, int] = dict.fromkeys(module.TILES, variant.tile)
+    changed: dict[str, Any] = {"TILES": tiles, "STAGES": variant.stages, "WARPS": variant.warps}
+    if variant.split:
+        changed["_SPLITS"] = (variant.split, variant.split)
+    with mock.patch.multiple(module, **changed):
         yield
 
 

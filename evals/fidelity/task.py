@@ -84,7 +84,10 @@ class FidelityTask:
         names = [file.name for file in files]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two texts are named {min(twice)}; rename one")
-        found = dict(zip(names, map(_text_of, files), strict=True)) or _haystack()
+        found = dict(zip(names, map(_text_of, files), strict=True))
+        if not files:
+            name, paragraphs = haystack_paragraphs("auto")
+            found = {name: "\n\n".join(paragraphs)}
         encoder = PromptEncoder(Prompter.of(config).tokenizer)
         texts = []
         for name, text in found.items():
@@ -167,11 +170,6 @@ def _about(figures: Figures, text: Text, begin: int, end: int, copies: bool) -> 
         groups = figures.right[first:last].double().split(GROUP)
         found["copied"] = [group.mean().item() for group in groups]
     return {"begin": begin, "end": end, **found}
-
-
-def _haystack() -> dict[str, str]:
-    name, paragraphs = haystack_paragraphs("auto")
-    return {name: "\n\n".join(paragraphs)}
 
 
 def _text_of(file: Path) -> str:

@@ -104,9 +104,7 @@ class NeedleTask:
         length, repeat, document = item.data.values()
         preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
-        haystack = None
-        if self.haystack is not None:
-            haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        haystack = self.haystack and same_haystack(*self.haystack, prompter.tokenizer)
         number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
         query, spots = self.config.query, self._documents[document]
         made = Documents(preset, prompter, haystack).readings(query, length, spots, number)

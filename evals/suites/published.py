@@ -164,8 +164,8 @@ def _numbered(documents: Sequence[Any]) -> str:
     return "\n\n".join(texts)
 
 
-def _kilt(record: Mapping[str, Any]) -> Record:
-    return Record(_numbered(record["ctxs"]), record["question"], _listed(record["answers"]))
+def _documents(record: Mapping[str, Any], texts: str, answers: str) -> Record:
+    return Record(_numbered(record[texts]), record["question"], _listed(record[answers]))
 
 
 def _json_kv(record: Mapping[str, Any]) -> Record:
@@ -173,23 +173,19 @@ def _json_kv(record: Mapping[str, Any]) -> Record:
     return Record(record["context"], question, _listed(record["answer"]))
 
 
-def _citeeval(record: Mapping[str, Any]) -> Record:
-    return Record(_numbered(record["docs"]), record["question"], _listed(record["answer"]))
-
-
 def _form(name: str, fields: set[str]) -> Form:
     """Return how records with these fields are read; ``name`` is their file's, without suffix."""
     if {"context", "question", "answer", "choice_A"} <= fields:
         return _longbench, 8, letter
     if {"ctxs", "question", "answers"} <= fields:
-        return _kilt, 20, any_plain
+        return partial(_documents, texts="ctxs", answers="answers"), 20, any_plain
     if {"context", "question", "answer", "num_kvs"} <= fields:
         return _json_kv, 100, any_of
     if {"context", "input", "answer"} <= fields and name in _INFINITE:
         tokens, score = _INFINITE[name]
         return partial(_infinite, score=score), tokens, score
     if {"docs", "question", "answer"} <= fields and name != "counting_stars":
-        return _citeeval, 200, word_f1
+        return partial(_documents, texts="docs", answers="answer"), 200, word_f1
     raise ConfigError(
         f"records with the fields {', '.join(sorted(fields))} are none of LongBench v2's, of "
         f"InfiniteBench's {', '.join(_INFINITE)} (by the file's name), of HELMET's kilt and "

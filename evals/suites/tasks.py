@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -98,10 +99,8 @@ def first_word(answer: str, wanted: Sequence[str]) -> float:
 def words_from_start(answer: str, wanted: Sequence[str]) -> float:
     """Return the part of a wanted text's words that an answer repeats from its beginning on."""
     said, text = (re.findall(r"\w+", x.lower()) for x in (answer, wanted[0]))
-    same = 0
-    while same < min(len(said), len(text)) and said[same] == text[same]:
-        same += 1
-    return same / len(text)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said, text, strict=False))
+    return sum(1 for _ in same) / len(text)
 
 
 @dataclass(frozen=True)

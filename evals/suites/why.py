@@ -53,7 +53,7 @@ def variants(method: Method, others: Method | None, tokens: int) -> dict[str, Me
     lengths = {name: own[name] for name in ("window_min", "window_ratio", "window_max")}
     window = StreamingPolicy(**lengths).window(tokens - 1)
     wider = {"window_min": 2 * window, "window_ratio": None, "window_max": None}
-    windows = method.windows and tuple(tuple(map(_twice, row)) for row in method.windows)
+    windows = method.windows and tuple(tuple(w and 2 * w for w in row) for row in method.windows)
     found = {
         "as it is": method,
         "longer windows": replace(method, settings={**own, **wider}, windows=windows),
@@ -67,10 +67,6 @@ def variants(method: Method, others: Method | None, tokens: int) -> dict[str, Me
             settings = {**own, "prefill": "exact"}
             found["other heads, exact prefill"] = replace(others, settings=settings)
     return found
-
-
-def _twice(window: int | None) -> int | None:
-    return None if window is None else 2 * window
 
 
 def verdict(tried: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
