@@ -117,7 +117,7 @@ class GridTask:
 
     def items(self) -> Sequence[Item]:
         """Return each method's turn at each document; first those that share its prefill."""
-        numbers = range(len(self.methods))
+        methods = list(enumerate(self.methods))
         return [
             Item(
                 "/".join(map(str, (method.name, *place, method.fingerprint))),
@@ -126,8 +126,8 @@ class GridTask:
                 {"method": number, "place": place},
             )
             for shared in (True, False)
-            for place, number in itertools.product(self.grid.places, numbers)
-            if (method := self.methods[number]).shares_prefill is shared
+            for place, (number, method) in itertools.product(self.grid.places, methods)
+            if method.shares_prefill is shared
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:

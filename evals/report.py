@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
@@ -66,19 +67,13 @@ def commit_of(package: Path) -> str | None:
     """
     tracked = ["ls-files", "--error-unmatch", "__init__.py"]
     named = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = ""
-    for command in (tracked, named):
-        try:
-            found = subprocess.run(
-                ["git", "--no-optional-locks", "-C", str(package), *command],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=60,
-            ).stdout
-        except (OSError, subprocess.SubprocessError):
-            return None
-    return found.strip()
+    git = ["git", "--no-optional-locks", "-C", str(package)]
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+    try:
+        run([*git, *tracked])
+        return str(run([*git, *named]).stdout).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def note_run(folder: Path, config: JobConfig) -> None:
@@ -96,12 +91,8 @@ def note_run(folder: Path, config: JobConfig) -> None:
     here["commit"] = commit = commit_of(Path(razor_dist.__file__).resolve().parent)
     others = {run["commit"] for run in runs if run.get("commit") not in (None, commit)}
     if commit is not None and others:
-        log.warning(
-            "results in %s are of several commits: %s earlier, %s now",
-            folder,
-            ", ".join(sorted(others)),
-            commit,
-        )
+        of = "results in %s are of several commits: %s earlier, %s now"
+        log.warning(of, folder, ", ".join(sorted(others)), commit)
     with suppress(PackageNotFoundError):
         here["kvpress"] = version("kvpress")
     write_json(folder / CONFIG, config.model_dump(mode="json"))
@@ -284,6 +275,11 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], align: 
     """Return a Markdown table of columns by title, each a format of a row's values."""
     cells = ([form.format(**row) for form in columns.values()] for row in rows)
     return markdown([list(columns), *cells], align)
+
+
+def shown(number: float | None, form: str) -> str:
+    """Format a number; a hyphen stands for None."""
+    return "-" if number is None else format(number, form)
 
 
 def section(

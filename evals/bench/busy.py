@@ -60,14 +60,9 @@ def run(settings: BusyBenchSettings) -> BenchRecord:
             for busy in settings.busy_processes:
                 factors = _factors(rows, tokens, busy)
                 row = rows[f"{tokens}, {busy}"]
-                table.append(
-                    [
-                        *(name, f"{tokens:,}", str(busy)),
-                        *(f"{row['prefill']:.2f}", f"{factors['prefill']:.2f}"),
-                        *(f"{1000 * row['decode']:.1f}", f"{factors['decode']:.2f}"),
-                        f"{row['cpu']:.1f}",
-                    ]
-                )
+                cells = [f"{row['prefill']:.2f}", f"{factors['prefill']:.2f}"]
+                cells += [f"{1000 * row['decode']:.1f}", f"{factors['decode']:.2f}"]
+                table.append([name, f"{tokens:,}", str(busy), *cells, f"{row['cpu']:.1f}"])
                 if name != STOCK and busy:
                     stock = _factors(found[STOCK], tokens, busy)
                     bar = _FEW_RANKS if name in few else _MORE_RANKS

@@ -140,9 +140,8 @@ def measure_length(
             log.info("does not fit: %s", found["does_not_fit"])
     ratios = {}
     if not any("does_not_fit" in one for one in engines.values()):
-        for key, _, _, name in _COLUMNS.values():
-            if name:
-                ratios[name] = engines["razor"][key] / engines["full"][key]
+        named = [(name, key) for key, _, _, name in _COLUMNS.values() if name]
+        ratios = {name: engines["razor"][key] / engines["full"][key] for name, key in named}
     return {"tokens": length, "engines": engines, "razor_over_full": ratios}
 
 

@@ -126,6 +126,7 @@ class FidelityTask:
 
     def items(self) -> Sequence[Item]:
         """Return each text with all methods, one after the other: full attention reads it once."""
+        every = itertools.product(enumerate(self.texts), enumerate(self.methods))
         return [
             Item(
                 "/".join((text.name, text.digest, method.name, method.fingerprint)),
@@ -133,9 +134,7 @@ class FidelityTask:
                 "shared",
                 {"text": number, "method": index},
             )
-            for (number, text), (index, method) in itertools.product(
-                enumerate(self.texts), enumerate(self.methods)
-            )
+            for (number, text), (index, method) in every
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
@@ -151,9 +150,7 @@ class FidelityTask:
             "prompt_tokens": text.scored.prompt,
             "method": method.name,
             "method_settings": dict(method.settings),
-            "retrieval_heads": None
-            if method.retrieval is None
-            else sum(map(sum, method.retrieval)),
+            "retrieval_heads": method.retrieval and sum(map(sum, method.retrieval)),
             "dtype": model.dtype,
             "kv_bytes": cost["kv_bytes"],
             "kv_bytes_full": cost["kv_bytes_full"],

@@ -35,6 +35,7 @@ from razor_dist.evals.report import (
     presses,
     save_picture,
     section,
+    shown,
     write_json,
     write_page,
 )
@@ -112,16 +113,14 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
     for run in runs:
         for method in run.methods:
             found = run.summary(method)
-            scores = [_mean(found.by_length.get(length)) for length in lengths]
+            scores = [found.by_length.get(length) for length in lengths]
             counts = [f"{found.cells}/{run.expected_cells}", "-", "-", str(found.failed)]
             if method != FULL and found.cells and run.summary(FULL).cells:
                 counts[1:3] = str(found.lost), str(found.gained)
-            costs = [
-                "-" if found.kv_bytes is None else f"{found.kv_bytes / 2**20:.2f}",
-                "-" if found.prefill_seconds is None else f"{found.prefill_seconds:.1f}",
-            ]
-            name = [*[run.name] * several, method]
-            rows.append([*name, *scores, _mean(found.score), *counts, *costs])
+            means = [shown(score, ".3f") for score in (*scores, found.score)]
+            mib = None if found.kv_bytes is None else found.kv_bytes / 2**20
+            costs = [shown(mib, ".2f"), shown(found.prefill_seconds, ".1f")]
+            rows.append([*[run.name] * several, method, *means, *counts, *costs])
     note = (
         "Mean scores of the questions that were answered, of those asked for. Lost and gained are "
         "questions that score below or above full attention's; failed are documents; "
@@ -182,17 +181,13 @@ def _costs(run: NeedleRun) -> str:
     return section("## Costs", rows, note, "numbers")
 
 
-def _mean(score: float | None) -> str:
-    return "-" if score is None else f"{score:.3f}"
-
-
 def _engines(run: NeedleRun) -> str:
     ours = {name: run.engines[name] for name in run.methods if "press" not in run.engines[name]}
     every = dict.fromkeys(itertools.chain(_ENGINE, *ours.values()))
-    shown = [k for k in every if k in _ENGINE or len({str(e.get(k)) for e in ours.values()}) > 1]
-    rows = [["method", *shown]]
+    keys = [k for k in every if k in _ENGINE or len({str(e.get(k)) for e in ours.values()}) > 1]
+    rows = [["method", *keys]]
     for method, engine in ours.items():
-        rows.append([method, *("-" if (v := engine.get(key)) is None else str(v) for key in shown)])
+        rows.append([method, *("-" if (v := engine.get(key)) is None else str(v) for key in keys)])
     return section("## Engines", rows)
 
 
@@ -202,7 +197,7 @@ def _wrong(run: NeedleRun) -> str:
     for cell in wrong[:_WRONG_SHOWN]:
         answer = " ".join(cell.answer.split())[:120]
         place = [_short(cell.length), f"{cell.depth:g} %"]
-        rows.append([cell.method, *place, cell.expected, answer, _mean(cell.score)])
+        rows.append([cell.method, *place, cell.expected, answer, shown(cell.score, ".3f")])
     title = f"## Answers with a score below 1 ({min(len(wrong), _WRONG_SHOWN)} of {len(wrong)})"
     return section(title, rows)
 

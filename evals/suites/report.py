@@ -32,6 +32,7 @@ from razor_dist.evals.report import (
     presses,
     save_picture,
     section,
+    shown,
     write_json,
     write_page,
 )
@@ -177,9 +178,9 @@ def _table(scores: Scores, method: str) -> str:
     rows = []
     for task, asked in scores.asked.items():
         cells = [_cell(scores.of(method, task, length), asked) for length in scores.lengths]
-        rows.append([task, *cells, _shown(_mean(means[task]))])
+        rows.append([task, *cells, shown(_mean(means[task]), ".1f")])
     average = [_mean(column) for column in zip(*means.values(), strict=True)]
-    rows.append(["**average**", *map(_shown, [*average, _mean(average)])])
+    rows.append(["**average**", *(shown(mean, ".1f") for mean in (*average, _mean(average)))])
     return join(f"## {method}", markdown([head, *rows]))
 
 
@@ -215,7 +216,3 @@ def _mean(cells: Sequence[float | None]) -> float | None:
     """Return the mean, or None if there are no cells or one lacks its number."""
     known = [cell for cell in cells if cell is not None]
     return fmean(known) if known and len(known) == len(cells) else None
-
-
-def _shown(cell: float | None) -> str:
-    return "-" if cell is None else f"{cell:.1f}"

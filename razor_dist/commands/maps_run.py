@@ -113,6 +113,7 @@ def _given(config: MapsConfig, paths: Sequence[str]) -> dict[str, tuple[str, Hea
 
 
 def _common(config: MapsConfig, out: Path, name: str = "none") -> CommonOptions:
+    scaling = config.rope_scaling
     return CommonOptions(
         model=config.model,
         out=out / "maps" / f"{name}.json",
@@ -120,9 +121,7 @@ def _common(config: MapsConfig, out: Path, name: str = "none") -> CommonOptions:
         dtype=config.dtype,
         seed=config.seed,
         trust_remote_code=config.trust_remote_code,
-        rope_scaling=None
-        if config.rope_scaling is None
-        else json.dumps(config.rope_scaling.parameters),
+        rope_scaling=None if scaling is None else json.dumps(scaling.parameters),
     )
 
 
