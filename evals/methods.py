@@ -88,7 +88,9 @@ def check_lengths(config: EngineConfig, shape: ModelShape, longest: int, beside:
     """
     most = min(config.max_model_len or shape.max_positions, shape.max_positions)
     if longest + beside > most:
-        room = f", {beside} of them for the question and the answer" if beside else ""
+        room = " of prompt and answer"
+        if beside:
+            room = f", {beside} of them for the question and the answer"
         raise ConfigError(
             f"lengths: {longest} is beyond {config.model}, which holds {most} tokens{room}"
         )

@@ -10,9 +10,9 @@ from functools import lru_cache, partial
 from statistics import fmean
 from typing import Any
 
-from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import sentences_of
+from razor_dist.evals.methods import check_lengths
 from razor_dist.evals.suites.config import SuiteConfig
 from razor_dist.evals.suites.sample import Sample
 from razor_dist.evals.suites.tasks import DataFile, Material
@@ -36,12 +36,8 @@ class SuiteTask:
     @classmethod
     def plan(cls, config: SuiteConfig) -> SuiteTask:
         """Settle the prose by what is installed, and read the tasks' files once."""
-        shape, most = config.limits()
-        if (longest := max(config.lengths)) > most:
-            raise ConfigError(
-                f"lengths: {longest} is beyond {config.model}, which holds {most} tokens of prompt "
-                "and answer"
-            )
+        (shape, _), longest = config.limits(), max(config.lengths)
+        check_lengths(config, shape, longest, 0)
         config.refuse_shares(shape, longest)
         return cls(config, Corpus.of(config.haystack), data_fingerprints(config.files))
 
