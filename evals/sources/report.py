@@ -117,10 +117,9 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def bm25(
-    query: Sequence[str], sentences: Sequence[Sequence[str]], k1: float = 1.2, b: float = 0.75
-) -> list[float]:
-    """Score sentences for a query by Okapi BM25."""
+def bm25(query: Sequence[str], sentences: Sequence[Sequence[str]]) -> list[float]:
+    """Score sentences for a query by Okapi BM25, k1 = 1.2 and b = 0.75."""
+    k1, b = 1.2, 0.75
     counts = [Counter(words) for words in sentences]
     mean = sum(map(len, sentences)) / max(1, len(sentences))
     scores = [0.0] * len(sentences)
