@@ -63,10 +63,7 @@ class Request:
     # loaded for it.
     awaits: Awaited | None = None
     loaded: list[Entry] = field(default_factory=list)
-    # Waiting requests that name this one as their prefix. Once opened they hold its pages, or
-    # copies, themselves.
-    continued_by: int = 0
-    released: bool = False  # a pinned prefix that only those requests need
+    released: bool = False  # a pinned prefix that only waiting requests need, to continue it
     # That of ``params``, or an earlier one of a request that waits for this prefix.
     priority: int = field(init=False)
     # Of a pinned prefix: `Add.quota`, and `Progress.nbytes`.
@@ -96,11 +93,6 @@ class Request:
     def pinned(self) -> bool:
         """True if the prompt is prefilled for others to continue."""
         return self.max_tokens == 0
-
-    @property
-    def needed(self) -> bool:
-        """False once nothing is to come of it: no answer, and no request that continues it."""
-        return bool(self.answers or self.continued_by or (self.pinned and not self.released))
 
     @property
     def uses_prefix_cache(self) -> bool:

@@ -110,8 +110,6 @@ class Scheduler:
         """
         request.short = self.prefill_policy.is_short(request, request.base)
         self.admission.need.check_or_fit(request, self._held())
-        if request.prefix is not None:
-            request.prefix.continued_by += 1
         for prefix in request.prefixes:  # it waits until they are prefilled
             prefix.priority = min(prefix.priority, request.priority)
         at = len(self.waiting)
@@ -212,11 +210,11 @@ class Scheduler:
         del self.prefills[request.key]
         plans = [self.admission.fork(answer) for answer in request.forks]
         self.running |= {answer.key: answer for answer in request.answers}
-        if request.pinned and request.needed:
+        if request.pinned and self._needs(request):
             plans += self.room.pin(request)
         elif request.key not in self.running:
             plans += self.room.end(request, request.key, prefill.tokens, keep=True)
-        return plans if request.needed else [*plans, *self._end_request(request)]
+        return [*plans, *self._let_go(request)]
 
     def copies(self, step: Iterable[Computed]) -> list[StepPlan]:
         """Return the plans that keep copies of sequences that have come to where one is wanted."""
@@ -239,7 +237,7 @@ class Scheduler:
             plans += self.room.end(request, answer.key, answer.tokens, keep=keep)
         elif request.phase is Phase.PREFILL and answer.key != request.key:
             self.room.accounts.close(answer.key)  # no rank knows of it
-        return plans if request.needed else [*plans, *self._end_request(request)]
+        return [*plans, *self._let_go(request)]
 
     def release(self, request: Request) -> list[StepPlan]:
         """Release a pinned prefix; it stays while requests wait that continue it.
@@ -247,10 +245,19 @@ class Scheduler:
         Those that have been opened hold its pages, or copies, themselves.
         """
         request.released = True
-        return [] if request.needed else self._end_request(request)
+        return self._let_go(request)
+
+    def _needs(self, request: Request) -> bool:
+        """False once nothing is to come of it: no answer, and no request that continues it."""
+        continued = (other.prefix is request for other in self.waiting)
+        return any(continued) if request.released else request.pinned or bool(request.answers)
+
+    def _let_go(self, request: Request | None) -> list[StepPlan]:
+        """End a request that is no longer needed."""
+        return [] if request is None or self._needs(request) else self._end_request(request)
 
     def _end_request(self, request: Request) -> list[StepPlan]:
-        """Forget a request that is not `needed`, unless its long prefill can soon be cached."""
+        """Forget a request that is not needed, unless its long prefill can soon be cached."""
         plans: list[StepPlan] = []
         waited = request.phase is Phase.WAITING
         if waited:
@@ -273,13 +280,6 @@ class Scheduler:
         request.enter(Phase.ENDED)
         plans += self.admission.end_load()
         return [*plans, *self._let_go(request.prefix)] if waited else plans
-
-    def _let_go(self, prefix: Request | None) -> list[StepPlan]:
-        """Note that a request no longer waits for the prefix that it continues."""
-        if prefix is None:
-            return []
-        prefix.continued_by -= 1
-        return [] if prefix.needed else self._end_request(prefix)
 
 
 def _may_overtake(request: Request, other: Request) -> bool:
