@@ -125,9 +125,9 @@ class FakeEngine:
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
-            prompt = message.prompt.tolist()
-            for id_ in answer_ids(message.id, message.params.n):
-                task = asyncio.create_task(self.answer(id_, prompt, message.params))
+            prompt, params = message.prompt.tolist(), message.checked_params()
+            for id_ in answer_ids(message.id, params.n):
+                task = asyncio.create_task(self.answer(id_, prompt, params))
                 self.tasks[id_] = task
         elif isinstance(message, Abort):
             self.aborted.append(message.id)

@@ -10,8 +10,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -40,10 +39,9 @@ from razor_dist.protocol.messages import (
     StatsQuery,
     ToEngine,
     ToFrontend,
-    answer_ids,
     body_length,
-    decode_to_engine,
     encode,
+    read_for_engine,
 )
 from razor_dist.protocol.step_plan import StepPlan, Stop
 
@@ -101,10 +99,11 @@ class Link:
             # that the frontend, which must know the reason by then.
             self.receive(_LAST_WORDS_SECONDS)
 
-    def receive(self, timeout: float) -> list[ToEngine]:
+    def receive(self, timeout: float) -> list[ToEngine | Failed]:
         """Return the messages that have come, after at most ``timeout`` seconds without a byte.
 
-        Raises `FrontendClosedError` if the frontend has closed the connection.
+        Raises `FrontendClosedError` if the frontend has closed the connection, and for malformed
+        messages as `read_for_engine`.
         """
         while select.select([self._socket], [], [], timeout)[0]:
             try:
@@ -123,13 +122,13 @@ class Link:
             self.receive(0.0)
         return any(isinstance(message, Shutdown) for message in self._messages())
 
-    def _messages(self) -> list[ToEngine]:
-        messages: list[ToEngine] = []
+    def _messages(self) -> list[ToEngine | Failed]:
+        messages: list[ToEngine | Failed] = []
         while len(header := bytes(self._buffer[:HEADER_SIZE])) == HEADER_SIZE:
             end = HEADER_SIZE + body_length(header)
             if len(self._buffer) < end:
                 break
-            messages.append(decode_to_engine(bytes(self._buffer[HEADER_SIZE:end])))
+            messages += read_for_engine(bytes(self._buffer[HEADER_SIZE:end]))
             del self._buffer[:end]
         return messages
 
@@ -166,7 +165,7 @@ def serve_frontend(engine: RankEngine, link: Link, most_idle: float) -> None:
         core.stop()
 
 
-def _handle(engine: RankEngine, message: Add | Abort | StatsQuery) -> list[ToFrontend]:
+def _handle(engine: RankEngine, message: Add | Abort | StatsQuery | Failed) -> Sequence[ToFrontend]:
     core = engine.core
     match message:
         case Add():
@@ -174,18 +173,20 @@ def _handle(engine: RankEngine, message: Add | Abort | StatsQuery) -> list[ToFro
                 core.add(
                     message.id,
                     message.prompt,
-                    replace(message.params),  # which checks the values: rank 0 trusts no frontend
+                    message.checked_params(),  # rank 0 trusts no frontend
                     prefix_id=message.prefix,
                     pin=message.pin,
                     quota=message.quota,
                     scope=message.scope,
                 )
             except RequestError as error:
-                return [Failed.of(id_, error) for id_ in answer_ids(message.id, message.params.n)]
+                return message.refused(error)
         case Abort():
             core.abort(message.id)
         case StatsQuery():
             return [Stats(message.tag, core.stats())]
+        case Failed():  # the refusal of a malformed request
+            return [message]
     return []
 
 

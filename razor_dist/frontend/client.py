@@ -176,7 +176,8 @@ class EngineClient:
         `EngineError` if the engine is not ready or has died since ``prefix`` was pinned.
         """
         self.require_ready()
-        assert isinstance(params.structured_outputs, GrammarText | None)
+        compiled = params.structured_outputs
+        assert isinstance(compiled, GrammarText | None)
         if prefix is not None:
             prefix.require_pinned()
         if not pin:
@@ -190,8 +191,9 @@ class EngineClient:
         assert self._streams.keys().isdisjoint(streams)
         continued = None if prefix is None else prefix.request_id
         prompt = np.asarray(prompt_ids, np.int32)
-        add = Add(request_id, prompt, params, pin, continued, quota, scope)
-        self.rank0.send(add)
+        values = vars(params) | {"structured_outputs": None}
+        text = None if compiled is None else compiled.text
+        self.rank0.send(Add(request_id, values, prompt, pin, continued, quota, scope, text))
         self._streams |= streams
         if pin:
             self.observer.pinned(request_id)

@@ -109,7 +109,7 @@ class RankConnection:
         except Exception as error:
             reason = "rank 0 closed its connection"
             if not isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-                reason = "rank 0 sent a message that cannot be handled"
+                reason = f"rank 0 sent a message that cannot be handled: {error}"
                 log.exception(reason)
             if self._writer is writer:
                 self._lost(reason)

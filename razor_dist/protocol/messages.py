@@ -18,6 +18,7 @@ import numpy.typing as npt
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 from razor_dist.protocol.counters import Counters
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import GrammarText
 
 # Token ids are four bytes each, also between processes: a million of them as a Python list take
 # about 36 MB, and as many objects to walk through with the interpreter's lock held.
@@ -45,18 +46,38 @@ class CacheScope(NamedTuple):
 ANY_REQUEST = CacheScope()
 
 
-class Add(Message, tag="add"):
-    """Queue a request; messages about its n answers carry the ids of `answer_ids`."""
+class Asked(Message, tag="add"):
+    """The part of an `Add` by which rank 0 can refuse it, whatever the rest is."""
 
     id: str
+    params: dict[str, Any]  # fields of `SamplingParams`, which msgspec would not check
+
+    def refused(self, error: RazorError) -> list[Failed]:
+        """Return the messages that refuse each of the answers."""
+        n = self.params.get("n")  # which may be what is wrong
+        ids = answer_ids(self.id, n if isinstance(n, int) else 1)
+        return [Failed.of(id_, error) for id_ in ids]
+
+
+class Add(Asked, tag="add", forbid_unknown_fields=True):
+    """Queue a request; messages about its n answers carry the ids of `answer_ids`.
+
+    Unknown fields, such as those of another version's frontend, are refused, in ``params`` too.
+    """
+
     prompt: Tokens
-    params: SamplingParams
     # Prefill only, and pin the caches until `Abort`; done when `Progress.processed` is the total.
     pin: bool = False
     prefix: str | None = None  # id of a pinned request that this prompt continues
     # Of a pinned prefix: its owner, and the most bytes of all of the owner's pinned prefixes.
     quota: tuple[str, int] | None = None
     scope: CacheScope = ANY_REQUEST
+    grammar: str | None = None  # text of the `GrammarText`, which ``params`` lack
+
+    def checked_params(self) -> SamplingParams:
+        """Return the parameters; `RequestError` with the name of a wrong or unknown field."""
+        given = {} if self.grammar is None else {"structured_outputs": GrammarText(self.grammar)}
+        return SamplingParams(**self.params | given)
 
 
 class Abort(Message, tag="abort"):
@@ -209,6 +230,24 @@ def decoder(of: Any) -> Callable[[bytes], Any]:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine)
 decode_to_frontend: Callable[[bytes], ToFrontend] = decoder(ToFrontend)
+_decode_asked: Callable[[bytes], Asked] = decoder(Asked)
+
+
+def read_for_engine(body: bytes) -> Sequence[ToEngine | Failed]:
+    """Return a frame's message to rank 0, or the refusal of each answer of a malformed `Add`.
+
+    Raises `EngineError` for any other malformed frame, whose sender no answer would reach.
+    """
+    try:
+        return [decode_to_engine(body)]
+    except ValueError as error:  # msgspec's, or of a text that is not UTF-8
+        problem = EngineError(
+            f"rank 0 cannot read a message of the frontend, perhaps of another version: {error}"
+        )
+    try:
+        return _decode_asked(body).refused(problem)
+    except ValueError:
+        raise problem from None
 
 
 class FrontendUnreachableError(EngineError):

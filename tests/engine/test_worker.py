@@ -37,7 +37,6 @@ from razor_dist.protocol.messages import (
     decode_to_frontend,
     encode,
 )
-from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Report, StepPlan, Stop
 from tests.engine.cores import make_core
 from tests.server.process import wait_until
@@ -106,6 +105,17 @@ def test_an_error_after_the_frontends_shutdown_is_not_raised(
         assert told == [True]  # asked for, and so nothing is raised
 
 
+def test_a_malformed_request_is_refused_beside_others(tmp_path: Path) -> None:
+    with linked(tmp_path) as (link, frontend):
+        malformed = {"t": "add", "id": "a", "params": {}, "prompt": b"abc"}
+        frontend.sendall(encode(malformed) + encode(Abort("b")))
+        refused, abort = link.receive(1.0)
+        assert isinstance(refused, Failed) and refused.id == "a" and abort == Abort("b")
+        frontend.sendall(encode({"t": "pause"}))
+        with pytest.raises(EngineError, match="Invalid value 'pause'"):
+            link.receive(1.0)
+
+
 @pytest.mark.parametrize("every", [9.0, 29.0])
 def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     every: float, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
@@ -118,8 +128,7 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
     core = EngineCore(runner, config, clock=lambda: now, **about)
     plans: list[tuple[float, type[StepPlan]]] = []
     sent: list[Any] = []
-    execute, wrong = runner.execute, SamplingParams()
-    object.__setattr__(wrong, "temperature", 9.0)  # as no frontend makes it
+    execute = runner.execute
 
     def noted(plan: StepPlan) -> Any:
         plans.append((now - begin, type(plan)))
@@ -142,14 +151,15 @@ def test_ranks_hear_from_rank_0_while_only_refused_requests_come(
                 now += timeout
                 return []
             now, self.next = self.next, self.next + every
-            long = Add("a", np.full(1000, 5, np.int32), SamplingParams())
-            return [long, Add("b", long.prompt[:1], wrong), Abort("unknown")]
+            long = Add("a", {}, np.full(1000, 5, np.int32))
+            wrong = Add("b", {"temperature": 9.0}, long.prompt[:1])
+            return [long, wrong, Failed("c", "malformed"), Abort("unknown")]
 
     monkeypatch.setattr(runner, "execute", noted)
     info: Any = {}
     serve_frontend(build.RankEngine(runner, core, info), Refused(), most_idle=30.0)
-    assert [type(message) for message in sent[:3]] == [Ready, Failed, Failed]
-    assert (sent[1].param, sent[2].param) == ("prompt", "temperature")
+    assert [type(message) for message in sent[:4]] == [Ready, Failed, Failed, Failed]
+    assert [message.param for message in sent[1:4]] == ["prompt", "temperature", None]
     times, ops = zip(*plans, strict=True)
     assert ops[-1] is Stop and set(ops[:-1]) == {Report}
     assert max(b - a for a, b in itertools.pairwise((0.0, *times))) <= 30.0 + 1e-6

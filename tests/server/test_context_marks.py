@@ -282,7 +282,7 @@ async def test_contexts_are_read_with_the_priority_of_their_request(server: Serv
     service.load(ENCODER, mock.Mock(), {})
     assert service.reader is not None
     _, choices = await service._submit(request, None, service.reader)
-    assert [(add.pin, add.params.priority) for add in server.client.adds] == [
+    assert [(add.pin, add.params["priority"]) for add in server.client.adds] == [
         (True, 7),
         (False, 7),
     ]
