@@ -62,7 +62,10 @@ class Parsed(Message, tag="parsed"):
 
     @property
     def whole(self) -> ParsedRequest:
-        return replace(self.request, described=json.loads(self.described))
+        try:
+            return replace(self.request, described=json.loads(self.described))
+        except RecursionError:  # fewer levels fit this process's stack, which has more frames
+            raise RequestError("the body is nested too deeply") from None
 
 
 _decode_question: Callable[[bytes], Question] = decoder(Question)

@@ -125,6 +125,13 @@ def test_all_of_a_request_comes_back(endpoint: Endpoint, fields: dict[str, Any])
     assert told(answered.whole) == told(parse_request(endpoint, raw, encoder, LIMITS))
 
 
+def test_what_the_other_process_could_nest_and_this_one_cannot_is_refused() -> None:
+    levels = 2000
+    answered = parsing.Parsed(ParsedRequest([]), "[" * levels + "]" * levels)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        _ = answered.whole
+
+
 @pytest.mark.long
 async def test_another_process_reads_bodies_as_this_one_does() -> None:
     async with reading() as process:
