@@ -58,11 +58,12 @@ class Node(Entry):
     def parts(self, end: int) -> list[tuple[Node, int]]:
         """The nodes of `chain` that have the first ``end`` tokens, each with the end of its part.
 
-        A child may begin before its parent ends: then the child's tokens count.
+        A child may begin before its parent ends: then the child's tokens count. One that begins
+        where it ends has windows alone.
         """
         found = []
         for node in reversed(self.chain):
-            if node.manifest.begin < end:
+            if node.manifest.begin <= end:
                 found.append((node, min(end, node.manifest.end)))
                 end = node.manifest.begin
         return found[::-1]

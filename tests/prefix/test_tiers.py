@@ -46,6 +46,18 @@ def test_a_later_engine_begins_from_what_is_on_disk(
     assert {p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")} == {0}
 
 
+def test_a_beginning_of_a_stored_prompt_is_stored_by_its_windows_alone(
+    ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path, store = tiny("llama"), {"prefix_store": str(tmp_path)}
+    long, short = Ask("long", ids((1, 150))), Ask("short", ids((1, 150))[:70])
+    more = Ask("more", (*short.ids, *ids((9, 20))))
+    first, second = ranks(1).run(lives, str(path), store, (long, short), (more,))[0]
+    assert ranges(tmp_path)[:2] == [(0, 150), (68, 68)]
+    assert_alike(first[0] | second[0], alone(ranks, path, (long, short, more)))
+    assert second[1] == {"more": 68} and second[2]["disk"]["failures"] == 0
+
+
 def test_with_full_attention_no_more_is_loaded_than_the_prompts_share(
     ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
