@@ -22,6 +22,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig, ServerConfig
 from razor_dist.config.sizes import Size
 from razor_dist.config.sources import build_config, load_config
+from razor_dist.config.speculative import SpeculativeConfig
 from razor_dist.config.validation import SettingError
 from razor_dist.evals.needle.config import NeedleConfig
 
@@ -150,6 +151,14 @@ def test_on_and_off_need_no_quotes_in_yaml(tmp_path: Path, written: str, meant: 
     file = tmp_path / "settings.yaml"
     file.write_text(f"repetition_detection: {written}\n")
     assert load_config(EngineConfig, yaml_path=file).repetition_detection == meant
+
+
+def test_an_integer_is_decimal_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 010\nspeculative_config: {num_speculative_tokens: 007}\nseed: 0x1F\n")
+    config = load_config(ServerConfig, {"window_min": "010"}, {"RAZOR_MAX_QUEUE": "010"}, file)
+    assert (config.port, config.window_min, config.max_queue, config.seed) == (10, 10, 10, 31)
+    assert config.speculative_config == SpeculativeConfig(num_speculative_tokens=7)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,11 @@ def read_text(path: Path, what: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, where YAML libraries drop the first."""
+    """A safe loader that refuses a key given twice, where YAML libraries drop the first.
+
+    An integer that begins with 0 is decimal, as in YAML 1.2, in flags and in variables: PyYAML
+    reads YAML 1.1, where ``010`` is 8.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -188,6 +192,13 @@ class _Loader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             problem = f"{node.value!r} cannot be read as {kind}: {error}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        is_decimal = re.fullmatch(r"[-+]?0[0-7_]+", node.value)
+        return int(node.value.replace("_", "")) if is_decimal else super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
