@@ -87,15 +87,19 @@ def params_for(
     return list(params)
 
 
-# (encoder, prompt or conversation, prefix that it continues, whether to set ``where``)
-Encode = Callable[[PromptEncoder, Any, Prefix | None, bool], Encoded]
+# (encoder, prompt or conversation, prefix that it continues, whether to set ``where``, the longest
+# context in tokens)
+Encode = Callable[[PromptEncoder, Any, Prefix | None, bool, int], Encoded]
 
 
-def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: bool) -> Encoded:
+def encode(
+    encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: bool, max_model_len: int
+) -> Encoded:
     """Return a prompt as token ids, without special tokens if it continues a prefix.
 
     With ``ends``, which excludes a prefix, the result has ``where``. Raises `RequestError` if it is
-    not a prompt, or a text for a model without a tokenizer, or has another salt than the prefix.
+    not a prompt, or a text for a model without a tokenizer, has another salt than the prefix, or is
+    too long to be tokenised at once (`PromptEncoder.check_length`).
     """
     salt: Any = None
     if isinstance(prompt, Encoded):
@@ -121,6 +125,7 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None, ends: 
         if isinstance(prompt, str) != (key == "prompt"):
             raise RequestError(f"{key} cannot hold {prompt!r:.80}", param=key)
     if isinstance(prompt, str):
+        encoder.check_length(prompt, max_model_len, "prompt")
         if ends:
             tokens, where = encoder.text_with_ends(prompt)
             return Encoded(prompt, tokens, salt, where)
@@ -141,20 +146,23 @@ def encode_chat(
     messages: Conversation,
     prefix: Prefix | None,
     ends: bool,
+    max_model_len: int,
     /,
     **template: Any,
 ) -> Encoded:
     """Return a conversation as token ids; with a prefix, the ids of the text behind it.
 
-    Raises `RequestError` if the chat template refuses the conversation, or if that does not begin
-    with the prefix.
+    Raises `RequestError` if the chat template refuses the conversation, if that does not begin with
+    the prefix, or if it is too long to be tokenised at once (`PromptEncoder.check_length`).
     """
+    text = encoder.chat_text(messages, **template)
+    rest = text if prefix is None else prefix.rest_of(text)
+    encoder.check_length(rest, max_model_len, "messages")
     if ends:
         tokens, where = encoder.chat_with_ends(messages, **template)
         return Encoded(None, tokens, None, where)
     if prefix is None:
         return Encoded(None, encoder.chat(messages, **template))
-    rest = prefix.rest_of(encoder.chat_text(messages, **template))
     return Encoded(None, encoder.continuation(prefix.border, rest))
 
 

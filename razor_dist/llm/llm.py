@@ -173,6 +173,7 @@ class LLM(EngineHandle):
         conversation = conversation_of(messages)
         ends = {"add_generation_prompt": False, "continue_final_message": True}
         text = self._encoder.chat_text(conversation, **{**(chat_template_kwargs or {}), **ends})
+        self._encoder.check_length(text, self.info.max_model_len, "messages")
         ids = self._encoder.text(text, special_tokens=False)
         return self._pinned(Encoded(None, ids), use_tqdm, text)
 
@@ -243,11 +244,11 @@ class LLM(EngineHandle):
             prefix.stream_for(self.client)  # raises before anything is tokenised
         default = self.get_default_sampling_params()
         params = params_for(sampling_params, len(prompts), default, prefix)
+        limits = PromptLimits.of(self.info, self.config, fit_max_tokens=True)
         encoded = [
-            encode(self._encoder, prompt, prefix, own.return_sources > 0)
+            encode(self._encoder, prompt, prefix, own.return_sources > 0, limits.max_model_len)
             for prompt, own in zip(prompts, params, strict=True)
         ]
-        limits = PromptLimits.of(self.info, self.config, fit_max_tokens=True)
         before = 0 if prefix is None else prefix.num_tokens
         known = self._encoder.tokenizer is not None
         return [

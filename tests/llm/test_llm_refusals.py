@@ -58,6 +58,17 @@ def test_a_prefix_is_of_one_conversation(llm: LLM) -> None:
         llm.prefill_chat([one, one])  # type: ignore[list-item]
 
 
+@pytest.mark.long
+def test_a_far_too_long_text_is_not_tokenised_at_once(llm: LLM) -> None:
+    """100 million characters, as a document may have, would take 14 GB."""
+    text = " a" * 1_100_000
+    message = [{"role": "user", "content": text}]
+    for call, prompt in ((llm.generate, text), (llm.chat, message), (llm.prefill_chat, message)):
+        with pytest.raises(RequestError, match="at most 1048576 are tokenised at once") as refused:
+            call(prompt)
+        assert refused.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [None], 3])
 def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
