@@ -87,7 +87,7 @@ def note_run(folder: Path, config: JobConfig) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is damaged; remove it, it is written anew") from None
     here = {"began": datetime.now(UTC).isoformat(timespec="seconds"), **machine()}
-    here["razor_dist"] = version("razor-dist")
+    here["razor_dist"] = razor_dist.__version__  # a copy that Ray makes is not installed
     here["commit"] = commit = commit_of(Path(razor_dist.__file__).resolve().parent)
     others = {run["commit"] for run in runs if run.get("commit") not in (None, commit)}
     if commit is not None and others:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib import import_module
 
 from razor_dist.api.completions import CompletionBody
 from razor_dist.api.errors import MESSAGES
@@ -54,7 +54,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "openapi": "3.1.0",
         "info": {
             "title": "razor_dist",
-            "version": version("razor-dist"),
+            "version": import_module("razor_dist").__version__,
             "description": "OpenAI's API, with fields of vLLM and llama.cpp. Unknown fields are "
             "refused by name, unless they are null.",
         },

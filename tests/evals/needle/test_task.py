@@ -10,12 +10,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+import razor_dist
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.needle.config import NeedleConfig
@@ -161,6 +163,22 @@ def test_the_report_can_be_rebuilt_and_compared(
     assert [set(entry) >= {"cpu", "torch", "began"} for entry in environment["runs"]] == [True]
     with pytest.raises(ConfigError, match="the same name"):
         compare([folders[0], folders[0]], out)
+
+
+def test_a_copy_that_is_not_installed_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a Ray job runs, whose working directory was uploaded."""
+
+    def version(name: str) -> str:
+        if name in ("razor-dist", "kvpress"):
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("razor_dist.evals.report.version", version)
+    note_run(tmp_path, NeedleConfig(**SMALL))
+    [noted] = json.loads((tmp_path / "environment.json").read_text())["runs"]
+    assert noted["razor_dist"] == razor_dist.__version__
 
 
 def test_a_run_of_another_commit_is_noted(
