@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import platform
 import random
 import re
@@ -28,7 +29,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
 from razor_dist.files import replacing
-from razor_dist.jobs.results import read_job
+from razor_dist.jobs.results import HEADER, read_job
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,6 +75,15 @@ def commit_of(package: Path) -> str | None:
         return str(run([*git, *named]).stdout).strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def refuse_others_config(folder: Path) -> None:
+    """Raise `ConfigError` if `note_run` would replace a file that no job wrote, as a model's."""
+    if os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / HEADER):
+        raise ConfigError(
+            f"--out {folder} holds a {CONFIG} that is no evaluation's, such as a model's, which "
+            "would be replaced; name another folder"
+        )
 
 
 def note_run(folder: Path, config: JobConfig) -> None:

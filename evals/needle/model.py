@@ -50,6 +50,7 @@ retrieval group takes 2 · N²/2 · 4 · 32 flops, 1.4e14 at N = 2^20; all else 
 
 from __future__ import annotations
 
+import json
 import math
 from importlib.resources import files
 from pathlib import Path
@@ -144,9 +145,11 @@ def build_needle_model(folder: str | Path) -> Path:
     """Write the needle model as a Hugging Face folder, and return the folder.
 
     It gets ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32, 1.9 MB),
-    the tokenizer with its chat template, and ``head_map.json``; equal bytes on every call.
+    the tokenizer with its chat template, and ``head_map.json``; equal bytes on every call. Raises
+    `ConfigError` for a folder that holds another model.
     """
     folder = Path(folder)
+    _refuse_other_model(folder)
     make_folder(folder)
     model = _construct(needle_vocabulary())
     save_model(model, folder)
@@ -160,6 +163,20 @@ def build_needle_model(folder: str | Path) -> Path:
         selected={"induction": ((1, 0),), "echo": ((1, 1),)},
     ).save(folder / HEAD_MAP)
     return folder
+
+
+def _refuse_other_model(folder: Path) -> None:
+    """Raise `ConfigError` for another model, whose weights transformers would remove."""
+    there = [*folder.glob("config.json"), *folder.glob("*.safetensors")]
+    try:
+        vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        vocabulary = None
+    if there and vocabulary != len(needle_vocabulary()):
+        raise ConfigError(
+            f"{folder} holds the {there[0].name} of another model, which would be replaced; name a "
+            "new folder"
+        )
 
 
 def _construct(vocabulary: dict[str, int]) -> GlmForCausalLM:

@@ -115,9 +115,10 @@ def fidelity(
 
 
 def _run_job(task: Any, config: JobConfig, out: Path, write_report: Any) -> None:
-    from razor_dist.evals.report import note_run
+    from razor_dist.evals.report import note_run, refuse_others_config
     from razor_dist.jobs.job import run_job
 
+    refuse_others_config(out)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     summary = run_job(task, config, out, on_open=partial(note_run, config=config))
     typer.echo(write_report(summary.folder))

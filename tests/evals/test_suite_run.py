@@ -190,6 +190,15 @@ def test_prompts(ask: str, letters: Path) -> None:
             assert second[: len(first)] == first, "all of the first prompt can be cached"
 
 
+def test_a_models_configuration_is_not_replaced(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert evaluate("nonliteral", "--methods streaming --samples 1", tmp_path) == 2
+    assert "holds a config.json that is no evaluation's" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == "{}" and not (tmp_path / "job.json").exists()
+
+
 @pytest.mark.long
 def test_the_needle_model_remembers_all(tmp_path: Path) -> None:
     model, out = build_needle_model(tmp_path / "needle"), tmp_path / "out"

@@ -157,7 +157,8 @@ def test_rotary_angles_leave_the_previous_token_in_front(needle: Path, position:
 
 
 def test_is_deterministic_and_whole(needle: Path, tmp_path: Path) -> None:
-    assert main(["needle-model", str(tmp_path / "again")]) == 0
+    for _ in range(2):
+        assert main(["needle-model", str(tmp_path / "again")]) == 0
     files = {file.name for file in needle.iterdir()}
     assert files >= {"config.json", "generation_config.json", "model.safetensors", HEAD_MAP}
     for name in files:
@@ -186,6 +187,17 @@ def test_identify_finds_its_retrieval_heads(
     assert found.retrieval == RETRIEVAL
     if found.method == "razor":
         assert found.selected == {"induction": ((1, 0),), "echo": ((1, 1),)}
+
+
+def test_another_model_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = tmp_path / "model-00001-of-00002.safetensors"
+    weights.touch()
+    for config in (None, '{"vocab_size": 151552}'):
+        if config is not None:
+            (tmp_path / "config.json").write_text(config)
+        assert main(["needle-model", str(tmp_path)]) == 2
+        assert "of another model, which would be replaced" in capsys.readouterr().err
+    assert weights.exists() and (tmp_path / "config.json").read_text() == config
 
 
 def test_out_of_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
