@@ -127,7 +127,7 @@ class SourcesTask:
         return document_at(prompter, haystack, place, self.config.seed, absent=absent)
 
     def _sample(self, prompter: Prompter, task: str, length: int, number: int) -> Document:
-        material = material_of(self.haystack, self.config.files)
+        material = material_of(self.haystack, self.config.files, self.data)
 
         def tokens(sample: Sample) -> int:
             asked = sample.questions

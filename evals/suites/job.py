@@ -10,12 +10,13 @@ from functools import lru_cache, partial
 from statistics import fmean
 from typing import Any
 
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import sentences_of
 from razor_dist.evals.methods import check_lengths
 from razor_dist.evals.suites.config import SuiteConfig
 from razor_dist.evals.suites.sample import Sample
-from razor_dist.evals.suites.tasks import DataFile, Material
+from razor_dist.evals.suites.tasks import DataFile, Material, Questions
 from razor_dist.evals.texts import Corpus, Prompter, same_paragraphs
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
@@ -129,7 +130,7 @@ class SuiteTask:
         key = (suite.name, at, length, number, seed, self.haystack, data, id(prompter.tokenizer))
         found = next((sample for known, sample in _last if known == key), None)
         if found is None:
-            material = material_of(self.haystack, self.config.files)
+            material = material_of(self.haystack, self.config.files, self.data)
             longest = partial(self._longest, prompter)
             found = suite.sample(task, length, number, seed, material, longest)
             _last[:] = [(key, found)]
@@ -173,14 +174,30 @@ class SuiteTask:
         }
 
 
-def material_of(haystack: Corpus, files: Mapping[str, DataFile]) -> Material:
-    """Return what samples are made of: prose of a corpus, questions by their files."""
-    return Material(_essay(*haystack), {task: file.content for task, file in files.items()})
+def material_of(
+    haystack: Corpus, files: Mapping[str, DataFile], data: Mapping[str, str]
+) -> Material:
+    """Return what samples are made of: prose of a corpus, questions by their files.
+
+    Raises `ConfigError` for a file of another fingerprint than the job's ``data`` has.
+    """
+    questions = {task: _same_questions(file, data[task]) for task, file in files.items()}
+    return Material(_essay(*haystack), questions)
 
 
 def data_fingerprints(files: Mapping[str, DataFile]) -> dict[str, str]:
     """Return the fingerprint of each task's file; refuse one that is not readable."""
     return {task: file.fingerprint for task, file in files.items() if file.content}
+
+
+@lru_cache(maxsize=16)  # each file is read and hashed once in a process
+def _same_questions(file: DataFile, fingerprint: str) -> Questions:
+    if file.fingerprint != fingerprint:
+        raise ConfigError(
+            f"{file.path} differs from the file with which the job was begun; give one that all "
+            "nodes share"
+        )
+    return file.content
 
 
 @lru_cache(maxsize=1)

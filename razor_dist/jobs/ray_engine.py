@@ -17,25 +17,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import remove_placement_group
 
-from razor_dist.config.errors import EngineError
+from razor_dist.config.errors import EngineError, RazorError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, OpenedEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import MOVE_SECONDS, ActorRanks, brief, make_actor
-from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Updates
+from razor_dist.jobs.results import differences
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Updates, engine_settings
 from razor_dist.llm.llm import LLM
+from razor_dist.models.content import content_hash
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +57,40 @@ class RayLLM(LLM):
         super().__init__(**settings_of(config))
 
 
+def compared(config: EngineConfig) -> dict[str, Any]:
+    """Return settings of an engine that are to be the same on its node, files by their content.
+
+    The model's content is left out if the driver's host, which needs no weights, has none.
+    """
+    has_weights = any(Path(config.model).expanduser().glob("*.safetensors"))
+    return engine_settings(config, content_hash(config.model) if has_weights else None)
+
+
 class EngineActor:
-    def open(self, task: Task, config: EngineConfig, reservation: Reservation) -> list[int]:
+    def open(
+        self,
+        task: Task,
+        config: EngineConfig,
+        reservation: Reservation,
+        settings: Mapping[str, Any],
+    ) -> list[int]:
         """Start the ranks, or open an external model; return the process ids once it is ready.
 
-        `EngineLostError` if a node is lost while they start.
+        `EngineError`, so that other nodes go on, if head map or model are missing or not those of
+        the driver, which are `compared` by its ``settings``; `EngineLostError` if a node is lost
+        while the ranks start.
         """
         inherit_logging()
+        node = socket.gethostname()
+        try:
+            here = compared(config)
+        except RazorError as error:
+            raise EngineError(f"{node}: {error}") from None
+        if found := differences(settings, {name: here.get(name) for name in settings}):
+            raise EngineError(
+                f"{node} has other files than the driver's host ({'; '.join(found)}): give a head "
+                "map and a model that all nodes share"
+            )
         if isinstance(config, ExternalEngineConfig):
             self._engine: HostEngine | OpenedEngine = OpenedEngine(task, config)
             return [os.getpid()]
@@ -103,7 +134,7 @@ class RayEngine:
         at_once = getattr(task, "at_once", 1)
         self._actor = make_actor(EngineActor, self._group, 0, own, at_once)
         try:
-            ready = self._actor.open.remote(task, config, reservation)
+            ready = self._actor.open.remote(task, config, reservation, compared(config))
             self.pids: list[int] = self._get(ready, placed=False)
         except BaseException:
             self.close()

@@ -184,10 +184,10 @@ def job_settings(task: Task) -> dict[str, Any]:
     `HeadMapError` if an engine needs a head map and its model has none.
     """
     contents = {config.model: content_hash(config.model) for config in task.engines.values()}
-    engines = {name: _deciding(config) for name, config in task.engines.items()}
-    for name, config in task.engines.items():
-        if (content := contents[config.model]) is not None:
-            engines[name][_CONTENT] = content
+    engines = {
+        name: engine_settings(config, contents[config.model])
+        for name, config in task.engines.items()
+    }
     try:
         # Read back: a tuple and a list, or 1 and "1" as a key, are the same in a file.
         settings: dict[str, Any] = json.loads(
@@ -202,6 +202,12 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
     """Name settings by the first 16 hexadecimal digits of the SHA-256 of their JSON."""
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def engine_settings(config: EngineConfig, content: str | None) -> dict[str, Any]:
+    """Return an engine's part of `job_settings`; ``content`` is its model's `content_hash`."""
+    settings = _deciding(config)
+    return settings if content is None else settings | {_CONTENT: content}
 
 
 def _deciding(config: EngineConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.suites.config import PublishedConfig
+from razor_dist.evals.suites.job import SuiteTask
 from razor_dist.evals.suites.published import (
     any_plain,
     first_number,
@@ -21,6 +23,7 @@ from razor_dist.evals.suites.published import (
 )
 from razor_dist.evals.suites.sample import Sample
 from razor_dist.evals.suites.tasks import Material, any_of
+from razor_dist.evals.texts import Prompter
 from razor_dist.jobs.results import read_job
 from tests.evals.samples import words
 
@@ -222,6 +225,17 @@ def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "passkey.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"holds passkey\.json and passkey\.jsonl; move one"):
         PublishedConfig(data=str(folder), tasks="json_kv")
+
+
+def test_a_node_with_another_file_is_refused(folder: Path) -> None:
+    config = PublishedConfig(
+        data=str(folder), tasks="passkey", lengths="600", methods="streaming", haystack="reference"
+    )
+    task, prompter = SuiteTask.plan(config), Prompter.of(config)
+    assert task.sample(prompter, "passkey", 600, 0).questions
+    elsewhere = replace(task, data={"passkey": "of another file"})
+    with pytest.raises(ConfigError, match=r"passkey\.jsonl differs from the file with which"):
+        elsewhere.sample(prompter, "passkey", 600, 0)
 
 
 @pytest.mark.long

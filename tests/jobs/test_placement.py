@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore
 
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError
 from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.jobs.job import run_job
 from razor_dist.jobs.pool import EngineLostError
 from tests.jobs.tasks import Completions
+from tests.tiny_models import Tiny
 
 pytest.importorskip("ray")
 from ray.exceptions import RayError
@@ -202,8 +206,38 @@ def test_an_engine_that_loses_a_node_while_it_loads_is_lost(
     monkeypatch.setattr(ray_engine, "RayLLM", fail)
     monkeypatch.setattr(ray_engine, "inherit_logging", lambda: None)
     with pytest.raises(EngineError, match="rank 1 ended") as error:
-        ray_engine.EngineActor().open(Completions({}), EngineConfig(), reserved(is_placed))
+        ray_engine.EngineActor().open(Completions({}), EngineConfig(), reserved(is_placed), {})
     assert type(error.value) is kind
+
+
+def test_a_node_with_another_head_map_or_model_is_refused(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "inherit_logging", lambda: None)
+    monkeypatch.setattr(ray_engine, "RayLLM", Mock(side_effect=EngineError("it is started")))
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    head_map = shutil.copy(shipped_head_map("smollm2"), tmp_path / "map.json")
+    config = EngineConfig(model=str(model), head_map=str(head_map))
+
+    def open_here(settings: dict[str, Any]) -> None:
+        ray_engine.EngineActor().open(Completions({}), config, reserved(True), settings)
+
+    settings = ray_engine.compared(config)
+    with pytest.raises(EngineError, match="it is started"):
+        open_here(settings)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(EngineError, match=r"other files than the driver's .*\(model_content is"):
+        open_here(settings)
+    for weights in model.glob("*.safetensors"):  # as on a driver's host without any
+        weights.rename(weights.with_suffix(".elsewhere"))
+    settings = ray_engine.compared(config)
+    assert "model_content" not in settings
+    shutil.copy(shipped_head_map("smollm2-duo"), head_map)
+    with pytest.raises(EngineError, match=r"other files than the driver's .*\(head_map is"):
+        open_here(settings)
+    Path(head_map).unlink()
+    with pytest.raises(EngineError, match=": cannot read the head map"):
+        open_here(settings)
 
 
 def test_a_node_that_is_lost_before_the_engines_actor_runs(monkeypatch: pytest.MonkeyPatch) -> None:
