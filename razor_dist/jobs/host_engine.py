@@ -12,7 +12,6 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from subprocess import TimeoutExpired
 from typing import Any, TypeVar
 
 import torch
@@ -107,9 +106,11 @@ class ExternalEngine:
         with self._closing:
             if not self._busy:
                 self._busy = True
-                with suppress(OSError, TimeoutExpired):
+                with suppress(OSError):
                     self._child.connection.send(None)
-                    self._child.process.wait(_CLOSE_SECONDS)
+                    # Until it has ended. Not `Popen.wait`: once that has reaped it, its group, in
+                    # which children may be left, cannot be killed by its id.
+                    self._child.connection.poll(_CLOSE_SECONDS)
             self._child.end()
 
     def _received(self) -> Any:

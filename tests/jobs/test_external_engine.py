@@ -24,6 +24,7 @@ from razor_dist.jobs.job import run_task
 from razor_dist.jobs.pool import run_items
 from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import ExternalEngineConfig, Item, PartResult, Updates
+from tests.jobs.test_process import has_ended
 
 
 class Model:
@@ -86,6 +87,9 @@ class Errands:
             case "waits":
                 mark.write_text(str(os.getpid()))
                 time.sleep(600)
+            case "starts":
+                other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                mark.write_text(str(other.pid))
             case "meets":
                 mark.touch()
                 while len(list(self.folder.glob("meets-*"))) < len(self.names):
@@ -137,6 +141,14 @@ def test_a_job_that_ends_kills_what_computes(folder: Path) -> None:
     over.set()
     with host_pool(task) as (open_engine, _), pytest.raises(EngineError, match="the job is over"):
         open_engine("default", 0, 1, over)
+
+
+@pytest.mark.long
+def test_what_an_idle_engine_has_started_ends_with_it(folder: Path) -> None:
+    task = Errands(folder, ("starts",))
+    assert run_task(task, folder / "out", host_pool(task)).done == 1
+    assert (folder / "closed").exists()
+    assert has_ended(int((folder / "starts").read_text()))
 
 
 @pytest.mark.long
