@@ -116,6 +116,15 @@ def _gigabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**30
 
 
+def _ranks_of_own_ray(config: JobConfig) -> int:
+    """Return the number of ranks that a Ray of this job's own has processors and GPUs for."""
+    import torch  # --help does not wait for it
+
+    ranks = int((os.cpu_count() or 1) / config.cpus_per_rank)
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    return min(ranks, gpus) if gpus else ranks
+
+
 def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
     """Let engines store prefixes in ``folder`` for the next run, where that is possible.
 
@@ -130,8 +139,8 @@ def resuming(config: JobConfig, folder: Path, documents: int) -> JobConfig:
             raise ConfigError("prefix_store_gb bounds a store, and this job makes none by itself")
         return config
     engines = config.engines or 1
-    if config.ray and config.engines is None:  # as many as Ray has processors for
-        engines = int((os.cpu_count() or 1) / config.cpus_per_rank) // config.world_size
+    if config.ray and config.engines is None:
+        engines = _ranks_of_own_ray(config) // config.world_size
     engines = max(1, min(engines, documents))
     # Prefixes of an earlier run, perhaps of more engines, count as free space, as they did then.
     free = shutil.disk_usage(folder.parent).free / 2**30 + _gigabytes(folder)

@@ -147,6 +147,26 @@ def test_the_stores_of_all_engines_take_a_quarter_of_the_free_disk(
 
 
 @pytest.mark.parametrize(
+    ("settings", "stores"),
+    [
+        ({}, 4),
+        ({"world_size": 2, "decode": "replicated"}, 2),
+        ({"cpus_per_rank": 64}, 2),
+        ({"device": "cpu"}, 99),
+    ],
+)
+def test_on_gpus_as_many_engines_have_a_store_as_gpus_hold(
+    settings: dict[str, Any], stores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=96 * 2**30)
+    monkeypatch.setattr("razor_dist.commands.summarize.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    config = resuming(SummaryConfig(**settings), Path("/out/.prefixes"), 99)
+    assert config.prefix_store_gb == pytest.approx(24 / stores)
+
+
+@pytest.mark.parametrize(
     ("settings", "address", "keeps"),
     [
         ({}, None, True),
