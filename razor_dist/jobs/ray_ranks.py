@@ -220,4 +220,7 @@ def interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == address for a in addresses):
             return name
-    raise RuntimeError(f"no network interface of this node has its address {address}")
+    raise RuntimeError(
+        f"no network interface of this node has its address {address}; name one by the variable "
+        "GLOO_SOCKET_IFNAME"
+    )
