@@ -127,6 +127,8 @@ identify = typer.Typer(
 def _check(method: str, common: CommonOptions, settings: Any, own: Mapping[type, Any]) -> None:
     """Raise `ConfigError` for mistakes that show without the model."""
     check_writable(common.out, common.plot)
+    if common.plot is not None and common.plot.absolute() == common.out.absolute():
+        raise ConfigError(f"--out and --plot both name {common.out}; give two files")
     if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")
     needing = {

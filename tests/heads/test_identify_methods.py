@@ -117,6 +117,23 @@ def test_budgets_that_are_refused(
     assert not out.exists()
 
 
+def test_a_map_is_not_replaced_by_its_picture(letters: Path, tmp_path: Path) -> None:
+    out = tmp_path / "map.json"
+    with pytest.raises(ConfigError, match=r"--out and --plot both name .*map\.json"):
+        _run("reach", letters, out, "--plot", str(out))
+
+
+def test_sharded_weights_and_a_budget_are_refused_before_the_training(
+    letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masses are measured on one device."""
+    loads = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr("razor_dist.commands.identify_run.load_model", loads)
+    options = [*SMALL, "--zero-stage", "3", "--budget", "1G", "--short-window", "600"]
+    with pytest.raises(ConfigError, match="--zero-stage 3 excludes --budget, unless"):
+        _run("duo", letters, tmp_path / "map.json", *options)
+
+
 @pytest.mark.slow
 def test_duo_trains_on_torchruns_ranks_and_resumes(letters: Path, tmp_path: Path) -> None:
     """In processes of its own: a process group lasts as long as its process."""
