@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,7 @@ class Timed:
 def prompts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each task's name and prompt: a document of about ``tokens`` tokens, and the task."""
 
+    @cache  # of a paragraph that is asked for again below, or repeated in a long document
     def size(paragraph: str) -> int:
         return len(tokenizer.encode(f"{paragraph}\n\n", add_special_tokens=False))
 
