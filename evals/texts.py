@@ -189,7 +189,8 @@ class Prompter:
         return self.encode(head), self.encode(tail)
 
 
-@lru_cache(maxsize=1)  # tokenising takes seconds, which the next item saves
+# Tokenising takes seconds, which the next item saves. Each engine of a process has a tokenizer.
+@lru_cache(maxsize=8)
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
     """Open a haystack; refuse it if its text differs from the one that the job began with."""
     return Haystack(name, Prompter(tokenizer).encode, text)

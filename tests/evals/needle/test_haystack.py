@@ -7,6 +7,7 @@ import pytest
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import MAX_TOKENS, needle_tokenizer, needle_vocabulary
+from razor_dist.evals.texts import Corpus, same_haystack
 
 
 @pytest.mark.parametrize("tokens", [100, 1024, 5000])
@@ -39,3 +40,10 @@ def test_what_does_not_fit() -> None:
         hide_words(20, [10, 50, 90])
     with pytest.raises(ConfigError, match="depths must be a percentage from 0 to 100"):
         hide_words(100, [101])
+
+
+def test_engines_in_turn_tokenise_the_text_once_each() -> None:
+    name, text = Corpus.of("noise")
+    tokenizers = [needle_tokenizer(MAX_TOKENS) for _ in range(2)]
+    one, other, again, last = (same_haystack(name, text, each) for each in tokenizers * 2)
+    assert one is again is not other is last
