@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -233,6 +234,35 @@ def test_tasks_that_are_wrong(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             run_task(kind({"full": FULL}), tmp_path, no_pool())
     assert not list(tmp_path.iterdir())
+
+
+def test_engines_end_before_the_pool_if_a_result_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would be shut down under the threads that use it."""
+    task, closed, left = Completions({"full": FULL}), threading.Event(), list[list[str]]()
+
+    class Stuck(Answers):
+        def run(self, item: Item) -> Mapping[str, Any]:
+            closed.wait()
+            raise EngineError("the engine was closed")
+
+        def close(self) -> None:
+            closed.set()
+
+    @contextmanager
+    def one_is_stuck() -> Iterator[EnginePool]:
+        try:
+            yield EnginePool(lambda name, number, *_: (Stuck if number else Answers)(task), 2)
+        finally:
+            names = [thread.name for thread in threading.enumerate()]
+            left.append([name for name in names if name.startswith("engine-")])
+
+    full = ConfigError("the disk is full")
+    monkeypatch.setattr("razor_dist.jobs.results.ResultStore.append", Mock(side_effect=full))
+    with pytest.raises(ConfigError, match="the disk is full"):
+        run_task(task, tmp_path, one_is_stuck())
+    assert left == [[]]
 
 
 @pytest.mark.long

@@ -77,6 +77,10 @@ def test_prefixes_that_are_kept_for_a_failed_document_are_told_of(
     with mock.patch.object(Quoter, "generate", fail_at_last):
         assert summarize(*flags, "--attempts", "1", "--retry-failed") == 3
     assert "kept out/.prefixes (0.0 GiB) for documents that are not" in capfd.readouterr().err
+    # A run of other documents leaves them for a later one.
+    other = ["summarize", "in/short.txt", "--out", "out", "--max-tokens", "40", *flags, *FLAGS]
+    assert cli.main(other) == 0
+    assert "kept out/.prefixes (0.0 GiB) for documents that are not" in capfd.readouterr().err
     assert summarize(*flags, "--retry-failed") == 0
     assert "kept" not in capfd.readouterr().err and not Path("out/.prefixes").exists()
 

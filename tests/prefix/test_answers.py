@@ -12,7 +12,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Progress
 from razor_dist.protocol.step_plan import StepPlan
 from tests.engine.cores import make_core, prompt, run
-from tests.prefix.engines import END, GREEDY, Ask, alone, assert_alike, ids, serve
+from tests.prefix.engines import END, GREEDY, Ask, alone, assert_alike, engine_of, ids, serve
 from tests.ranks import Ranks
 from tests.tiny_models import Tiny
 
@@ -135,6 +135,20 @@ def test_long_and_short_frequencies_are_kept_apart(ranks: Ranks, tiny: Tiny) -> 
     answers, cached, _ = ranks(1).run(serve, str(path), {}, asks)[0]
     assert_alike(answers, alone(ranks, path, asks))
     assert (cached["long"], cached["short again"], cached["long again"]) == (0, 40, 100)
+
+
+def test_an_answer_that_is_fitted_into_the_caches_has_the_frequencies_of_its_length(
+    tiny: Tiny,
+) -> None:
+    """From 97 tokens on they are those of long texts: of the 140 that it may have, fewer fit."""
+    core = engine_of(Communicator(None), str(tiny("phi3")), {"kv_tokens": 60}).core
+    fitted = dataclasses.replace(GREEDY, max_tokens=100, fit_max_tokens=True)
+    short = dataclasses.replace(GREEDY, max_tokens=4)
+    for name, params in (("fitted", fitted), ("short", short)):
+        core.add(name, ids((1, 40)), params)
+    first, second = core.scheduler.waiting
+    assert second.total < first.total < 97
+    assert first.namespace == second.namespace
 
 
 @pytest.mark.parametrize("world", [1, 2])
