@@ -17,7 +17,7 @@ import typer
 import typer.core
 
 import razor_dist
-from razor_dist.config.cores import bound_spinning
+from razor_dist.config.cores import set_library_defaults
 from razor_dist.config.errors import (
     ClusterError,
     ConfigError,
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is one line on standard error.
     """
     arguments = list(map(_expanded, sys.argv[1:] if arguments is None else arguments))
-    bound_spinning(os.environ)  # before a command loads torch
+    set_library_defaults(os.environ)  # before a command loads torch
     if isinstance(sys.stdout, TextIOWrapper):  # None if it is closed
         # Names of models, files and documents may hold what a locale lacks, or half a character.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.config.cores import bound_spinning, usable_cores
+from razor_dist.config.cores import set_library_defaults, usable_cores
 from razor_dist.config.memory import free_bytes
 from razor_dist.engine.decode_threads import DecodeThreads
 
@@ -75,13 +75,40 @@ def test_limits_of_memory_bound_what_is_free(
     assert free_bytes(tmp_path / "one", membership) == 800 - 700 + 200
 
 
-def test_the_users_own_way_of_waiting_is_kept() -> None:
-    for own in ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}):
-        env = {**own}
-        bound_spinning(env)
-        assert env == own
-    bound_spinning(env := {})
-    assert env == {"GOMP_SPINCOUNT": "5000"}
+OWN = [
+    {"OMP_WAIT_POLICY": "ACTIVE"},
+    {"GOMP_SPINCOUNT": "7"},
+    {"LRU_CACHE_CAPACITY": "9"},
+    {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"},
+]
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_the_users_own_settings_of_libraries_are_kept(own: dict[str, str]) -> None:
+    env = dict(own)
+    set_library_defaults(env)
+    assert env.items() >= own.items()
+    assert ("GOMP_SPINCOUNT" in env) == ("OMP_WAIT_POLICY" not in own)
+
+
+@pytest.mark.long
+def test_products_of_any_number_of_rows_take_little_memory() -> None:
+    """After 1,200 numbers of rows, which took 500 MB, since oneDNN kept a product for each."""
+    code = """
+from razor_dist.cli import main
+main(["--version"])
+import psutil, torch
+weight, process = torch.ones(96, 96), psutil.Process()
+before = process.memory_full_info().uss
+for rows in range(300, 1500):
+    torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 96), weight, None, "none", [], "")
+print("grown", process.memory_full_info().uss - before)
+"""
+    caches = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
+    env = {name: value for name, value in os.environ.items() if name not in caches}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("grown")[1]) < 250e6
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from razor_dist.config.cores import bound_spinning
+from razor_dist.config.cores import set_library_defaults
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
 
@@ -111,7 +111,7 @@ class RankGroup(Ranks):
             **env,
         }
         shared["OMP_NUM_THREADS"] = str(config.threads_per_rank(int(shared["LOCAL_WORLD_SIZE"])))
-        bound_spinning(shared)
+        set_library_defaults(shared)
         processes: list[asyncio.subprocess.Process] = []
         try:
             for rank in range(config.world_size):

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from razor_dist.config.cores import bound_spinning
+from razor_dist.config.cores import set_library_defaults
 from razor_dist.config.errors import ClusterError, RazorError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
@@ -48,7 +48,7 @@ class RankActor:
         inherit_logging()
         os.environ.pop("RAZOR_API_KEY", None)  # code that the model brings runs here
         os.environ.update(env)
-        bound_spinning(os.environ)
+        set_library_defaults(os.environ)
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(ray.util.get_node_ip_address())
         # Only now: gloo and OpenMP read the environment when they are loaded.
