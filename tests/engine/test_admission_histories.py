@@ -74,6 +74,9 @@ class Engine(RuleBasedStateMachine):
             more: Any = {"prefix": prefix, "priority": priority, "salt": salt, "text": text, "n": n}
             add(self.core, name, prompt, answer, pin=pin, **more)
         except RequestError as error:
+            waiting = self.core.scheduler.waiting
+            if any(prefix.released for one in waiting for prefix in one.prefixes):
+                return  # those count although they will end by themselves
             # Beside pinned prefixes an answer is not cut to fewer tokens than are worth giving.
             if error.code != "context_length_exceeded" and n == 1 and answer is not None:
                 self.was_right_to_refuse(prompt, 0 if pin else answer, prefix)
