@@ -110,7 +110,7 @@ def compiling(comm: Communicator, folder: str, gpus: list[str]) -> bool:
 def test_ranks_with_a_gpu_each_compile_nothing_for_the_cpu(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    """Where they share one, what they send goes through the host's memory."""
+    """Ranks that share a GPU send through the host's memory, and compile for it."""
     for gpus, compiles in ((["GPU-a", "GPU-b"], False), (["GPU-a", "GPU-a"], True)):
         assert ranks(2).run(compiling, str(tmp_path), gpus) == [compiles, compiles]
 

@@ -246,7 +246,7 @@ document.addEventListener("drop", (event) => {
 });
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;
-  wasAway = true; // while nobody looked it may have come back with another model
+  wasAway = true; // the server may have another model by now: a hidden page does not ask
   look();
 });
 addEventListener("pagehide", () => sessionStorage.setItem(SCROLLED, String(scrollY)));
