@@ -94,6 +94,8 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
         ({}, {}, "collective_timeout: .nan", "collective_timeout must be a finite number"),
         ({}, {}, "collective_timeout: 0", "collective_timeout must be greater than 0, got 0"),
         ({}, {}, "window_min: 1.5", "window_min must be an integer such as 8192 or 8K, got 1.5"),
+        ({}, {}, "window_min: 1:30", "an integer such as 8192 or 8K, got '1:30'"),
+        ({}, {}, "max_step_ms: 1:30.5", "got '1:30.5'"),
         ({}, {}, "window_max: 1", "window_max (1) must not be below window_min"),
         ({}, {}, "otlp_endpoint: a:4318", "must be an address such as http://HOST:4318, got"),
         ({}, {}, "rope_scaling: yes", "rope_scaling must be an object or none, got True"),

@@ -134,6 +134,8 @@ def show(
 
     found = HeadMap.load(head_map)
     if plot is not None:  # before anything is printed: it may be refused
+        if plot.exists() and plot.samefile(head_map):
+            raise ConfigError(f"--plot {plot} is the head map itself; name another file")
         from razor_dist.heads.plot import plot_head_map
 
         plot_head_map(found, plot)

@@ -174,8 +174,8 @@ def read_text(path: Path, what: str) -> str:
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a key given twice, where YAML libraries drop the first.
 
-    An integer that begins with 0 is decimal, as in YAML 1.2, in flags and in variables: PyYAML
-    reads YAML 1.1, where ``010`` is 8.
+    An integer that begins with 0 is decimal, and ``1:30`` is text, as in YAML 1.2, in flags and in
+    variables: PyYAML reads YAML 1.1, where ``010`` is 8 and ``1:30`` is 90.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -186,6 +186,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag.endswith((":int", ":float")) and ":" in node.value:
+            return str(node.value)
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:  # a date such as 2024-99-99

@@ -178,8 +178,9 @@ class Task(Protocol):
 def job_settings(task: Task) -> dict[str, Any]:
     """Return all that decides a task's results, as plain JSON data.
 
-    Head maps count by their content: another path of the same map is the same job. A model in a
-    local folder counts by its path and its content.
+    Head maps count by their content: another path of the same map is the same job. With full
+    attention a given one counts, since it chooses the heads of sources. A model in a local folder
+    counts by its path and its content.
     Raises `ConfigError` if the task's settings are not JSON data, or a head map cannot be read, and
     `HeadMapError` if an engine needs a head map and its model has none.
     """
@@ -215,7 +216,7 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     if isinstance(config, ExternalEngineConfig):
         names |= set(type(config).model_fields) - set(EngineConfig.model_fields)
     fields = config.model_dump(mode="json", include=names)
-    if config.attention == "razor":
+    if config.attention == "razor" or (config.attention == "full" and config.head_map):
         path = Path(config.head_map or default_head_map(config.model))
         try:
             fields["head_map"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -143,6 +143,18 @@ def test_a_picture_that_cannot_be_written_is_refused_first(
     assert "No such file or directory" in shown.err and not shown.out
 
 
+def test_a_picture_does_not_replace_its_head_map(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, link = tmp_path / "map.json", tmp_path / "link.png"
+    own.write_bytes(Path(SMOLLM2).read_bytes())
+    link.symlink_to(own)
+    for picture in (own, link):
+        assert run("show", own, "--plot", picture) == 2
+        assert "is the head map itself" in capsys.readouterr().err
+    assert own.read_bytes() == Path(SMOLLM2).read_bytes()
+
+
 def test_what_needs_no_model_does_not_import_torch() -> None:
     code = (
         "import sys; from razor_dist.cli import main;"

@@ -185,6 +185,9 @@ def test_which_settings_decide(tmp_path: Path) -> None:
     copy.write_bytes((shipped / "smollm2.json").read_bytes())
     assert name(head_map=str(copy)) == name(), "a map is known by what is in it"
     assert name(head_map=str(shipped / "smollm2-14-1.json")) != name()
+    maps = [None, str(copy), str(shipped / "smollm2-14-1.json")]  # they choose the heads of sources
+    assert len({name(attention="full", head_map=file) for file in maps}) == 3
+    assert len({name(attention="streaming", head_map=file) for file in maps}) == 1
     with pytest.raises(ConfigError, match="cannot read the head map"):
         name(head_map="/no/such.json")
     with pytest.raises(HeadMapError, match="no head map is shipped"):
