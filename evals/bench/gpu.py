@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 
 # Before its process is ended a part is asked to end, with what it has, this much earlier.
 _GRACE_SECONDS = 5.0
-# Until a new process has imported what it needs.
-_START_SECONDS = 20.0
+# Until a new process has imported what it needs: gigabytes, which a cold disk may read slowly. They
+# are not counted as the first part's.
+_START_SECONDS = 120.0
 
 
 class Skipped(Exception):
@@ -134,8 +135,8 @@ class _Worker(Child):
 
     def results(self, record: _Record, limit: float) -> Iterator[None]:
         """Fill in the next part's record; yield whenever there is more of it."""
-        began, status = time.monotonic(), None
-        limit, self._start = limit + self._start, 0.0
+        self.connection.poll(self._start)
+        self._start, began, status = 0.0, time.monotonic(), None
         while status is None:
             event = {"status": f"failed: not done within {limit:.0f} s"}
             try:
@@ -151,6 +152,7 @@ class _Worker(Child):
 
 def work(connection: Connection, device: torch.device, end: float, parts: Parts) -> None:
     """Run parts and send what comes of them, until one fails."""
+    connection.send({})  # torch and its friends are imported
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name, (part, seconds) in parts.items():
         print(f"--- {name}", flush=True)

@@ -126,7 +126,8 @@ class PromptEncoder:
         return ids
 
     def check_length(self, text: str, max_model_len: int, param: str) -> None:
-        """Raise `RequestError` for a prompt that is too long to be tokenised at once."""
+        """Raise `RequestError` for a prompt that is too long to be tokenised at once or no text."""
+        check_text(text, param)
         most = max(_ALWAYS_TOKENS, MOST_CONTEXTS * max_model_len)
         if found := self.too_long(text, most):
             raise RequestError(
@@ -175,13 +176,10 @@ class PromptEncoder:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
         """Return a conversation's tokens; `RequestError` if the template refuses it."""
-        # In one call: `text` of the template's text would add a second beginning-of-sequence token.
-        encoded = self._apply_template(messages, tokenize=True, return_dict=True, **template)
-        ids: list[int] = encoded["input_ids"]
-        return ids
+        return self.text(self.chat_text(messages, **template), special_tokens=False)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> str:
-        """Return the text that `chat` tokenises, without adding special tokens."""
+        """Return the text that `chat` tokenises, which has the special tokens."""
         text: str = self._apply_template(messages, tokenize=False, **template)
         return text
 

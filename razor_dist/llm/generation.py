@@ -159,10 +159,11 @@ def encode_chat(
     rest = text if prefix is None else prefix.rest_of(text)
     encoder.check_length(rest, max_model_len, "messages")
     if ends:
-        tokens, where = encoder.chat_with_ends(messages, **template)
-        return Encoded(None, tokens, None, where)
+        tokens, where = encoder.with_ends(text)
+        parts = encoder.chat_parts(text, messages, **template)
+        return Encoded(None, tokens.tolist(), None, PromptText(parts, where))
     if prefix is None:
-        return Encoded(None, encoder.chat(messages, **template))
+        return Encoded(None, encoder.text(text, special_tokens=False))
     return Encoded(None, encoder.continuation(prefix.border, rest))
 
 

@@ -85,9 +85,8 @@ def test_a_wrong_path_is_seen() -> None:
 
 
 @pytest.mark.long
-def test_a_failure_costs_its_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_costs_its_part_only(tmp_path: Path) -> None:
     """With real processes: what failing parts had said is kept, and the next begin in another."""
-    monkeypatch.setattr(gpu, "_START_SECONDS", 40.0)
     settings = GpuBenchSettings(out=tmp_path / "out", device="cpu", patience=2)
     record = gpu.run(settings, "tests.evals.gpu_parts_that_fail")
     parts = record.figures["parts"]
@@ -97,7 +96,7 @@ def test_a_failure_costs_its_part_only(tmp_path: Path, monkeypatch: pytest.Monke
         "absent": "skipped: needs a CUDA device",
         "good again": "done",
         "crashes": "failed: ended with -6",
-        "hangs": "failed: not done within 42 s",
+        "hangs": "failed: not done within 2 s",  # of its own: the process was just begun
         "last": "done",
     }
     assert all(parts[name]["before"] == 1 for name in ("raises", "absent", "crashes", "hangs"))

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -153,6 +154,7 @@ def test_logprobs(llm: LLM) -> None:
     [chosen] = llm.generate([5], SamplingParams(max_tokens=1, logprobs=0))
     assert chosen.outputs[0].logprobs is not None
     assert chosen.outputs[0].logprobs[0][5].rank is None
+    assert not hasattr(chosen.outputs[0].logprobs[0][5], "__dict__")  # there are 21 a token
 
 
 def test_chat(llm: LLM) -> None:
@@ -170,6 +172,9 @@ def test_chat(llm: LLM) -> None:
     ends = {"add_generation_prompt": True}  # where it ends is not for the caller to say
     with llm.prefill_chat(conversation, chat_template_kwargs=ends) as prefix:
         assert 0 < prefix.num_tokens < len(open_end.prompt_token_ids)
+    with patch.object(llm.get_tokenizer(), "apply_chat_template", return_value="a b") as render:
+        assert llm.chat(conversation)[0].prompt_token_ids == smollm2_tokenizer()("a b")["input_ids"]
+    render.assert_called_once()
     with pytest.raises(RequestError, match="at least one message"):
         llm.chat([])
     with pytest.raises(RequestError, match="chat template refuses"):

@@ -18,6 +18,8 @@ from tests.hostile_grammars import CRASHES
 def test_contents_that_are_no_text_are_refused(llm: LLM, content: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\].content must be a string or a list"):
         llm.chat([{"role": "user", "content": content}])
+    with pytest.raises(RequestError, match="messages holds a lone surrogate"):
+        llm.chat([{"role": "user", "content": "a\ud83d"}])
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_contents_that_are_no_text_are_refused(llm: LLM, content: Any) -> None:
         (["a", 3], "a text or a list of token ids, not 3"),
         (b"a", "a text or a list of token ids, not b'a'"),
         ("a\ud83d", "prompt holds a lone surrogate"),
+        ("a" * (1 << 19) + "\ud83d", "prompt holds a lone surrogate"),
         ({"prompt": "a", "cache_salt": "\udcff"}, "cache_salt holds a lone surrogate"),
         (123, "prompts must be a text, a list of token ids, a mapping, .*, not 123"),
     ],
