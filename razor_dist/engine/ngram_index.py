@@ -16,7 +16,7 @@ _CANDIDATES = 16
 _KNUTH = 2654435761
 # Prompts of fewer tokens are indexed anew, in about a millisecond.
 _LEAST_KEPT = 4096
-# Indexes of the others that are kept, and their tokens together at most (18 bytes each).
+# Indexes of the others that are kept, and their tokens together at most (15 to 20 bytes each).
 _MOST_KEPT = 16
 _MOST_KEPT_TOKENS = 1 << 22
 
