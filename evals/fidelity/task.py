@@ -25,6 +25,8 @@ from razor_dist.jobs.task import Item
 from razor_dist.models.registry import display_name
 
 KIND = "fidelity"  # of task, in a folder's settings
+# Most texts have more tokens than are wanted in 8 characters for each and 2**20 more.
+_BEGINNING_CHARACTERS, _TOKEN_CHARACTERS = 2**20, 8
 GROUP = 32  # tokens of a copy that are counted together: those side by side are not independent
 
 
@@ -91,7 +93,7 @@ class FidelityTask:
         encoder = PromptEncoder(Prompter.of(config).tokenizer)
         texts = []
         for name, text in found.items():
-            ids = encoder.text(text)[: tokens or most]
+            ids = _first_tokens(encoder, text, tokens or most)
             copies: list[range] = []
             wanted, prompt = tokens or (config.prompt_tokens or 1) + 2, config.prompt_tokens
             if config.repeat_at:
@@ -167,6 +169,12 @@ def _about(figures: Figures, text: Text, begin: int, end: int, copies: bool) -> 
         groups = figures.right[first:last].double().split(GROUP)
         found["copied"] = [group.mean().item() for group in groups]
     return {"begin": begin, "end": end, **found}
+
+
+def _first_tokens(encoder: PromptEncoder, text: str, count: int) -> list[int]:
+    """Return a text's first tokens, of its beginning alone if that has more: the rest takes GB."""
+    ids = encoder.text(text[: _BEGINNING_CHARACTERS + _TOKEN_CHARACTERS * count])
+    return (ids if len(ids) > count else encoder.text(text))[:count]
 
 
 def _text_of(file: Path) -> str:

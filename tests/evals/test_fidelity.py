@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from razor_dist.evals.fidelity.config import FidelityConfig
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask, Text
 from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
+from razor_dist.models.tokenizer import load_tokenizer
 from tests.logits import literal_logits, stock_logits
 from tests.tiny_models import save_head_map, write_random
 from tests.tokenizer import write_letters
@@ -328,6 +331,17 @@ def test_copies_stand_beside_the_last_text(
     assert found[1] == found[2] == read and found[3] == f"{len(ranges) / 10:.1%}"
     assert found[-2:] == (["-", "- |"] if read == "-" else ["0.5000", "0.500 |"])
     assert len(by_length) == 1 + len(ranges)
+
+
+def test_of_a_long_text_the_beginning_alone_is_tokenised(letters: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("Much. " * 200_000)
+    config = FidelityConfig(model=str(letters), methods=("streaming",), tokens=3000)
+    with patch.object(PromptEncoder, "text", autospec=True, side_effect=PromptEncoder.text) as text:
+        [found] = FidelityTask.plan(config, [file]).texts
+    [call] = text.call_args_list
+    assert len(call.args[1]) < 1_100_000
+    assert list(found.scored.ids) == PromptEncoder(load_tokenizer(letters)).text("Much. " * 500)
 
 
 def test_texts_that_are_refused(letters: Path, tmp_path: Path) -> None:
