@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import remove_placement_group
 
-from razor_dist.config.errors import EngineError, RazorError
+from razor_dist.config.errors import EngineError, ModelError, RazorError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, Reservation, connected, reserve
@@ -40,6 +41,7 @@ from razor_dist.jobs.results import differences
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Updates, engine_settings
 from razor_dist.llm.llm import LLM
 from razor_dist.models.content import content_hash
+from razor_dist.models.registry import HUB_ID, config_folder
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +60,18 @@ class RayLLM(LLM):
 
 
 def compared(config: EngineConfig) -> dict[str, Any]:
-    """Return settings of an engine that are to be the same on its node, files by their content.
+    """Return what is to be the same on an engine's node: settings, and files by their content.
 
-    The model's content is left out if the driver's host, which needs no weights, has none.
+    The model's content, or a hub id's revision, is left out if the driver's host has none: it needs
+    no weights. Transformers has the models' code.
     """
-    has_weights = any(Path(config.model).expanduser().glob("*.safetensors"))
-    return engine_settings(config, content_hash(config.model) if has_weights else None)
+    folder, versions = Path(config.model).expanduser(), {"transformers": version("transformers")}
+    if HUB_ID.fullmatch(config.model) and not folder.is_dir():
+        with contextlib.suppress(ModelError):
+            versions["revision"] = config_folder(config.model).name
+    has_weights = any(folder.glob("*.safetensors"))
+    content = content_hash(config.model) if has_weights else None
+    return engine_settings(config, content) | versions
 
 
 class EngineActor:
@@ -76,9 +84,9 @@ class EngineActor:
     ) -> list[int]:
         """Start the ranks, or open an external model; return the process ids once it is ready.
 
-        `EngineError`, so that other nodes go on, if head map or model are missing or not those of
-        the driver, which are `compared` by its ``settings``; `EngineLostError` if a node is lost
-        while the ranks start.
+        `EngineError`, so that other nodes go on, if head map, model or transformers are missing or
+        not those of the driver, which are `compared` by its ``settings``; `EngineLostError` if a
+        node is lost while the ranks start.
         """
         inherit_logging()
         node = socket.gethostname()
@@ -89,7 +97,7 @@ class EngineActor:
         if found := differences(settings, {name: here.get(name) for name in settings}):
             raise EngineError(
                 f"{node} has other files than the driver's host ({'; '.join(found)}): give a head "
-                "map and a model that all nodes share"
+                "map and a model that all nodes share, and install the same transformers"
             )
         if isinstance(config, ExternalEngineConfig):
             self._engine: HostEngine | OpenedEngine = OpenedEngine(task, config)

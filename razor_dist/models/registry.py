@@ -15,7 +15,7 @@ _HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 # Mistral's repositories have their weights in a second layout, which would double a download.
 _NOT_NEEDED = ["consolidated*"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False, weights: bool = True) -> Path:
@@ -73,7 +73,7 @@ def _local_folder(name: str) -> Path | None:
         return path
     if path.is_file():
         raise ModelError(f"model {name!r} is a file; give the folder that holds config.json")
-    if not _HUB_ID.fullmatch(name):
+    if not HUB_ID.fullmatch(name):
         raise ModelError(
             f"model {name!r}: there is no such folder; give a local folder, a hub id such as "
             f"org/name, or {smollm2.NAME!r}, the embedded model; for plan and bench shape also "

@@ -212,7 +212,7 @@ def test_an_engine_that_loses_a_node_while_it_loads_is_lost(
     assert type(error.value) is kind
 
 
-def test_a_node_with_another_head_map_or_model_is_refused(
+def test_a_node_with_another_head_map_model_or_transformers_is_refused(
     tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_engine, "inherit_logging", lambda: None)
@@ -240,6 +240,17 @@ def test_a_node_with_another_head_map_or_model_is_refused(
     Path(head_map).unlink()
     with pytest.raises(EngineError, match=": cannot read the head map"):
         open_here(settings)
+    config = EngineConfig(model="org/name", attention="full")
+    for revision, transformers, error in (
+        ("a", "5.1", "it is started"),
+        ("b", "5.1", r"\(revision is \"a\" there and \"b\" here\)"),
+        ("a", "5.2", r"\(transformers is \"5.1\" there and \"5.2\" here\): .* same transformers"),
+    ):
+        monkeypatch.setattr(ray_engine, "config_folder", Mock(return_value=Path(revision)))
+        monkeypatch.setattr(ray_engine, "version", Mock(return_value=transformers))
+        settings = ray_engine.compared(config) if error == "it is started" else settings
+        with pytest.raises(EngineError, match=error):
+            open_here(settings)
 
 
 def test_a_node_that_is_lost_before_the_engines_actor_runs(monkeypatch: pytest.MonkeyPatch) -> None:
