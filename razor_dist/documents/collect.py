@@ -55,7 +55,7 @@ class DocumentSource:
 
     def read(self) -> Document:
         """Return the text and its pages; `DocumentError` if it cannot be read or has changed."""
-        ReadLimits().check_bytes(self.size)
+        ReadLimits().check_bytes(self.size, self.kind)
         try:
             if self.line is not None:
                 return Document(checked_text(_fields(self.line.read())[1]))

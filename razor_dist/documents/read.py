@@ -81,9 +81,12 @@ class ReadLimits:
         if pages > self.pages:
             raise DocumentError(f"has {pages:,} pages, more than {self.pages:,}; split it")
 
-    def check_bytes(self, size: int) -> None:
-        if size > self.memory // 2:
-            raise DocumentError(f"is larger than {self.memory // 2:,} bytes; split it")
+    def check_bytes(self, size: int, kind: str | None = None) -> None:
+        most = self.memory // 2
+        if kind == "text":  # a character has at most four bytes
+            most = min(most, 4 * self.characters)
+        if size > most:
+            raise DocumentError(f"is larger than {most:,} bytes; split it")
 
 
 def kind_of(path: Path) -> str | None:
@@ -223,7 +226,7 @@ def main() -> None:
 
 def read_here(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> Document:
     """Read a document in this process, as `read_document` does in one of its own."""
-    limits.check_bytes(len(data))
+    limits.check_bytes(len(data), kind)
     pages: Iterable[str]
     if kind == "text":
         pages = [_text(data, encoding)]
@@ -232,13 +235,13 @@ def read_here(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) 
     texts: list[str] = []
     begins, characters = [], 0
     for page in pages:
+        if characters + len(page) > limits.characters:
+            raise DocumentError(f"holds more than {limits.characters:,} characters; split it")
         text = _whole_characters(page)
         begins.append(characters + 2 * len(texts))  # the texts are joined by two line feeds
         if text:
             texts.append(text)
             characters += len(text)
-        if characters > limits.characters:
-            raise DocumentError(f"holds more than {limits.characters:,} characters; split it")
     return Document(checked_text("\n\n".join(texts)), begins if kind == "pdf" else [])
 
 

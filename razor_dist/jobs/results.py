@@ -9,7 +9,7 @@ A folder holds
   line that was torn by a crash is dropped when the file is opened again, so that its item is
   computed again;
 - ``parts.jsonl``: finished parts of unfinished items, in lines of ``id`` (the item's), ``part``,
-  ``result`` and ``settings``, written likewise;
+  ``result`` and ``settings``, written likewise, and dropped once their item is done;
 - ``lock``: held by the one process that may write.
 
 A line of the results is a JSON object with
@@ -45,6 +45,8 @@ from razor_dist.jobs.task import settings_hash
 
 HEADER, RESULTS, PARTS, LOCK = "job.json", "results.jsonl", "parts.jsonl", "lock"
 _FORMAT = 1
+# Forgotten records of a file, of some hundred bytes each, until it is written anew without them.
+_MOST_FORGOTTEN = 10_000
 
 Record = dict[str, Any]
 # Settings of a folder and a job's: whether the job has all of the folder's results, and more.
@@ -70,7 +72,7 @@ class _RecordFile:
     """A file of records, the last of which is whole whenever the process or the machine ends."""
 
     def __init__(self, path: Path, hashes: Sequence[str]) -> None:
-        self.path, self._hash = path, hashes[-1]
+        self.path, self._hash, self._forgotten = path, hashes[-1], 0
         self.records, length = _read_records(path, hashes)
         if path.exists():
             os.truncate(path, length)  # a torn last line
@@ -101,10 +103,18 @@ class _RecordFile:
 
     def rewrite(self, records: Iterable[Record]) -> None:
         replaced = {_key(record): record for record in records}
-        if list(replaced.items()) != list(self.records.items()):
+        if self._forgotten or list(replaced.items()) != list(self.records.items()):
             with replacing(self.path) as draft:
                 draft.write_bytes(b"".join(map(json_line, replaced.values())))
-            self.records = replaced
+            self.records, self._forgotten = replaced, 0
+
+    def forget(self, id: str) -> None:
+        """Drop an item's records, from the file once that has many such ones."""
+        kept = {key: record for key, record in self.records.items() if record["id"] != id}
+        self._forgotten += len(self.records) - len(kept)
+        self.records = kept
+        if self._forgotten > max(_MOST_FORGOTTEN, len(kept)):
+            self.rewrite(kept.values())
 
 
 class ResultStore(contextlib.ExitStack):
@@ -186,6 +196,8 @@ class ResultStore(contextlib.ExitStack):
         """Add a record and sync it; after an error no part of it is in the file."""
         assert record["id"] not in self.records, f"{record['id']} is there already"
         self._results.append(record)
+        if record["status"] == "done":  # else a job of millions of items would take gigabytes
+            self._parts.forget(record["id"])
 
     def parts(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}

@@ -92,6 +92,7 @@ PAGE = "<p>a page</p>"
         (files.docx_of_paragraphs(10**6), "docx", {"memory": 2**27}, "needs more than 134,217,728"),
         (files.pdf("word " * 99), "pdf", {"characters": 300}, "holds more than 300 characters"),
         (b"word " * 99, "text", {"characters": 300}, "holds more than 300 characters"),
+        (b"word " * 99, "text", {"characters": 100}, "is larger than 400 bytes"),
         (gzip.compress(bytes(2**28)), "text", {"memory": 2**28}, "is larger than 134,217,728"),
     ],
 )

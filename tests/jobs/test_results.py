@@ -218,6 +218,22 @@ def test_parts_are_kept_until_their_item_is_done(tmp_path: Path) -> None:
     assert ids(tmp_path) == ["a", "b", "c"]
 
 
+def test_parts_of_finished_items_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        store.append_part("open", "1", {"n": 1})
+        for item in range(120):
+            for part in range(100):
+                store.append_part(str(item), str(part), {})
+            store.append(record(str(item)))
+            assert store.parts() == {"open": {"1": {"n": 1}}}
+    assert 1 < len((tmp_path / PARTS).read_bytes().splitlines()) < 3000
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        assert len(store.records) == 120 and store.parts()["open"] == {"1": {"n": 1}}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
