@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,7 +32,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     # Of a body: unsupported fields, with the values, besides null, that are ignored.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    tool_type: ClassVar[str | None] = None  # of a body's tools
+    tool_types: ClassVar[Sequence[str]] = ()  # of a body's tools; the first is the default
 
     def check(self) -> None:
         """Raise `RequestError`, which names the field, for fields that contradict each other."""

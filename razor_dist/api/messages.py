@@ -95,7 +95,7 @@ class DocumentsChat(ChatBody):
 class CountTokensBody(Strict):
     """The fields from which the prompt is made."""
 
-    tool_type = "custom"
+    tool_types = ("custom",)
     names: ClassVar[Mapping[str, str]] = NAMES
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "thinking": ({"type": "disabled"},),

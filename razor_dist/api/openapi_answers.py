@@ -97,7 +97,9 @@ _OUTPUT_MESSAGE = {
     "status": _STATUS,
     "content": [_PART, ...],
 }
-_OUTPUT_CALL = {"id": str, "type": "function_call", "status": _STATUS, "call_id": str, **_FUNCTION}
+_CALL = {"id": str, "status": _STATUS, "call_id": str, "namespace?": str}
+_OUTPUT_CALL = {"type": "function_call", **_CALL, **_FUNCTION}
+_OUTPUT_TEXT_CALL = {"type": "custom_tool_call", **_CALL, "name": str, "input": str}
 _CITED = {"cited_text": str, "document_index": int, "document_title": (str, None)}
 _CITATION = (
     {"type": "char_location", **_CITED, "start_char_index": int, "end_char_index": int},
@@ -165,7 +167,7 @@ _SHAPES: Json = {
         "status": _STATUS,
         "error": None,
         "incomplete_details": ({"reason": str}, None),
-        "output": [(_OUTPUT_MESSAGE, _OUTPUT_CALL), ...],
+        "output": [(_OUTPUT_MESSAGE, _OUTPUT_CALL, _OUTPUT_TEXT_CALL), ...],
         "previous_response_id": None,
         "store": False,
         "truncation": "disabled",

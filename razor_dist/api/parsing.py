@@ -164,6 +164,7 @@ def _rendered(
         ignored=[*ignored, *uncut],
         ends_in_repetition=body.repetition_detection is not None,
         contexts=kept_of_it,
+        called=asked.called if isinstance(asked, ResponsesBody) else {},
         names={field: names.get(name, name) for field, name in body.engine_names.items()},
     )
 

@@ -99,6 +99,8 @@ class ParsedRequest:
     # Returns the contexts that it uses, as they stand in answers.
     kept_as: Callable[[], list[dict[str, Any]]] | None = None
     contexts: Sequence[KeptContext] = ()  # to keep of the prompt, the shortest first
+    # Fields of a call's item in /v1/responses, by the name that the model calls the tool by.
+    called: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def no_such_model(name: str, served: str) -> RequestError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -16,6 +16,7 @@ from razor_dist.api.fields import (
     Returned,
     Strict,
     ToolFunction,
+    ToolName,
     Verbosity,
 )
 from razor_dist.api.schema import ChatBody, SharedFields
@@ -70,23 +71,45 @@ class InputMessage(_Item):
         messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
 
 
-class FunctionCall(_Item):
-    added = frozenset({"parsed_arguments"})
-    type: Literal["function_call"]
+class _Call(_Item):
     call_id: str
     name: str
-    arguments: str
+    namespace: str | None = None
+
+    @property
+    def given(self) -> str:
+        """The arguments as JSON."""
+        raise NotImplementedError
 
     def add_to(self, messages: list[Json]) -> None:
-        function = {"name": self.name, "arguments": self.arguments}
+        function = {"name": _flat(self.namespace, self.name), "arguments": self.given}
         call = {"id": self.call_id, "type": "function", "function": function}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)
 
 
-class FunctionCallOutput(_Item):
-    type: Literal["function_call_output"]
+class FunctionCall(_Call):
+    added = frozenset({"parsed_arguments"})
+    type: Literal["function_call"]
+    arguments: str
+
+    @property
+    def given(self) -> str:
+        return self.arguments
+
+
+class CustomToolCall(_Call):
+    type: Literal["custom_tool_call"]
+    input: str
+
+    @property
+    def given(self) -> str:
+        return json.dumps({"input": self.input})
+
+
+class CallOutput(_Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Parts
 
@@ -106,7 +129,7 @@ class ReasoningItem(_Item):
 
 
 Item = Annotated[
-    InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem,
+    InputMessage | FunctionCall | CustomToolCall | CallOutput | ReasoningItem,
     Kinds("type", default="message"),
 ]
 
@@ -115,16 +138,67 @@ def _messages(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class _OfFunction(Strict):
+def _flat(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+class _Typed(Strict):
     type: Literal["function"]
 
 
-class FunctionTool(ToolFunction, _OfFunction):  # pydantic looks at the last base's fields first
-    def for_chat(self) -> Json:
-        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+class FunctionTool(ToolFunction, _Typed):  # pydantic looks at the last base's fields first
+    def for_chat(self) -> Iterator[Json]:
+        yield {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+    def called(self) -> Iterator[tuple[str, Json]]:
+        """Yield the names by which the model calls tools, with the fields of such a call's item."""
+        yield self.name, {"type": "function_call", "name": self.name}
 
 
-class ChosenFunctionTool(_OfFunction):
+class CustomTool(Returned):
+    """A tool that takes a text. The model writes it as the argument ``input`` of a function."""
+
+    added = frozenset({"defer_loading", "allowed_callers"})
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: Json | None = None
+
+    def for_chat(self) -> Iterator[Json]:
+        grammar = (self.format or {}).get("definition")
+        said = [self.description, grammar and f"The grammar of its input:\n{grammar}"]
+        schema = {"type": "object", "properties": {"input": {"type": "string"}}}
+        about = {"name": self.name, "description": "\n\n".join(filter(None, said))}
+        parameters = schema | {"required": ["input"]}
+        yield {"type": "function", "function": about | {"parameters": parameters}}
+
+    def called(self) -> Iterator[tuple[str, Json]]:
+        yield self.name, {"type": "custom_tool_call", "name": self.name}
+
+
+class NamespaceTool(Returned):
+    """Tools with a name in common, such as Codex makes of each MCP server."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None  # not shown to the model
+    tools: list[Annotated[FunctionTool | CustomTool, Kinds("type")]]
+
+    def for_chat(self) -> Iterator[Json]:
+        for tool in self.tools:
+            for one in tool.for_chat():
+                name = _flat(self.name, one["function"]["name"])
+                yield one | {"function": one["function"] | {"name": name}}
+
+    def called(self) -> Iterator[tuple[str, Json]]:
+        for tool in self.tools:
+            for name, item in tool.called():
+                yield _flat(self.name, name), item | {"namespace": self.name}
+
+
+class ChosenFunctionTool(Strict):
+    type: Literal["function", "custom"]
     name: str
 
     def for_chat(self) -> Json:
@@ -167,7 +241,7 @@ _AS_IN_A_CHAT = (
 
 
 class ResponsesBody(SharedFields):
-    tool_type = "function"
+    tool_types = "function", "custom", "namespace"
     names: ClassVar[Mapping[str, str]] = NAMES
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
@@ -189,7 +263,7 @@ class ResponsesBody(SharedFields):
     max_output_tokens: Annotated[Int, in_range("max_tokens")] | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Annotated[FunctionTool | CustomTool | NamespaceTool, Kinds("type")]] | None = None
     tool_choice: ToolChoice[ChosenFunctionTool] | None = None
     parallel_tool_calls: bool | None = None
     # As in a chat.
@@ -206,7 +280,7 @@ class ResponsesBody(SharedFields):
             item.add_to(messages)
         chat["messages"] = messages
         if self.tools:
-            chat["tools"] = [tool.for_chat() for tool in self.tools]
+            chat["tools"] = [one for tool in self.tools for one in tool.for_chat()]
         choice = self.tool_choice
         if self.tools or choice not in ("auto", "none"):  # which clients send without tools, too
             if isinstance(choice, ChosenFunctionTool):
@@ -220,6 +294,11 @@ class ResponsesBody(SharedFields):
         chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
         return validated(ChatBody, chat)
 
+    @property
+    def called(self) -> dict[str, Json]:
+        """The fields of a call's item by the name that the model calls the tool by."""
+        return {name: item for tool in self.tools or () for name, item in tool.called()}
+
     def described(self, params: SamplingParams) -> Json:
         """Return the fields of its request that a response repeats, with the sampling ``params``.
 
@@ -231,9 +310,9 @@ class ResponsesBody(SharedFields):
             name, schema = form.name and shortened(form.name, _NAME), form.json_schema and {}
             short = {"name": name, "description": None, "json_schema": schema}
             form = form.model_copy(update=short)
-        tools = [tool.model_dump() for tool in self.tools or []]
+        tools = [tool.model_dump(serialize_as_any=True) for tool in self.tools or []]
         if _is_long(tools):
-            tools = [FunctionTool(type="function", name=t["name"]).model_dump() for t in tools]
+            tools = [FunctionTool(type="function", name=n).model_dump() for n in self.called]
         if _is_long(tools):
             tools = []
         choice = self.tool_choice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import uuid
 from typing import Any
 
@@ -97,29 +98,32 @@ class ResponsesFormat(EventFormat):
     def _whole_call(self, index: int, item: Json) -> list[Json]:
         at = {"output_index": index}
         own = {"item_id": item["id"], **at}
-        empty = item | {"arguments": "", "status": "in_progress"}
-        name, arguments = item["name"], item["arguments"]
-        kind = "response.function_call_arguments"
+        field = "input" if "input" in item else "arguments"
+        kind = f"response.{item['type']}_{field}"
+        done = {} if field == "input" else {"name": item["name"]}
+        empty = item | {field: "", "status": "in_progress"}
         return [
             self._event("response.output_item.added", **at, item=empty),
-            self._event(f"{kind}.delta", **own, delta=arguments),
-            self._event(f"{kind}.done", **own, name=name, arguments=arguments),
+            self._event(f"{kind}.delta", **own, delta=item[field]),
+            self._event(f"{kind}.done", **own, **done, **{field: item[field]}),
             self._event("response.output_item.done", **at, item=item),
         ]
 
     def _items(self) -> list[Json]:
-        calls = [
-            {
-                "id": f"fc_{uuid.uuid4().hex}",
-                "type": "function_call",
-                "status": "completed",
-                "call_id": call["id"],
-                **call["function"],
-            }
-            for call in self._calls
-        ]
+        calls = list(map(self._call_item, self._calls))
         message = self._message(self._text, self._status)
         return [message, *calls] if self._text or not calls else calls
+
+    def _call_item(self, call: Json) -> Json:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        own = self._request.called.get(name, {"type": "function_call", "name": name})
+        given = {"arguments": arguments}
+        if own["type"] == "custom_tool_call":
+            text = json.loads(arguments).get("input")
+            given = {"input": text if isinstance(text, str) else arguments}
+        kind = "ctc" if "input" in given else "fc"
+        head = {"id": f"{kind}_{uuid.uuid4().hex}", "status": "completed", "call_id": call["id"]}
+        return {**head, **own, **given}
 
     def _message(self, text: str, status: str) -> Json:
         head = {"id": self._item, "type": "message", "role": "assistant", "status": status}

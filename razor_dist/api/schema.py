@@ -235,7 +235,7 @@ class GenerateBody(SharedFields):
 class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's fields first
     asks_in = "messages"
     limited_by = "max_completion_tokens", "max_tokens"
-    tool_type = "function"
+    tool_types = ("function",)
     echoes: ClassVar[bool] = False
     prompt_count: ClassVar[int] = 1
 

@@ -16,7 +16,7 @@ from razor_dist.protocol.messages import as_tokens
 
 
 class TokenizeBody(Ending):
-    tool_type = "function"
+    tool_types = ("function",)
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None

@@ -19,6 +19,10 @@ Body = TypeVar("Body", bound=Strict)
 # Names of unsupported fields that are logged at most; bounded, since clients choose them.
 _MOST_LOGGED = 256
 _LOGGED: dict[str, object] = {}
+# Types of images, and of the texts in their place; fields of messages that may hold them.
+_TEXTS = {"image": "text", "image_url": "text", "input_image": "input_text"}
+_NO_IMAGE = "[an image, which this model cannot see]"
+_HOLD = frozenset({"content", "output", "source"})
 # Fields of vLLM until 0.12, and the fields that replaced them.
 _GUIDED = {
     f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
@@ -50,6 +54,10 @@ def validated(cls: type[Body], data: object, ignored: list[str] | None = None) -
             hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
             suffix = f"; did you mean {hint!r}?" if hint and name not in cls.neutral else ""
             raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
+    said = {name: fields[name] for name in fields.keys() & {"messages", "input"}}
+    if ignored is not None and said != (seen := {k: _without_images(v) for k, v in said.items()}):
+        fields |= seen
+        ignored.append("images")
     _leave_out_tools(cls, fields, ignored)
     try:
         body = cls(**fields)
@@ -88,22 +96,39 @@ def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
     return found
 
 
+def _without_images(value: Any) -> Any:
+    """Return messages or a part of them with a text in place of each image.
+
+    An agent whose tool has read an image sends it with all requests that follow.
+    """
+    if isinstance(value, list):
+        return [_without_images(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if isinstance(kind, str) and kind in _TEXTS:
+        mark = {name: value[name] for name in value.keys() & {"cache_control"}}
+        return {"type": _TEXTS[kind], "text": _NO_IMAGE, **mark}
+    return {name: _without_images(v) if name in _HOLD else v for name, v in value.items()}
+
+
 def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[str] | None) -> None:
     """Remove tools of types that this server does not have; `RequestError` without ``ignored``.
 
     Codex and Anthropic's clients, for instance, send a tool for web search with every request.
     """
-    tools, own = fields.get("tools"), cls.tool_type
-    if not isinstance(tools, list) or own is None:
+    tools, own = fields.get("tools"), cls.tool_types
+    if not isinstance(tools, list) or not own:
         return
-    types = [one.get("type", own) if isinstance(one, dict) else own for one in tools]
-    others = [at for at, type_ in enumerate(types) if isinstance(type_, str) and type_ != own]
+    types = [one.get("type", own[0]) if isinstance(one, dict) else own[0] for one in tools]
+    others = [at for at, type_ in enumerate(types) if isinstance(type_, str) and type_ not in own]
     if not others:
         return
     if ignored is None:
         raise RequestError(
-            f"tools[{others[0]}].type must be {own!r}: {types[others[0]]!r:.80} is not supported; "
-            "turn it off in the client, or serve with --unknown-fields warn, which leaves it out",
+            f"tools[{others[0]}].type must be {' or '.join(map(repr, own))}: "
+            f"{types[others[0]]!r:.80} is not supported; turn it off in the client, or serve with "
+            "--unknown-fields warn, which leaves it out",
             param=f"tools[{others[0]}].type",
         )
     ignored += [f"tools[] of type {types[at]}" for at in others]

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,9 +24,10 @@ from razor_dist.frontend.prompts import PromptEncoder, PromptLimits
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server
+from tests.server.tool_calls import CLIENT_BODIES
 from tests.tokenizer import smollm2_tokenizer
 
-BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
+BODIES = [entry for entry in CLIENT_BODIES if "agent" not in entry]
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 BEGUN = [*MESSAGES, {"role": "assistant", "content": "The answer is"}]
 GIVEN = {
@@ -81,7 +81,7 @@ def test_tools_of_other_types_are_refused_by_name_or_left_out(warning: ServerPro
         parse_request("responses", codex, ENCODER, LIMITS)
     assert error.value.param == "tools[1].type"
     found = parse_request("responses", codex, ENCODER, LIMITS._replace(unknown_fields="warn"))
-    names = ["tools[] of type web_search", "tools[] of type custom", "tools"]
+    names = ["tools[] of type web_search", "tools"]
     assert found.ignored == names  # the model knows none
     searching = [{"type": "web_search_20250305", "name": "web_search"}]
     for route, path in (("chat", PATHS["chat"]), ("messages", "/v1/messages")):

@@ -9,16 +9,22 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from razor_dist.api.errors import Failure
+from razor_dist.api.request import ParsedRequest
 from razor_dist.api.responses import ResponsesBody
 from razor_dist.api.responses_format import FORMATS
+from razor_dist.api.tools import ToolUse
 from razor_dist.api.validate import validated
 from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.server.message_bodies import parse
 from tests.server.test_api import HELLO, TOKENIZER, answer_to
+from tests.server.tool_calls import NAMES, PARIS
 
 
 @pytest.mark.long
@@ -104,6 +110,37 @@ def test_a_stream_that_fails_ends_with_the_failed_response() -> None:
     assert (failed["type"], failed["sequence_number"]) == ("response.failed", 3)
     assert failed["response"] == begun["response"] | {"status": "failed", "error": about}
     assert created["response"] == begun["response"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "item"),
+    [
+        (PARIS, {"type": "function_call", "name": "weather", "namespace": "m", "arguments": PARIS}),
+        ('{"input": "a\\nb"}', {"type": "custom_tool_call", "name": "weather", "input": "a\nb"}),
+        # An argument of another name.
+        (PARIS, {"type": "custom_tool_call", "name": "weather", "input": PARIS}),
+    ],
+)
+def test_a_response_calls_a_tool_as_its_kind_of_tool_is_called(
+    arguments: str, item: dict[str, str]
+) -> None:
+    answer = f'<tool_call>{{"name": "get_time", "arguments": {arguments}}}</tool_call>'
+    own = {name: value for name, value in item.items() if name not in ("arguments", "input")}
+    request = ParsedRequest(
+        [], tools=ToolUse("hermes", NAMES), called={"get_time": own}, described={}
+    )
+    pieces = [TextPiece(5, answer, finish_reason="stop")]
+    form = FORMATS["responses"](request, "m", [Choice(np.array([1]), 0, pieces)], None)
+    events = [*form.opening(), *form.piece(0, pieces[0]), *form.closing(include_usage=False)]
+    [found] = events[-1]["response"]["output"]
+    assert found.items() >= item.items()
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    added, delta, done, ended = map(adapter.validate_python, events[-5:-1])
+    given = "input" if "input" in item else "arguments"
+    assert added.item.model_dump()[given] == ""
+    assert ended.item.model_dump(exclude_none=True) == found
+    assert delta.type == f"response.{item['type']}_{given}.delta" and delta.delta == item[given]
+    assert getattr(done, given) == item[given] and done.item_id == found["id"]
 
 
 @pytest.mark.parametrize(

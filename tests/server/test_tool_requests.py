@@ -19,6 +19,7 @@ from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabula
 from tests.server.message_bodies import prompt_of
 from tests.server.tool_calls import (
     ANSWERS,
+    CLIENT_BODIES,
     GLM_0414,
     HERMES,
     LIMITS,
@@ -303,6 +304,35 @@ def test_a_format_of_answers_and_free_calls_exclude_each_other() -> None:
         assert refused.value.param == name
         parse_chat(HERMES, **fields, tool_choice="none")
     parse_chat(HERMES, response_format={"type": "text"})
+
+
+def test_what_agents_send_of_tools_reaches_the_model() -> None:
+    template = HERMES.replace("call.function.arguments.city", "call.function | tojson")
+    limits = LIMITS._replace(model="smollm2", unknown_fields="warn")
+
+    def read(entry: dict[str, Any]) -> ParsedRequest:
+        endpoint: Any = entry["path"].removeprefix("/v1/")
+        with pytest.raises(RequestError):  # each has something that this server cannot do
+            parse_request(endpoint, entry["body"], encoder(None), LIMITS._replace(model="smollm2"))
+        return parse_request(endpoint, entry["body"], encoder(template), limits)
+
+    claude, codex, patch = [read(entry) for entry in CLIENT_BODIES if "agent" in entry]
+    image = "[an image, which this model cannot see]"
+    assert f"tool: {image}" in prompt_of(claude) and "images" in claude.ignored
+    said = prompt_of(codex)
+    assert codex.ignored == ["images"] and f"tool: {image}" in said
+    shown = '{"type": "function", "function": {"name": "mcp__weather__get_weather"'
+    call = '<tool_call>{"name": "mcp__weather__get_weather", "arguments": {"city": "Rome"}}'
+    assert said.count(shown) == 1 and call in said and "Output:rain in Rome" in said
+    assert codex.called["multi_agent_v1__close_agent"] == {
+        "type": "function_call",
+        "name": "close_agent",
+        "namespace": "multi_agent_v1",
+    }
+    said = prompt_of(patch)
+    assert patch.called == {"apply_patch": {"type": "custom_tool_call", "name": "apply_patch"}}
+    assert said.count("The grammar of its input:") == 1 and patch.ignored == []
+    assert '{"input": "*** Begin Patch' in said and "tool: Exit code: 0" in said
 
 
 def test_a_mark_on_calls_without_content_keeps_nothing_and_is_told() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 
 from razor_dist.api.request import Limits
 from razor_dist.api.tools import ToolParser, ToolUse
@@ -152,3 +154,5 @@ LLAMA = (
 )
 
 LIMITS = Limits("m", 4, PromptLimits(4096, 49152), {})
+# Those of an agent have calls of tools, which only some templates take.
+CLIENT_BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
