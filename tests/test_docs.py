@@ -79,6 +79,7 @@ OF_OTHERS = """
     common_words_extraction.py constants.py evaluate.py freq_words_extraction.py niah.py qa.py
     sched_autogroup_enabled scrape_config simple_evaluate variable_tracking.py weights_only
     ask.py bad_words curl
+    OpenAIChatCompletionsModel OpenAIResponsesModel createOpenAI extractReasoningMiddleware
 """
 WORD = re.compile(r"\w+")
 

@@ -199,10 +199,8 @@ class CountTokensBody(Strict):
         if self.tools:
             chat["tools"] = [tool.for_chat() for tool in self.tools]
         if self.tool_choice is not None:
-            choice = self.tool_choice
-            if self.tools or choice.type not in ("auto", "none"):
-                chat["tool_choice"] = choice.for_chat()
-            chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+            chat["tool_choice"] = self.tool_choice.for_chat()
+            chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         body = validated(DocumentsChat, chat)
         body._conversation, self._cited = conversation, conversation.documents
         return body

@@ -94,8 +94,7 @@ def _body(cls: type[Strict], limits: Limits, knows_tools: bool) -> Json:
     if issubclass(cls, CountTokensBody) and not knows_tools:
         own |= {"tools": {"enum": [None, []]}, "tool_choice": or_null(_NO_TOOL)}
     elif not knows_tools:
-        choices = [None, "none"] + (["auto"] if cls is ResponsesBody else [])
-        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
+        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none", "auto"]}}
     properties |= {field: value for field, value in own.items() if field in properties}
     return {**found, cls.__name__: schema}
 

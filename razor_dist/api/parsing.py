@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from razor_dist.api.annotations import titles
+from razor_dist.api.call_grammars import or_calls
 from razor_dist.api.completions import CompletionBody
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.fields import Strict, renamed
@@ -26,6 +27,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 BODIES: dict[Endpoint, type[Strict]] = {
     "chat": ChatBody,
@@ -135,6 +137,10 @@ def _rendered(
             body = body.model_copy(update={"parallel_tool_calls": False})
     params = body.sampling(limits.defaults)
     tools = body.tool_use(encoder)
+    answer = params.structured_outputs
+    if tools is not None and tools.is_free and isinstance(answer, StructuredOutputsParams):
+        either = or_calls(answer, tools, encoder.tokenizer, body.constrained_by)
+        params = replace(params, structured_outputs=either)
     if isinstance(asked, CountTokensBody) and not isinstance(asked, MessagesBody):
         [(ids, _)] = body.encoded(encoder, limits.prompt.max_model_len, ends=False)
         return replace(_answered({"input_tokens": len(ids)}), ignored=ignored)

@@ -68,7 +68,12 @@ class InputMessage(_Item):
     content: Parts
 
     def add_to(self, messages: list[Json]) -> None:
-        messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
+        text = "".join(part.text for part in self.content)
+        last = messages[-1] if messages else {}
+        if self.role == last.get("role") == "assistant" and last["content"] is None:
+            last["content"] = text  # LiteLLM sends an answer's calls before its text
+        else:
+            messages.append({"role": self.role, "content": text})
 
 
 class _Call(_Item):
@@ -134,8 +139,18 @@ Item = Annotated[
 ]
 
 
-def _messages(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+def _items(value: object) -> object:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    for at, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            where = f"input[{at}]"
+            raise RequestError(
+                f"{where} refers to an item of an earlier answer, and this server keeps no answers:"
+                " send the item itself, as clients do with store: false",
+                param=where,
+            )
+    return value
 
 
 def _flat(namespace: str | None, name: str) -> str:
@@ -255,7 +270,7 @@ class ResponsesBody(SharedFields):
     input: Annotated[
         list[Item],
         BeforeValidator(
-            _messages,
+            _items,
             json_schema_input_type=str | Annotated[list[Item], Field(min_length=1)],
         ),
     ]
@@ -282,11 +297,10 @@ class ResponsesBody(SharedFields):
         if self.tools:
             chat["tools"] = [one for tool in self.tools for one in tool.for_chat()]
         choice = self.tool_choice
-        if self.tools or choice not in ("auto", "none"):  # which clients send without tools, too
-            if isinstance(choice, ChosenFunctionTool):
-                chat["tool_choice"] = choice.for_chat()
-            else:
-                chat["tool_choice"] = choice
+        if isinstance(choice, ChosenFunctionTool):
+            chat["tool_choice"] = choice.for_chat()
+        else:
+            chat["tool_choice"] = choice
         chat["max_completion_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = self.text.format.for_chat()

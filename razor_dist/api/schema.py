@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
+from razor_dist.api.call_grammars import forced
 from razor_dist.api.contexts import KeptContext, contexts
 from razor_dist.api.conversation import BlockText, CitedDocument, Mark
 from razor_dist.api.field_types import (
@@ -39,7 +40,7 @@ from razor_dist.api.fields import (
     check_contents,
     renamed,
 )
-from razor_dist.api.tools import ToolUse, forced, tool_use
+from razor_dist.api.tools import ToolUse, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.kept import Ints, continued
 from razor_dist.frontend.passages import MOST_CITED, PromptText
@@ -285,18 +286,16 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         other = super()._structured_outputs()
         if self.forced_tool is None:
-            if other is not None and self.used_tools:
-                param = "structured_outputs" if self.structured_outputs else "response_format"
+            if self.structured_outputs is not None and self.used_tools:
                 raise RequestError(
-                    f"{param} keeps the model from calling tools: leave one of them out, or set "
-                    "tool_choice to 'none', 'required' or a tool",
-                    param=param,
+                    "structured_outputs keeps the model from calling tools: leave one of them out, "
+                    "or set tool_choice to 'none', 'required' or a tool",
+                    param=STRUCTURED,
                 )
             return other
-        if other is not None:
+        if self.structured_outputs is not None:  # a response_format is one of texts, not of calls
             raise RequestError(
-                "a forced tool_choice excludes response_format and structured_outputs",
-                param="tool_choice",
+                "a forced tool_choice excludes structured_outputs", param="tool_choice"
             )
         if self.min_tokens:
             raise RequestError(
@@ -371,7 +370,7 @@ class ChatBody(Ending, GenerateBody):  # pydantic looks at the last base's field
             raise RequestError("two tools have the same name", param="tools")
         if self.forced_tool not in (None, "required", *names):
             raise RequestError(f"there is no tool {self.forced_tool!r:.80}", param="tool_choice")
-        if self.tool_choice not in (None, "none") and not names:
+        if self.tool_choice not in (None, "none", "auto") and not names:
             raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
 
     def check(self) -> None:

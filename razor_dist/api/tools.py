@@ -18,7 +18,6 @@ from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import StopMatcher, token_texts
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 
 class ToolCall(NamedTuple):
@@ -38,6 +37,11 @@ class ToolUse(NamedTuple):
     format: str
     names: list[str]
     parallel: bool = True  # an answer may have more than one call
+
+    @property
+    def is_free(self) -> bool:
+        """True if the model may also answer without a call."""
+        return self.format not in ("required", "named")
 
 
 # Calls, and the text behind the marker that belongs to no call.
@@ -247,57 +251,6 @@ def tool_use(
         f"are those of {known}); tool_choice may be a tool's name or 'required'",
         param="tools",
     )
-
-
-def forced(
-    tools: Mapping[str, Mapping[str, Any]], choice: str, parallel: bool = True
-) -> StructuredOutputsParams:
-    """Return the constraint on an answer that must call ``choice``, or any tool if "required".
-
-    ``tools`` are JSON Schemas of arguments by the tools' names. As in vLLM, the answer is the
-    arguments of the chosen tool, or a list of ``{"name", "parameters"}``.
-    """
-    if choice != "required":
-        return StructuredOutputsParams(json=dict(tools[choice]))
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": _place(name)}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for name in tools
-    ]
-    own = {name: _moved(schema, _place(name)) for name, schema in tools.items()}
-    array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": own}
-    return StructuredOutputsParams(json=array if parallel else array | {"maxItems": 1})
-
-
-def _place(name: str) -> str:
-    return f"#/$defs/{name}"
-
-
-# Keywords of JSON Schema that hold values, and those that hold schemas by name.
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema with its references, which begin at its root, for another ``place``."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, part in schema.items():
-        if key in _BY_NAME and isinstance(part, Mapping):
-            moved[key] = {name: _moved(each, place) for name, each in part.items()}
-        else:
-            moved[key] = part if key in _VALUES else _moved(part, place)
-    target = schema.get("$ref")
-    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
-        moved["$ref"] = place + target[1:]
-    return moved
 
 
 class ToolParser:

@@ -139,8 +139,6 @@ def _leave_out_tools(cls: type[Strict], fields: dict[str, Any], ignored: list[st
     if isinstance(choice, dict) and choice.get("name") is not None:  # as in Anthropic's API
         asked |= choice["name"] in [tool.get("name") for tool in gone]
     if fields["tools"] is None:
-        if kind == "auto":
-            del fields["tool_choice"]
         asked |= kind == "required" or (isinstance(choice, dict) and kind not in ("auto", "none"))
     if asked:
         raise RequestError(

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ if TYPE_CHECKING:  # `razor-dist serve --help` does not wait for transformers
 
 log = logging.getLogger(__name__)
 
+# OpenAI's clients do not heed a ``Retry-After`` of more seconds, but come after one or two.
+_LONGEST_RETRY = 60
+
 State = Literal["loading", "ready", "restarting", "draining", "failed", "closed"]
 
 
@@ -58,6 +62,27 @@ class Status:
     state: State
     reason: str = ""
     refused: bool = False  # the ranks refuse the settings or the model
+
+
+class StartClock:
+    """The time of the ranks' last start, by which that of the present one is estimated."""
+
+    def __init__(self) -> None:
+        self._took, self._since, self._is_ready = 0.0, time.monotonic(), False
+
+    def note(self, state: State) -> None:
+        """Note the engine's new state."""
+        if state == "ready":
+            self._took = time.monotonic() - self._since
+        elif self._is_ready:
+            self._since = time.monotonic()
+        self._is_ready = state == "ready"
+
+    @property
+    def seconds_left(self) -> int:
+        """Whole seconds until the ranks are likely to be ready, 1 to `_LONGEST_RETRY`."""
+        left = self._took - (time.monotonic() - self._since)
+        return min(_LONGEST_RETRY, max(1, math.ceil(left)))
 
 
 class EngineBusyError(EngineError):
@@ -84,6 +109,7 @@ class EngineClient:
         self.rank0_pid: int | None = None
         self._seconds_left: dict[str, float] = {}
         self.status = Status("loading", "the model is being loaded")
+        self.start = StartClock()
         self._changed = asyncio.Event()
         self._streams: dict[str, RequestStream] = {}
         self._stats: dict[int, asyncio.Future[Counters]] = {}
@@ -308,5 +334,6 @@ class EngineClient:
         elif status.state not in ("failed", "closed"):
             log.info("engine %s: %s", status.state, status.reason)
         self.status = status
+        self.start.note(status.state)
         self._changed.set()
         self._changed = asyncio.Event()

@@ -180,6 +180,10 @@ class StructuredOutputsParams:
         # Patterns of the user's stand between the parts, which may be as endless as a grammar's.
         return f"start: %json {json.dumps(schema)}{_UNFORCED}"
 
+    def in_lark(self) -> str:
+        """Return a JSON schema as a part of a grammar in Lark."""
+        return f"%json {json.dumps(json.loads(self._given()) | {'x-guidance': self._blanks})}"
+
     def compiled(self, tokenizer: LLTokenizer) -> GrammarText:
         """Compile it and compute an answer's first masks, as rank 0 will do with the result.
 

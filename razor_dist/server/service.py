@@ -219,6 +219,8 @@ class Service:
         """Whole seconds until a request that was refused by this error may be sent again."""
         if isinstance(error, RateLimitError):
             return self.client.retry_after(error.groups)
+        if isinstance(error, NotReadyError) and error.state in ("loading", "restarting"):
+            return self.client.start.seconds_left
         code = error.code if isinstance(error, RequestError) else None
         if code == "pinned_prefixes_hold_cache":
             return self.contexts.retry_after()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend import managed_engine
 from razor_dist.frontend.answers import LiveChoices
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.client import EngineClient, Status
+from razor_dist.frontend.client import EngineClient, StartClock, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.pins import Pin, Pinned
 from razor_dist.frontend.prompts import Checked
@@ -280,6 +282,32 @@ async def test_who_sees_the_socket_can_connect(
     _, writer = await asyncio.open_unix_connection(path)
     writer.close()
     await client.close()
+
+
+def test_a_restart_is_expected_to_take_as_long_as_the_last_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("razor_dist.frontend.client.time", SimpleNamespace(monotonic=lambda: now))
+    clock = StartClock()
+    assert clock.seconds_left == 1  # nothing is known of a first start
+    for took, expected in ((20.5, 21), (300, 60)):
+        now += took
+        clock.note("ready")
+        now += 1000
+        clock.note("restarting")
+        assert clock.seconds_left == expected
+        clock.note("loading")
+        now += took - 3
+        assert clock.seconds_left == 3
+        clock.note("ready")
+        now += 7
+        clock.note("restarting")
+        assert clock.seconds_left == min(60, math.ceil(took - 3))
+        now += took
+        clock.note("restarting")
+        assert clock.seconds_left == 1
+        clock = StartClock()
 
 
 async def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:

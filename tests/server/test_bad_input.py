@@ -108,7 +108,7 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing required field"),
         ({"tools": [TOOL]}, "tools", "the model's chat template knows no tools"),
         ({"tools": [TOOL, TOOL]}, "tools", "two tools have the same name"),
-        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is only allowed with tools"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice is only allowed with tools"),
         (
             {"tool_choice": "any"},
             "tool_choice",
@@ -133,10 +133,10 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
             {
                 "tools": [TOOL],
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
             },
             "tool_choice",
-            "a forced tool_choice excludes response_format",
+            "a forced tool_choice excludes structured_outputs",
         ),
         (
             {"messages": [{"role": "tool", "content": "x"}]},

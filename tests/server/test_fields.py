@@ -27,7 +27,7 @@ from tests.server.process import ServerProcess, fake_server
 from tests.server.tool_calls import CLIENT_BODIES
 from tests.tokenizer import smollm2_tokenizer
 
-BODIES = [entry for entry in CLIENT_BODIES if "agent" not in entry]
+BODIES = [entry for entry in CLIENT_BODIES if not {"agent", "calls"} & entry.keys()]
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 BEGUN = [*MESSAGES, {"role": "assistant", "content": "The answer is"}]
 GIVEN = {

@@ -209,7 +209,7 @@ def test_a_later_start_that_the_ranks_refuse_is_tried_again(tmp_path: Path) -> N
         reason = "the head map belongs to another model"
         assert wait_until(lambda: server.log.count(f"restarting: {reason}") > 1, 60)
         refused = complete(url, [5])
-        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 60
         bad.unlink()
         assert wait_until(lambda: health(url) == (200, "ready"), 60)
         assert complete(url, [5, 6], max_tokens=1).status_code == 200

@@ -10,9 +10,10 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
+from razor_dist.api.call_grammars import forced
 from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import Endpoint, ParsedRequest
-from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
+from razor_dist.api.tools import ToolParser, ToolUse, tool_use
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.protocol.vocabulary import load_vocabulary, serialized, vocabulary_of
@@ -292,18 +293,28 @@ def test_one_call_at_most_unless_parallel() -> None:
     assert parse_chat(HERMES, parallel_tool_calls=False).tools == ToolUse("hermes", NAMES, False)
 
 
-def test_a_format_of_answers_and_free_calls_exclude_each_other() -> None:
-    structured = {"regex": "a"}
-    for fields in (
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": structured},
-    ):
-        [name] = fields
-        with pytest.raises(RequestError, match=f"{name} keeps the model from calling") as refused:
-            parse_chat(HERMES, **fields)
-        assert refused.value.param == name
-        parse_chat(HERMES, **fields, tool_choice="none")
-    parse_chat(HERMES, response_format={"type": "text"})
+CONVERSATIONS = [entry for entry in CLIENT_BODIES if "calls" in entry]
+
+
+@pytest.mark.parametrize("entry", CONVERSATIONS, ids=[entry["client"] for entry in CONVERSATIONS])
+def test_conversations_with_tools_are_taken_as_agents_send_them(entry: dict[str, Any]) -> None:
+    endpoint: Endpoint = "responses" if "input" in entry["body"] else "chat"
+    template = (
+        "{% for tool in tools %}{{ tool | tojson }} <tool_call> arguments\n{% endfor %}"
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}"
+        "{% for call in message.tool_calls %}<{{ call.function.name }}>{% endfor %}{% endfor %}"
+    )
+    limits = LIMITS._replace(model="smollm2")
+    text = prompt_of(parse_request(endpoint, entry["body"], encoder(template), limits))
+    assert text.rpartition("arguments\n")[2] == entry["calls"]
+
+
+def test_items_of_an_answer_that_is_not_kept_are_refused_with_the_remedy() -> None:
+    """The AI SDK sends them unless its ``store`` is false."""
+    items = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_1"}]
+    with pytest.raises(RequestError, match=r"keeps no answers: .* store: false") as refused:
+        parse_request("responses", {"model": "m", "input": items}, encoder(HERMES), LIMITS)
+    assert refused.value.param == "input[1]"
 
 
 def test_what_agents_send_of_tools_reaches_the_model() -> None:

@@ -1,4 +1,4 @@
-"""Tools, answers that call them in each format, and a template that knows them."""
+"""Tools, answers that call them in each format, templates that know them, and clients' bodies."""
 
 from __future__ import annotations
 
