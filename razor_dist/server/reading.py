@@ -72,7 +72,9 @@ class RequestReader:
                 try:
                     document = await self.documents.read(data, "a.pdf", current_record().turn)
                 except RequestError as error:
-                    raise RequestError(f"{name}: {error}", param=name) from None
+                    # Anthropic's words, by which Claude Code leaves the document out and goes on.
+                    problem = f"{name}: could not process PDF: {error}"
+                    raise RequestError(problem, param=name) from None
                 left -= len(document.text)
                 if left < 0:
                     raise RequestError(

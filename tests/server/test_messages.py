@@ -120,7 +120,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         asking(document(pdf_source(b"%PDF-1.4 broken"))),
-        r"messages\[0\].content\[0\].source.data: the file cannot be read as pdf",
+        r"messages\[0\].content\[0\].source.data: could not process PDF: the file cannot be",
     ),
     ({"tools": [{"name": "a", "input_schema": {}}]}, "chat template knows no tools"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice must have a name if its type is tool"),
