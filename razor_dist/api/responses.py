@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from razor_dist.api.conversation import APART
 from razor_dist.api.errors import shortened
 from razor_dist.api.field_types import Int, Json, TemplateArguments, ToolChoice, in_range
 from razor_dist.api.fields import (
@@ -68,12 +69,16 @@ class InputMessage(_Item):
     content: Parts
 
     def add_to(self, messages: list[Json]) -> None:
+        """Add the message to the last if both are of one side, since templates want turns."""
+        role = "system" if self.role == "developer" else self.role
         text = "".join(part.text for part in self.content)
         last = messages[-1] if messages else {}
-        if self.role == last.get("role") == "assistant" and last["content"] is None:
+        if role == last.get("role") == "assistant" and last["content"] is None:
             last["content"] = text  # LiteLLM sends an answer's calls before its text
+        elif role == last.get("role") and not last.get("tool_calls"):
+            last["content"] += APART + text
         else:
-            messages.append({"role": self.role, "content": text})
+            messages.append({"role": role, "content": text})
 
 
 class _Call(_Item):

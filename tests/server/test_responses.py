@@ -13,6 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from razor_dist.api.errors import Failure
+from razor_dist.api.parsing import parse_request
 from razor_dist.api.request import ParsedRequest
 from razor_dist.api.responses import ResponsesBody
 from razor_dist.api.responses_format import FORMATS
@@ -22,9 +23,9 @@ from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.server.message_bodies import parse
+from tests.server.message_bodies import parse, prompt_of
 from tests.server.test_api import HELLO, TOKENIZER, answer_to
-from tests.server.tool_calls import NAMES, PARIS
+from tests.server.tool_calls import LIMITS, NAMES, PARIS, encoder
 
 
 @pytest.mark.long
@@ -141,6 +142,16 @@ def test_a_response_calls_a_tool_as_its_kind_of_tool_is_called(
     assert ended.item.model_dump(exclude_none=True) == found
     assert delta.type == f"response.{item['type']}_{given}.delta" and delta.delta == item[given]
     assert getattr(done, given) == item[given] and done.item_id == found["id"]
+
+
+def test_messages_of_one_side_that_follow_each_other_are_one_turn() -> None:
+    """Mistral's template refuses the two questions that Codex begins with."""
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    said = [("developer", "A."), ("user", "B."), ("user", "C."), ("assistant", "D.")]
+    items = [{"role": role, "content": text} for role, text in [*said, ("assistant", "E.")]]
+    body = {"model": "m", "instructions": "Be brief.", "input": items}
+    text = prompt_of(parse_request("responses", body, encoder(template), LIMITS))
+    assert text == "[system]Be brief.\n\nA.[user]B.\n\nC.[assistant]D.\n\nE."
 
 
 @pytest.mark.parametrize(
