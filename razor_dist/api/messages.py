@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from razor_dist.api.contexts import KeptContext
 from razor_dist.api.conversation import BlockText, CitedDocument, Conversation, Mark
 from razor_dist.api.field_types import Int, Json, StopSequences, TemplateArguments, in_range
-from razor_dist.api.fields import MAX_MESSAGES, CacheControl, Strict, ToolName
+from razor_dist.api.fields import MAX_MESSAGES, CacheControl, Returned, Strict, ToolName
 from razor_dist.api.message_blocks import (
     Block,
     DocumentBlock,
@@ -29,7 +29,11 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # The request's names of fields by those of a chat.
-NAMES = {"stop": "stop_sequences", "return_sources": "citations"}
+NAMES = {
+    "stop": "stop_sequences",
+    "return_sources": "citations",
+    "response_format": "output_config.format",
+}
 
 
 class CustomTool(Block):
@@ -62,6 +66,15 @@ class ToolChoice(Strict):
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return {"any": "required"}.get(self.type, self.type)
+
+
+class OutputFormat(Returned):
+    type: Literal["json_schema"]
+    json_schema: Annotated[Json, Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
 
 
 class MessageMetadata(Strict):
@@ -100,7 +113,6 @@ class CountTokensBody(Strict):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "thinking": ({"type": "disabled"},),
         "mcp_servers": ([],),
-        "output_config": ({},),
         "speed": ("standard",),
         **dict.fromkeys(("container", "context_management", "diagnostics"), ()),
         **dict.fromkeys(("inference_geo", "user_profile_id", "workspace_id"), ()),
@@ -111,6 +123,7 @@ class CountTokensBody(Strict):
     system: Texts | None = None
     tools: list[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None  # of the last block
     # As on the other endpoints.
     context: Annotated[str, Field(min_length=1)] | None = None
@@ -253,4 +266,7 @@ class MessagesBody(CommonFields, CountTokensBody):
         fields = super()._fields() | self.model_dump(include=same, exclude_none=True)
         fields["stop"] = self.stop_sequences
         fields["return_sources"] = MOST_CITED if self.cites else None
+        if self.output_config is not None and (form := self.output_config.format) is not None:
+            schema = {"name": "answer", "schema": form.json_schema}
+            fields["response_format"] = {"type": form.type, "json_schema": schema}
         return fields

@@ -88,7 +88,18 @@ def test_the_client_gets_a_message_and_the_same_as_a_stream(url: str) -> None:
     assert ours.messages.create(**asked, extra_body=older).content == whole.content
 
 
+def test_an_answer_matches_the_schema_of_its_output_format() -> None:
+    """Claude Code asks so for a conversation's title."""
+    schema = {"type": "object", "properties": {"title": {"type": "string"}}}
+    form = {"type": "json_schema", "schema": schema}
+    [prompt] = parse("messages", asking(output_config={"format": form})).prompts
+    assert prompt.params.structured_outputs is not None
+    assert json.loads(prompt.params.structured_outputs.json) == schema
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"output_config": {"effort": "low"}}, "unsupported field 'output_config.effort'"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type must be 'json"),
     ({"n": 2}, "unsupported field 'n'"),
     ({"max_tokens": None}, "max_tokens must be a valid integer"),
     ({"temperature": 3}, "temperature must be"),
