@@ -30,6 +30,7 @@ _STATUS_OF_CODE = {
 # Characters of an error's message and of its param, both of which may quote the request.
 _LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100
 _TYPE_OF_STATUS = {
+    401: "authentication_error",  # as in llama-server; LiteLLM takes OpenAI's for a bad request
     408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -100,6 +100,7 @@ def test_every_route_but_health_wants_a_key(guarded: ServerProcess) -> None:
             refused = httpx.request(method, url + path, headers=headers, **body)
             assert code_of(refused) == (401, "invalid_api_key"), path
             assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["type"] == "authentication_error", path
         other = "GET" if method == "POST" else "POST"
         assert code_of(httpx.request(other, url + path)) == (401, "invalid_api_key"), path
         for key in (ADA, BOB):
