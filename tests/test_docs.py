@@ -78,7 +78,7 @@ OF_OTHERS = """
     FONTCONFIG_FILE RAY_AUTH_TOKEN argparse.py attention_factor capitals capitals_written
     common_words_extraction.py constants.py evaluate.py freq_words_extraction.py niah.py qa.py
     sched_autogroup_enabled scrape_config simple_evaluate variable_tracking.py weights_only
-    ask.py bad_words curl
+    ask.py bad_words curl CLAUDE_CODE_MAX_RETRIES model_auto_compact_token_limit stream_max_retries
     OpenAIChatCompletionsModel OpenAIResponsesModel createOpenAI extractReasoningMiddleware
 """
 WORD = re.compile(r"\w+")
