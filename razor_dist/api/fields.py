@@ -100,7 +100,8 @@ class CacheControl(Returned):
 
 
 class TextPart(Returned):
-    added = frozenset({"prompt_cache_breakpoint"})
+    # The last three repeat fields of an answer: OpenAI's agents for JavaScript send them in parts.
+    added = frozenset({"prompt_cache_breakpoint", "role", "tool_calls", "annotations"})
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
