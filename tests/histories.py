@@ -36,7 +36,7 @@ from tests.same_answers import same_prompt, same_tokens
 Tokens = tuple[int, ...]
 END = 2  # ends a message and an answer
 SOURCE_HEADS = [(1, 0)]  # the first of the head that `split_of` keeps of every model
-# Of an engine that comes to an end. Steps say nothing: they also wait for a busy disk.
+# Of an engine on CPU that comes to an end. Steps say nothing: they also wait for a busy disk.
 MOST_SECONDS = 100
 REFUSED = {"pinned_prefixes_hold_cache", "kv_capacity_exceeded", "context_length_exceeded"}
 REFUSED |= {"pinned_contexts_full"}
@@ -92,6 +92,7 @@ class History:
     common: dict[str, Any]  # settings that the answers depend on
     engines: tuple[dict[str, Any], ...]  # other settings of each
     actions: tuple[tuple[int, Action], ...]  # each with the engine that it happens to
+    device: str = "cpu"  # of these engines; those that they are compared with are on CPU
 
 
 @dataclass
@@ -115,6 +116,7 @@ class Client:
     pinned: list[str] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
     happened: Counter[str] = field(default_factory=Counter)
+    seconds: float = MOST_SECONDS  # of an engine that comes to an end
 
     def add(self, name: str, ask: Ask) -> None:
         pinned = [] if ask.prefix is None else self.pinned
@@ -170,7 +172,7 @@ class Client:
                 self.abort(name)
 
     def drain(self) -> None:
-        end = time.monotonic() + MOST_SECONDS
+        end = time.monotonic() + self.seconds
         while self.engine.core.has_work:
             assert time.monotonic() < end, "the engine does not come to an end"
             self.step()
@@ -207,10 +209,14 @@ class Client:
         room.tiers.close()
 
 
-def make(comm: Communicator, path: str, history: History, changed: dict[str, Any]) -> RankEngine:
+def make(
+    comm: Communicator, path: str, history: History, changed: dict[str, Any], device: str = "cpu"
+) -> RankEngine:
     build.PART_BYTES = transfer.PART_BYTES = 1500  # several parts of each node
     config = EngineConfig(model=path, world_size=comm.size, **(history.common | changed))
-    model, _ = model_and_shape(path)
+    model, _ = model_and_shape(path, device)
+    if device == "cuda" and comm.size > 1:
+        comm = Communicator(comm.group, comm)
     split, heads = split_of(Path(path)), history.heads
     if heads is not None:
         split = tuple((heads,) * len(row) for row in split)
@@ -233,6 +239,8 @@ def play(
     comm: Communicator, path: str, history: History, store: str
 ) -> tuple[str | None, Counter[str]]:
     """Play a history on every rank; on rank 0, return what is wrong with it, and what it had."""
+    if history.device != "cpu":  # whose kernels take blocks of one size
+        return _play(comm, path, history, store)
     # Blocks that short texts have many of.
     with mock.patch.multiple(chosen, BLOCK=8, RECENT=24):
         return _play(comm, path, history, store)
@@ -245,7 +253,7 @@ def _play(
     def begin(number: int) -> RankEngine:
         own = history.engines[number]
         disk = {"prefix_store": store} if "prefix_store_gb" in own else {}
-        return make(comm, path, history, own | disk)
+        return make(comm, path, history, own | disk, history.device)
 
     engines = [begin(number) for number in range(len(history.engines))]
     if comm.rank:
@@ -256,7 +264,8 @@ def _play(
             else:
                 engines[number - _BEGINS] = begin(number - _BEGINS)
         return None, Counter()
-    clients = [Client(engine) for engine in engines]
+    seconds = MOST_SECONDS if history.device == "cpu" else 10 * MOST_SECONDS
+    clients = [Client(engine, seconds=seconds) for engine in engines]
     ended: list[Client] = []
     try:
         for index, (which, action) in enumerate(history.actions):
@@ -266,7 +275,7 @@ def _play(
             if isinstance(action, Restart):
                 comm.broadcast(torch.tensor([_BEGINS + number]), "control")
                 ended.append(clients[number])
-                clients[number] = Client(begin(number))
+                clients[number] = Client(begin(number), seconds=seconds)
         for finish in (Client.drain, Client.end):
             for number, client in enumerate(clients):
                 with turn(comm, number):

@@ -15,11 +15,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests import pretended_gpu
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch.distributed", "transformers", "tests.cases"])
 
 
-def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, rendezvous: str, pipe: Connection, gpu: bool) -> None:
+    if gpu:
+        pretended_gpu.install()
     import torch
     import torch.distributed as dist
 
@@ -57,9 +61,11 @@ class RankPool:
     ----------
     size : int
         P.
+    gpu : bool
+        The processes see a pretended GPU (`tests.pretended_gpu`).
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, gpu: bool = False) -> None:
         self.size = size
         self.failed = False
         self.answers: list[Any] = []  # what ranks returned in the last call, as far as it went
@@ -67,9 +73,10 @@ class RankPool:
         rendezvous = f"file://{self._directory.name}/store"
         self._pipes, self.processes = [], []
         for rank in range(size):
-            ours, theirs = FORKSERVER.Pipe()
-            process = FORKSERVER.Process(
-                target=_serve, args=(rank, size, rendezvous, theirs), daemon=True
+            context = multiprocessing.get_context("spawn") if gpu else FORKSERVER
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, rendezvous, theirs, gpu), daemon=True
             )
             process.start()
             theirs.close()
